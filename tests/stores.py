@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -15,11 +18,32 @@ import torch
 from pylate_flash.index import resident, search, store
 from pylate_flash.index.catalog import Catalog
 from pylate_flash.index.store import PackedStore
+from pylate_flash.indexes import Flat
+
+ROOT = Path(store.__file__).parents[2]
 
 
 def documents_of(lengths: list[int], size: int = 4, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(length, size, generator=generator) for length in lengths]
+
+
+def integers_of(lengths: list[int], size: int = 8, seed: int = 0, most: int = 2) -> list[torch.Tensor]:
+    """Small integers, whose sums are exact in whatever order, and often equal."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-most, most + 1, (length, size), generator=generator).float() for length in lengths]
+
+
+def small(folder: Path | None, memory: int | str = "auto", **options) -> Flat:
+    """An index on the CPU."""
+    return Flat(folder, "index", device="cpu", device_memory=memory, show_progress=False, **options)
+
+
+def run_python(code: str, *arguments: object, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process that finds this package."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [*before, sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def content(path: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pylate_flash._extras import HOSTS, MissingExtraError, check_host
+from tests.stores import run_python
 
 ROOT = Path(__file__).parents[1]
 # What comes with a host, or with an extra, and never with the package alone.
@@ -30,11 +30,8 @@ NEEDS_EITHER = (
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process, where nothing of BLOCKED can be imported."""
-    code = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}))\n{code}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    """In a fresh process, where nothing of BLOCKED can be imported."""
+    return run_python(f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}))\n{code}", *arguments)
 
 
 def test_every_operation_computes_without_a_host() -> None:

@@ -7,39 +7,32 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import pylate_flash
 from pylate_flash.indexes import Flat
-from tests.stores import documents_of
+from tests.stores import documents_of, run_python, small
 
 LENGTHS = [20, 0, 7, 5, 3, 6, 2]
 IDS = list("abcdefg")
 
 
-def filled(folder: Path, dtype: str = "float32") -> Flat:
+def filled(folder: Path) -> Flat:
     """All in a segment, by four additions."""
-    index = Flat(folder, "index", dtype=dtype, device="cpu", show_progress=False)
-    documents = documents_of(LENGTHS, 64)
+    index, documents = small(folder), documents_of(LENGTHS, 64)
     for start, stop in ((0, 3), (3, 5), (5, 6), (6, 7)):
         index.add_documents(IDS[start:stop], documents[start:stop])
     assert index.info().segments == 1
     return index
 
 
-def opened(folder: Path, **options: Any) -> Flat:
-    return Flat(folder, "index", device="cpu", show_progress=False, **options)
-
-
 def assert_holds(index: Flat, ids: list[str]) -> None:
     """These documents, in this order, in whatever way one looks at them."""
     whole = dict(zip(IDS, documents_of(LENGTHS, 64), strict=True))
-    for seen in (index, opened(index.index_path.parent)):
+    for seen in (index, small(index.index_path.parent)):
         assert seen.documents_ids == ids
         for id_, embeddings in zip(ids, seen.get_documents_embeddings([ids])[0], strict=True):
             assert torch.equal(embeddings, whole[id_]), id_
@@ -99,7 +92,7 @@ def test_wherever_the_disk_is_full_nothing_is_lost(tmp_path: Path, operation: st
     new = torch.ones(1, 3, 64)
 
     def write(folder: Path) -> None:
-        index = opened(folder, override=operation == "override")
+        index = small(folder, override=operation == "override")
         if operation == "add":
             index.add_documents(["new"], new)
         elif operation == "replace":
@@ -121,14 +114,14 @@ def test_wherever_the_disk_is_full_nothing_is_lost(tmp_path: Path, operation: st
                 assert f"cannot write to the index in {folder / 'index'}: No space left on device" in str(error)  # noqa: PT017
                 errors += 1
             done = disk.calls < step
-        index = opened(folder)
+        index = small(folder)
         index.verify()
         assert index.documents_ids in ([after] if done else [IDS, after])
         if done:
             break
         if index.documents_ids == IDS:
             write(folder)
-        assert opened(folder).verify().documents == len(after)
+        assert small(folder).verify().documents == len(after)
     assert done
     assert errors
 
@@ -149,7 +142,7 @@ def test_documents_are_removed_with_what_is_held_in_reserve(
         if operation == "remove":
             index.remove_documents(["c", "f"])
         else:
-            index = opened(tmp_path, override=True)
+            index = small(tmp_path, override=True)
     index._store._catalog.close()
     assert_holds(index, list("abdeg") if operation == "remove" else [])
     # It is held again as soon as there is room.
@@ -198,10 +191,8 @@ finally:
 def test_a_real_disk_that_is_full(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]).returncode:
         pytest.skip("nothing can be mounted here")
-    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     # In a name space of its own, which takes the disk with it whatever happens.
-    command = ["unshare", "-m", sys.executable, "-c", TMPFS, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_python(TMPFS, tmp_path, before=("unshare", "-m"))
     lines = done.stdout.splitlines()
     assert len(lines) == 6, done.stdout + done.stderr
     assert "No space left on device" in lines[0]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
-import pylate_flash
 from pylate_flash.index.store import PackedStore
+from tests.stores import assert_content, documents_of, run_python, segments_in
 
 # For each of `kills` a child opens the store, writes, and is killed before the n-th change that it makes to the disk,
 # or in the middle of it where it is a write. What it was about to make of the store and what it has made, it says in a
@@ -133,11 +132,7 @@ print(kills, "kills")
 def test_a_killed_writer_leaves_what_the_last_finished_call_made_or_the_one_in_flight(
     tmp_path: Path, seed: int
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    arguments = [str(tmp_path / "index"), str(tmp_path / "said"), str(seed), "20"]
-    done = subprocess.run(
-        [sys.executable, "-c", WRITER, *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_python(WRITER, tmp_path / "index", tmp_path / "said", seed, 20)
     assert (done.returncode, done.stdout) == (0, "20 kills\n"), done.stderr
 
 
@@ -166,9 +161,7 @@ sys.exit(sum(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(3)))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", RIVALS, str(tmp_path / "index")]
-    subprocess.run(arguments, env=environment, check=True, timeout=300)
+    assert run_python(RIVALS, tmp_path / "index").returncode == 0
     opened = PackedStore(tmp_path / "index")
     opened.verify()
     assert sorted(opened.ids) == sorted(f"{name}-{i}" for name in "abc" for i in range(30))
@@ -241,7 +234,40 @@ print([os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) for reader in readers
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_eight_readers_beside_a_writer_find_what_a_write_has_made(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", READERS, str(tmp_path / "index"), str(tmp_path / "said")]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_python(READERS, tmp_path / "index", tmp_path / "said")
     assert (done.returncode, done.stdout) == (0, f"{[0] * 8}\n"), done.stderr
+
+
+# The first write, killed before its n-th statement.
+FIRST = """
+import os, signal, sys, torch
+from pylate_flash.index import catalog, checksums, store
+from pylate_flash.index.store import PackedStore
+left = int(sys.argv[2])
+class Connection(catalog.sqlite3.Connection):
+    def execute(self, *arguments):
+        global left
+        left -= 1
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(*arguments)
+connect = catalog.sqlite3.connect
+catalog.sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Connection, **options)
+PackedStore(sys.argv[1]).add(["a"], [torch.ones(2, 4)])
+print("finished")
+"""
+
+
+def test_a_first_write_that_is_killed_can_be_repeated(tmp_path: Path) -> None:
+    with_segments = 0
+    for step in (1, 2, 4, 6, 8, 12, 16, 19):
+        place = tmp_path / str(step)
+        done = run_python(FIRST, place, step)
+        assert done.returncode == -signal.SIGKILL, (step, done.stdout, done.stderr)
+        with_segments += bool(segments_in(place))
+        opened = PackedStore(place)
+        assert opened.ids == []
+        opened.add(["a"], documents_of([2]))
+        assert_content(place, ["a"], documents_of([2]))
+        assert segments_in(place) == {segment.path.name for segment in opened.segments}
+    assert with_segments
