@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -104,6 +106,11 @@ def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, Tens
     scores = function(queries, documents, **case.keywords)
     weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
     return torch.autograd.grad((scores * weight).sum(), (queries, documents))
+
+
+def wrong(error: type[Exception], message: str, function: Callable[..., object], *arguments, **options):
+    """A call, and the error that it is to raise: one of a test's parameters."""
+    return pytest.param(partial(function, *arguments, **options), error, message)
 
 
 # Of two results through float32 scores of up to 16 in magnitude, from inputs in float64: each score is rounded by at

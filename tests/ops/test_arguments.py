@@ -37,6 +37,7 @@ from pylate_flash import (
     xtr_scores,
 )
 from pylate_flash.ops import lists
+from tests.ops.cases import wrong
 from tests.ops.residual_cases import residual_codes
 
 QUERIES, DOCUMENTS, PAIRS = torch.ones(1, 2, 8), torch.ones(2, 3, 8), torch.ones(1, 3, 8)
@@ -102,6 +103,7 @@ def test_the_empty_score_is_a_number(operation, value: object, error: type[Excep
 
 
 SEVERAL = torch.tensor([True, False]), np.array([True, False])
+WITH_MASKING = ("maxsim", "quantized", "pairwise", "soft", "sparse", "hidden", "cross entropy", "divergence")
 WITHOUT_NORMALIZE = ("xtr", "residual", "chamfer", "chamfer varlen")
 FLAGS = [
     *(("normalize", call) for name, call in OPERATIONS.items() if name not in WITHOUT_NORMALIZE),
@@ -128,14 +130,13 @@ def test_flags_may_be_numpys(flag: str, call: Callable[..., object]) -> None:
     call(**{flag: np.False_})
 
 
-@pytest.mark.parametrize("value", [*SEVERAL, ["sum"], None], ids=repr)
+@pytest.mark.parametrize("value", [*SEVERAL, ["sum"], "fast", None], ids=repr)
 @pytest.mark.parametrize(
     ("choice", "call"),
     [
         *(("implementation", call) for call in OPERATIONS.values()),
-        ("masking", OPERATIONS["maxsim"]),
-        ("reduction", OPERATIONS["maxsim"]),
-        ("reduction", OPERATIONS["chamfer"]),
+        *(("reduction", call) for name, call in OPERATIONS.items() if name != "xtr"),
+        *(("masking", OPERATIONS[name]) for name in WITH_MASKING),
         ("metric", OPERATIONS["chamfer"]),
         ("normalizer", OPERATIONS["xtr"]),
         ("loss_reduction", OPERATIONS["cross entropy"]),
@@ -185,26 +186,15 @@ EMPTY, COMPLEX = torch.ones(2, 0), torch.ones(2, 8).to(torch.complex64)
         (ragged_pairs(torch.ones(2, 8), torch.ones(3, 8).int()), TypeError, "documents must be float16.*int32"),
         (ragged_pairs(EMPTY, EMPTY), ValueError, "documents must have an embedding size of at least 1"),
         # Masks and boundaries that are no tensors.
-        (
-            lambda: maxsim_pairwise(QUERIES, PAIRS, documents_mask=[[1, 1, 1]]),
-            TypeError,
-            "documents_mask must be a torch.Tensor or None, got list",
-        ),
-        (
-            lambda: maxsim_pairwise(QUERIES, PAIRS, documents_mask=np.ones((1, 3))),
-            TypeError,
-            "documents_mask must be a torch.Tensor or None, got ndarray",
-        ),
-        *(
-            (
-                lambda name=name: maxsim_from_hidden(QUERIES, DOCUMENTS, torch.eye(8), **{name: [[1, 1]]}),
-                TypeError,
-                f"{name} must be a torch.Tensor or None, got list",
-            )
-            for name in ("queries_mask", "documents_mask")
-        ),
-        (lambda: hidden_of_boundaries([0, 5]), TypeError, "documents_cu_seqlens must be a torch.Tensor, got list"),
-        (lambda: hidden_of_boundaries(torch.ones(2)), TypeError, "documents_cu_seqlens must be int32 or int64, got"),
+        wrong(TypeError, "documents_mask must be a torch.Tensor or None, got list",
+              maxsim_pairwise, QUERIES, PAIRS, documents_mask=[[1, 1, 1]]),
+        wrong(TypeError, "documents_mask must be a torch.Tensor or None, got ndarray",
+              maxsim_pairwise, QUERIES, PAIRS, documents_mask=np.ones((1, 3))),
+        *(wrong(TypeError, f"{name} must be a torch.Tensor or None, got list",
+                maxsim_from_hidden, QUERIES, DOCUMENTS, torch.eye(8), **{name: [[1, 1]]})
+          for name in ("queries_mask", "documents_mask")),
+        wrong(TypeError, "documents_cu_seqlens must be a torch.Tensor, got list", hidden_of_boundaries, [0, 5]),
+        wrong(TypeError, "documents_cu_seqlens must be int32 or int64, got", hidden_of_boundaries, torch.ones(2)),
         # Lengths.
         *(
             (lengths(name, value), error, f"{name} must be {expected}, got {got}")
@@ -218,131 +208,68 @@ EMPTY, COMPLEX = torch.ones(2, 0), torch.ones(2, 8).to(torch.complex64)
             )
         ),
         # Scratch.
-        *(
-            (
-                lambda value=value: soft_maxsim(QUERIES, DOCUMENTS, 1.0, max_scratch_bytes=value),
-                error,
-                f"max_scratch_bytes must be {expected}, got {got}",
-            )
-            for value, error, expected, got in (
-                (None, TypeError, "an integer", "NoneType"),
-                ("x", TypeError, "an integer", "str"),
-                (1.5, TypeError, "an integer", "float"),
-                (HUGE, ValueError, r"less than 2\*\*63", str(HUGE)),
-            )
-        ),
-        (
-            lambda: maxsim_cross_entropy(QUERIES, DOCUMENTS, max_scratch_bytes=HUGE),
-            ValueError,
-            rf"max_scratch_bytes must be less than 2\*\*63, got {HUGE}",
-        ),
+        *(wrong(error, f"max_scratch_bytes must be {expected}, got {got}",
+                soft_maxsim, QUERIES, DOCUMENTS, 1.0, max_scratch_bytes=value)
+          for value, error, expected, got in (
+              (None, TypeError, "an integer", "NoneType"),
+              ("x", TypeError, "an integer", "str"),
+              (1.5, TypeError, "an integer", "float"),
+              (HUGE, ValueError, r"less than 2\*\*63", str(HUGE)),
+          )),
+        wrong(ValueError, rf"max_scratch_bytes must be less than 2\*\*63, got {HUGE}",
+              maxsim_cross_entropy, QUERIES, DOCUMENTS, max_scratch_bytes=HUGE),
         # Beta, which is rounded.
-        *(
-            (
-                lambda beta=beta: soft_maxsim(QUERIES, DOCUMENTS, beta),
-                ValueError,
-                rf"beta must be above 0 and finite, got {re.escape(got)}.* \(it is computed with in float32\)",
-            )
-            for beta, got in (
-                (1e39, "1e+39"),
-                (1e-46, "1e-46"),
-                (2.0**-150, "7.0"),
-                (10**400, "1000"),
-                (torch.tensor(1e39, dtype=torch.float64), "1e+39"),
-                (torch.tensor(1e-46, dtype=torch.float64), "1e-46"),
-            )
-        ),
+        *(wrong(ValueError, rf"beta must be above 0 and finite, got {re.escape(got)}.* \(it is .* in float32\)",
+                soft_maxsim, QUERIES, DOCUMENTS, beta)
+          for beta, got in (
+              (1e39, "1e+39"),
+              (1e-46, "1e-46"),
+              (2.0**-150, "7.0"),
+              (10**400, "1000"),
+              (torch.tensor(1e39, dtype=torch.float64), "1e+39"),
+              (torch.tensor(1e-46, dtype=torch.float64), "1e-46"),
+          )),
         # Codes and codecs.
-        *(
-            (
-                lambda value=value: ResidualCodes(CODES.codes, CODES.residuals, value, WEIGHTS, CODES.cu_seqlens),
-                TypeError,
-                f"centroids must be a torch.Tensor, got {type(value).__name__}",
-            )
-            for value in (None, [1.0])
-        ),
-        *(
-            (
-                lambda value=value: ResidualCodec(torch.eye(8), CUTOFFS, value),
-                TypeError,
-                f"bucket_weights must be a torch.Tensor, got {type(value).__name__}",
-            )
-            for value in (None, [0.0] * 4)
-        ),
-        (
-            lambda: ResidualCodec(torch.ones(0, 8), CUTOFFS, WEIGHTS),
-            ValueError,
-            re.escape("centroids must be at least one, got shape [0, 8]"),
-        ),
-        (lambda: train_residual_codec(TOKENS, "x"), TypeError, "num_centroids must be an integer, got str"),
-        (lambda: train_residual_codec(TOKENS, 2.5), TypeError, "num_centroids must be an integer, got float"),
-        (lambda: train_residual_codec(TOKENS, 2, 4.0), TypeError, "nbits must be an integer, got float"),
+        *(wrong(TypeError, f"centroids must be a torch.Tensor, got {type(value).__name__}",
+                ResidualCodes, CODES.codes, CODES.residuals, value, WEIGHTS, CODES.cu_seqlens)
+          for value in (None, [1.0])),
+        *(wrong(TypeError, f"bucket_weights must be a torch.Tensor, got {type(value).__name__}",
+                ResidualCodec, torch.eye(8), CUTOFFS, value)
+          for value in (None, [0.0] * 4)),
+        wrong(ValueError, re.escape("centroids must be at least one, got shape [0, 8]"),
+              ResidualCodec, torch.ones(0, 8), CUTOFFS, WEIGHTS),
+        wrong(TypeError, "num_centroids must be an integer, got str", train_residual_codec, TOKENS, "x"),
+        wrong(TypeError, "num_centroids must be an integer, got float", train_residual_codec, TOKENS, 2.5),
+        wrong(TypeError, "nbits must be an integer, got float", train_residual_codec, TOKENS, 2, 4.0),
         # Lists to pack.
-        (
-            lambda: pack([None]),
-            TypeError,
-            r"sequences\[0\] must be a torch.Tensor or a numpy.ndarray, got None",
-        ),
-        (lambda: pack("abc"), TypeError, "sequences must be a list of tensors or arrays .*, got str"),
-        (lambda: pack(5), TypeError, "sequences must be a list of tensors or arrays .*, got int"),
-        (lambda: pack(x for x in LIST), TypeError, "sequences must be a list of tensors .*, got generator"),
-        *(
-            (
-                lambda rows=rows: pack([ROWS, rows]),
-                error,
-                r"sequences\[1\] must be an array that torch can",
-            )
-            for rows, error in (
-                (ROWS_TURNED, ValueError),
-                (ROWS_BIG, ValueError),
-                (np.array([["a"]]), TypeError),
-            )
-        ),
-        *(
-            (
-                lambda rows=rows: maxsim_ragged(LIST, [ROWS, rows]),
-                ValueError,
-                re.escape("documents[1] must be an array that torch can take as it is: "),
-            )
-            for rows in (ROWS_TURNED, ROWS_BIG)
-        ),
+        wrong(TypeError, r"sequences\[0\] must be a torch.Tensor or a numpy.ndarray, got None", pack, [None]),
+        wrong(TypeError, "sequences must be a list of tensors or arrays .*, got str", pack, "abc"),
+        wrong(TypeError, "sequences must be a list of tensors or arrays .*, got int", pack, 5),
+        wrong(TypeError, "sequences must be a list of tensors .*, got generator", pack, (x for x in LIST)),
+        *(wrong(error, r"sequences\[1\] must be an array that torch can", pack, [ROWS, rows])
+          for rows, error in ((ROWS_TURNED, ValueError), (ROWS_BIG, ValueError), (np.array([["a"]]), TypeError))),
+        *(wrong(ValueError, re.escape("documents[1] must be an array that torch can take as it is: "),
+                maxsim_ragged, LIST, [ROWS, rows])
+          for rows in (ROWS_TURNED, ROWS_BIG)),
         # Boundaries that are kept with quantized embeddings.
-        *(
-            (
-                lambda bounds=bounds: quantize(TOKENS, cu_seqlens=torch.tensor(bounds)),
-                ValueError,
-                f"cu_seqlens must rise from 0 to the number of values, 5, got {got}",
-            )
-            for bounds, got in (([0, 99, -3], "0 to -3, falling"), ([0, 4], "0 to 4"), ([1, 5], "1 to 5"))
-        ),
-        (
-            lambda: QuantizedEmbeddings(
-                torch.ones(5, 8, dtype=torch.int8, device="meta"), torch.ones(5, device="meta"), None, BOUNDS
-            ),
-            ValueError,
-            "cu_seqlens must be on the device of values, meta, got cpu",
-        ),
+        *(wrong(ValueError, f"cu_seqlens must rise from 0 to the number of values, 5, got {got}",
+                quantize, TOKENS, cu_seqlens=torch.tensor(bounds))
+          for bounds, got in (([0, 99, -3], "0 to -3, falling"), ([0, 4], "0 to 4"), ([1, 5], "1 to 5"))),
+        wrong(ValueError, "cu_seqlens must be on the device of values, meta, got cpu",
+              QuantizedEmbeddings, TOKENS.to("meta", torch.int8), TOKENS[:, 0].to("meta"), None, BOUNDS),
         # What belongs to packed documents.
-        *(
-            (
-                lambda given=given: explain(QUERIES, DOCUMENTS, **given),
-                ValueError,
-                f"{name} must be None where (queries|documents) are padded.*, got {got}",
-            )
-            for given, name, got in (
-                ({"queries_cu_seqlens": BOUNDS}, "queries_cu_seqlens", "Tensor"),
-                ({"candidates_cu_seqlens": BOUNDS}, "candidates_cu_seqlens", "Tensor"),
-                ({"max_query_length": 3}, "max_query_length", "int"),
-                ({"max_document_length": -3}, "max_document_length", "int"),
-            )
-        ),
-        (
-            lambda: explain(QUERIES, quantize(DOCUMENTS), max_document_length=3),
-            ValueError,
-            "max_document_length must be None where documents are padded",
-        ),
+        *(wrong(ValueError, f"{name} must be None where (queries|documents) are padded.*, got {got}",
+                explain, QUERIES, DOCUMENTS, **given)
+          for given, name, got in (
+              ({"queries_cu_seqlens": BOUNDS}, "queries_cu_seqlens", "Tensor"),
+              ({"candidates_cu_seqlens": BOUNDS}, "candidates_cu_seqlens", "Tensor"),
+              ({"max_query_length": 3}, "max_query_length", "int"),
+              ({"max_document_length": -3}, "max_document_length", "int"),
+          )),
+        wrong(ValueError, "max_document_length must be None where documents are padded",
+              explain, QUERIES, quantize(DOCUMENTS), max_document_length=3),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -194,7 +194,6 @@ DOUBLE = torch.ones(2, 5, 4, dtype=torch.float64)
         (TypeError, "y must have the dtype of x, torch.float32, got torch.float64", {"y": DOUBLE}),
         (ValueError, "y must be on the device of x, cpu, got meta", {"y": torch.ones(2, 5, 4, device="meta")}),
         (ValueError, "metric must be one of 'sqeuclidean', 'inner_product', got 'l1'", {"metric": "l1"}),
-        (ValueError, "reduction must be one of 'sum', 'mean', got 'max'", {"reduction": "max"}),
         (TypeError, "x_mask must be a torch.Tensor or None, got int", {"x_mask": 1}),
         (ValueError, r"y_mask must have shape \[2, 5\], got \[2, 3\]", {"y_mask": torch.ones(2, 3)}),
         (ValueError, "x_mask must hold only 0 .* got 0.5", {"x_mask": torch.full((2, 3), 0.5)}),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pylate_flash import maxsim, maxsim_from_hidden, pack
 from pylate_flash.ops import hidden, maxsim_from_hidden_reference
 from pylate_flash.ops import hidden_blocks as module
-from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error, wrong
 from tests.ops.test_varlen import packed
 
 # With one dimension, many tokens have one direction, and rounding decides which of them wins.
@@ -313,60 +313,37 @@ P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: maxsim_from_hidden([1.0], H, W), TypeError, "queries must be a torch.Tensor"),
-        (lambda: maxsim_from_hidden(Q, H.int(), W), TypeError, "hidden must be float16"),
-        (lambda: maxsim_from_hidden(Q, H[0], W), ValueError, r"hidden must have shape \[Nd, Ld, d_model\]"),
-        (lambda: maxsim_from_hidden(Q, H, W[0]), ValueError, r"weight must have shape \[d, d_model\]"),
-        (lambda: maxsim_from_hidden(Q, H, W.T), ValueError, r"weight must have shape \[d, 10\], as hidden"),
-        (lambda: maxsim_from_hidden(Q, H, W[:0]), ValueError, "weight must project to at least 1"),
-        (lambda: maxsim_from_hidden(Q, H, W.half()), TypeError, "weight must have the dtype of hidden"),
-        (lambda: maxsim_from_hidden(Q.half(), H, W), TypeError, "queries must have the dtype of hidden"),
-        (lambda: maxsim_from_hidden(Q, H, W.to("meta")), ValueError, "weight must be on the device of hidden"),
-        (lambda: maxsim_from_hidden(Q, H, W, B[:2]), ValueError, r"bias must have shape \[6\]"),
-        (lambda: maxsim_from_hidden(Q, H, W, B.half()), TypeError, "bias must have the dtype of weight"),
-        (lambda: maxsim_from_hidden(H, H, W), ValueError, "projects to, 6, got 10: hidden states need queries_weight"),
-        (lambda: maxsim_from_hidden(H, H, W, queries_weight=W[:5]), ValueError, "queries_weight must project to .* 6"),
-        (lambda: maxsim_from_hidden(H, H, W, queries_bias=B), ValueError, "queries_bias needs queries_weight"),
-        (lambda: maxsim_from_hidden(Q, H[None], W), ValueError, "one row of candidates per query, Nq = 3"),
-        (
-            lambda: maxsim_from_hidden(Q, H, W, documents_mask=CU),
-            ValueError,
-            r"documents_mask must have shape \[5, 7\]",
-        ),
-        (lambda: maxsim_from_hidden(Q, H, W, queries_mask=CU), ValueError, r"queries_mask must have shape \[3, 4\]"),
-        (lambda: maxsim_from_hidden(Q, H, W, reduction="max"), ValueError, "reduction must be one of"),
-        (lambda: maxsim_from_hidden(Q, H, W, masking="no"), ValueError, "masking must be one of"),
-        (lambda: maxsim_from_hidden(Q, H, W, implementation="fast"), ValueError, "implementation must be one of"),
-        (
-            lambda: maxsim_from_hidden(Q, H, W, max_document_length=7),
-            ValueError,
-            "max_document_length must be None where",
-        ),
-        (lambda: maxsim_from_hidden(Q[0], H, W), ValueError, r"queries must have shape \[Nq, Lq, d\], got"),
-        (
-            lambda: maxsim_from_hidden(Q, P, W, documents_mask=CU, documents_cu_seqlens=CU),
-            ValueError,
-            "documents_mask must be None where documents are packed",
-        ),
-        (
-            lambda: maxsim_from_hidden(Q[0], P, W, documents_cu_seqlens=CU),
-            ValueError,
-            r"queries of shape \[Tq, d\] need queries_cu_seqlens",
-        ),
-        (lambda: maxsim_from_hidden(Q, H, W, documents_cu_seqlens=CU), ValueError, r"hidden must have shape \[T, d_"),
-        (lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU.float()), TypeError, "must be int32 or int64"),
-        (
-            lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU[:-1]),
-            ValueError,
-            "documents_cu_seqlens must rise from 0 to the number of tokens of documents, 35, got 0 to 28",
-        ),
-        (
-            lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU, candidates_cu_seqlens=CU),
-            ValueError,
-            r"candidates_cu_seqlens must have Nq \+ 1 = 4 entries",
-        ),
+        wrong(TypeError, "queries must be a torch.Tensor", maxsim_from_hidden, [1.0], H, W),
+        wrong(TypeError, "hidden must be float16", maxsim_from_hidden, Q, H.int(), W),
+        wrong(ValueError, r"hidden must have shape \[Nd, Ld, d_model\]", maxsim_from_hidden, Q, H[0], W),
+        wrong(ValueError, r"weight must have shape \[d, d_model\]", maxsim_from_hidden, Q, H, W[0]),
+        wrong(ValueError, r"weight must have shape \[d, 10\], as hidden", maxsim_from_hidden, Q, H, W.T),
+        wrong(ValueError, "weight must project to at least 1", maxsim_from_hidden, Q, H, W[:0]),
+        wrong(TypeError, "weight must have the dtype of hidden", maxsim_from_hidden, Q, H, W.half()),
+        wrong(TypeError, "queries must have the dtype of hidden", maxsim_from_hidden, Q.half(), H, W),
+        wrong(ValueError, "weight must be on the device of hidden", maxsim_from_hidden, Q, H, W.to("meta")),
+        wrong(ValueError, r"bias must have shape \[6\]", maxsim_from_hidden, Q, H, W, B[:2]),
+        wrong(TypeError, "bias must have the dtype of weight", maxsim_from_hidden, Q, H, W, B.half()),
+        wrong(ValueError, "projects to, 6, got 10: hidden states need queries_weight", maxsim_from_hidden, H, H, W),
+        wrong(ValueError, "queries_weight must project to .* 6", maxsim_from_hidden, H, H, W, queries_weight=W[:5]),
+        wrong(ValueError, "queries_bias needs queries_weight", maxsim_from_hidden, H, H, W, queries_bias=B),
+        wrong(ValueError, "one row of candidates per query, Nq = 3", maxsim_from_hidden, Q, H[None], W),
+        wrong(ValueError, r"documents_mask must have shape \[5, 7\]", maxsim_from_hidden, Q, H, W, documents_mask=CU),
+        wrong(ValueError, r"queries_mask must have shape \[3, 4\]", maxsim_from_hidden, Q, H, W, queries_mask=CU),
+        wrong(ValueError, "max_document_length must be None where", maxsim_from_hidden, Q, H, W, max_document_length=7),
+        wrong(ValueError, r"queries must have shape \[Nq, Lq, d\], got", maxsim_from_hidden, Q[0], H, W),
+        wrong(ValueError, "documents_mask must be None where documents are packed",
+              maxsim_from_hidden, Q, P, W, documents_mask=CU, documents_cu_seqlens=CU),
+        wrong(ValueError, r"queries of shape \[Tq, d\] need queries_cu_seqlens",
+              maxsim_from_hidden, Q[0], P, W, documents_cu_seqlens=CU),
+        wrong(ValueError, r"hidden must have shape \[T, d_", maxsim_from_hidden, Q, H, W, documents_cu_seqlens=CU),
+        wrong(TypeError, "must be int32 or int64", maxsim_from_hidden, Q, P, W, documents_cu_seqlens=CU.float()),
+        wrong(ValueError, "documents_cu_seqlens must rise from 0 to the number of tokens of documents, 35, got 0 to 28",
+              maxsim_from_hidden, Q, P, W, documents_cu_seqlens=CU[:-1]),
+        wrong(ValueError, r"candidates_cu_seqlens must have Nq \+ 1 = 4 entries",
+              maxsim_from_hidden, Q, P, W, documents_cu_seqlens=CU, candidates_cu_seqlens=CU),
     ],
-)
+)  # fmt: skip
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

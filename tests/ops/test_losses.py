@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence, maxsim_margin_mse
 from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference
-from tests.ops.cases import FLOAT32_SCORES
+from tests.ops.cases import FLOAT32_SCORES, wrong
 from tests.ops.loss_cases import LossCase, check_chunks, chunk_cases, loss_cases
 
 OPTIONS = {"max_examples": 40}
@@ -118,54 +118,33 @@ BOUNDS = torch.tensor([0, 3, 5])
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: maxsim_cross_entropy(Q, [1.0]), TypeError, "documents must be a torch.Tensor"),
-        (lambda: maxsim_cross_entropy(Q, D[..., :2]), ValueError, "embedding size of queries, 4, got 2"),
-        (lambda: maxsim_cross_entropy(Q, D[:0]), ValueError, "documents must be at least one for a loss"),
-        (lambda: maxsim_cross_entropy(D, Q), ValueError, "labels must be given .* None for 3 queries and 2 documents"),
-        (lambda: maxsim_cross_entropy(Q, D, labels=[0, 1]), TypeError, "labels must be a torch.Tensor or None"),
-        (lambda: maxsim_cross_entropy(Q, D, labels=torch.zeros(3)), ValueError, r"labels must have shape \[2\], got"),
-        (lambda: maxsim_cross_entropy(Q, D, labels=torch.zeros(2)), TypeError, "labels must be int64 or int32"),
-        (
-            lambda: maxsim_cross_entropy(Q, D, labels=torch.tensor([0, 3])),
-            ValueError,
-            "labels must be from 0 to 2, got values from 0 to 3",
-        ),
-        (lambda: maxsim_cross_entropy(Q, K, labels=torch.tensor([-1, 3])), ValueError, "labels must be from 0 to 5"),
-        (lambda: maxsim_cross_entropy(Q, D, temperature=0.0), ValueError, "temperature must be above 0 .* got 0.0"),
-        (lambda: maxsim_cross_entropy(Q, D, temperature=float("nan")), ValueError, "temperature must be above 0"),
-        (
-            lambda: maxsim_cross_entropy(Q, D, temperature="1"),
-            TypeError,
-            "temperature must be a number or a .* got str",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D, loss_reduction="max"), ValueError, "loss_reduction must be one of"),
-        (lambda: maxsim_cross_entropy(Q, D, reduction="none"), ValueError, "^reduction must be one of"),
-        (
-            lambda: maxsim_cross_entropy(Q, D, documents_mask=torch.full((3, 5), 0.5)),
-            ValueError,
-            "documents_mask must hold only 0",
-        ),
-        (
-            lambda: maxsim_cross_entropy(Q, D, queries_mask=torch.full((2, 3), -0.5)),
-            ValueError,
-            "queries_mask must hold only 0 .* or positive weights, got -0.5",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D, implementation="fast"), ValueError, "implementation must be one of"),
-        (lambda: maxsim_kl_divergence(Q, K, None), TypeError, "teacher_scores must be a torch.Tensor, got NoneType"),
-        (lambda: maxsim_kl_divergence(Q, K, Q[:, 0]), ValueError, r"teacher_scores must have shape \[2, 6\], got"),
-        (lambda: maxsim_kl_divergence(Q, K, torch.zeros(2, 6).int()), TypeError, "teacher_scores must be float16"),
-        (
-            lambda: maxsim_kl_divergence(Q, K, torch.zeros(2, 6, requires_grad=True)),
-            ValueError,
-            "teacher_scores must not require a gradient",
-        ),
-        (
-            lambda: maxsim_kl_divergence(Q, K, torch.zeros(2, 6, device="meta")),
-            ValueError,
-            "teacher_scores must be on the device of queries, cpu, got meta",
-        ),
+        wrong(TypeError, "documents must be a torch.Tensor", maxsim_cross_entropy, Q, [1.0]),
+        wrong(ValueError, "embedding size of queries, 4, got 2", maxsim_cross_entropy, Q, D[..., :2]),
+        wrong(ValueError, "documents must be at least one for a loss", maxsim_cross_entropy, Q, D[:0]),
+        wrong(ValueError, "labels must be given .* None for 3 queries and 2 documents", maxsim_cross_entropy, D, Q),
+        wrong(TypeError, "labels must be a torch.Tensor or None", maxsim_cross_entropy, Q, D, labels=[0, 1]),
+        wrong(ValueError, r"labels must have shape \[2\], got", maxsim_cross_entropy, Q, D, labels=torch.zeros(3)),
+        wrong(TypeError, "labels must be int64 or int32", maxsim_cross_entropy, Q, D, labels=torch.zeros(2)),
+        wrong(ValueError, "labels must be from 0 to 2, got values from 0 to 3",
+              maxsim_cross_entropy, Q, D, labels=torch.tensor([0, 3])),
+        wrong(ValueError, "labels must be from 0 to 5", maxsim_cross_entropy, Q, K, labels=torch.tensor([-1, 3])),
+        wrong(ValueError, "temperature must be above 0 .* got 0.0", maxsim_cross_entropy, Q, D, temperature=0.0),
+        wrong(ValueError, "temperature must be above 0", maxsim_cross_entropy, Q, D, temperature=float("nan")),
+        wrong(TypeError, "temperature must be a number or a .* got str", maxsim_cross_entropy, Q, D, temperature="1"),
+        wrong(ValueError, "loss_reduction must be one of", maxsim_cross_entropy, Q, D, loss_reduction="max"),
+        wrong(ValueError, "documents_mask must hold only 0",
+              maxsim_cross_entropy, Q, D, documents_mask=torch.full((3, 5), 0.5)),
+        wrong(ValueError, "queries_mask must hold only 0 .* or positive weights, got -0.5",
+              maxsim_cross_entropy, Q, D, queries_mask=torch.full((2, 3), -0.5)),
+        wrong(TypeError, "teacher_scores must be a torch.Tensor, got NoneType", maxsim_kl_divergence, Q, K, None),
+        wrong(ValueError, r"teacher_scores must have shape \[2, 6\], got", maxsim_kl_divergence, Q, K, Q[:, 0]),
+        wrong(TypeError, "teacher_scores must be float16", maxsim_kl_divergence, Q, K, torch.zeros(2, 6).int()),
+        wrong(ValueError, "teacher_scores must not require a gradient",
+              maxsim_kl_divergence, Q, K, torch.zeros(2, 6, requires_grad=True)),
+        wrong(ValueError, "teacher_scores must be on the device of queries, cpu, got meta",
+              maxsim_kl_divergence, Q, K, torch.zeros(2, 6, device="meta")),
     ],
-)
+)  # fmt: skip
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
@@ -314,91 +293,46 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: maxsim_cross_entropy(Q, D, exclude=[True]), TypeError, "exclude must be a torch.Tensor or None"),
-        (lambda: maxsim_cross_entropy(Q, D, exclude=torch.zeros(2, 3)), TypeError, "exclude must be bool, got"),
-        (lambda: maxsim_cross_entropy(Q, D, exclude=Q[0] > 0), ValueError, r"exclude must have shape \[2, 3\], got"),
-        (
-            lambda: maxsim_cross_entropy(Q, D, exclude=torch.tensor([[0, 1, 0], [0, 1, 0]]).bool()),
-            ValueError,
-            "exclude must be False for each query's label, got True for that of query 1",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D, margin="0.1"), TypeError, "margin must be a number or None, got str"),
-        (lambda: maxsim_cross_entropy(Q, D, margin=float("inf")), ValueError, "margin must be finite, got inf"),
-        (
-            lambda: maxsim_cross_entropy(Q, D, temperature=torch.ones(2)),
-            ValueError,
-            "temperature must be a number or a tensor of one element",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D, temperature=torch.ones(1).int()), TypeError, "temperature must be float16"),
-        (
-            lambda: maxsim_cross_entropy(Q, D, temperature=torch.ones(1, device="meta")),
-            ValueError,
-            "temperature must be on the device of queries, cpu, got meta",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D, temperature=torch.zeros(())), ValueError, "must be above 0 .* got 0.0"),
-        (
-            lambda: maxsim_cross_entropy(Q, K, symmetric=True),
-            ValueError,
-            "symmetric must be False where each query has",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D, max_scratch_bytes=0), ValueError, "max_scratch_bytes must be at least 1"),
-        (
-            lambda: maxsim_cross_entropy(Q, D, max_scratch_bytes=1e9),
-            TypeError,
-            "max_scratch_bytes must be an integer, got float",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D, max_document_length=5), ValueError, "max_document_length must be None"),
-        (
-            lambda: maxsim_cross_entropy(Q, D[0], documents_cu_seqlens=BOUNDS, documents_mask=torch.ones(5)),
-            ValueError,
-            "documents_mask must be None where documents are packed",
-        ),
-        (
-            lambda: maxsim_cross_entropy(Q, D, documents_cu_seqlens=BOUNDS),
-            ValueError,
-            r"documents must have shape \[Td",
-        ),
-        (lambda: maxsim_cross_entropy(Q[0], D[0], documents_cu_seqlens=BOUNDS), ValueError, r"queries must have shape"),
-        (
-            lambda: maxsim_cross_entropy(Q, D[0], documents_cu_seqlens=BOUNDS, max_document_length=2),
-            ValueError,
-            "documents_cu_seqlens has a sequence of length 3, more than max_document_length = 2",
-        ),
-        (
-            lambda: maxsim_kl_divergence(Q, K, Q[:, :, 0], teacher_temperature=0),
-            ValueError,
-            "teacher_temperature must be above 0 and finite, got 0",
-        ),
-        (
-            lambda: maxsim_kl_divergence(Q, K, Q[:, :, 0], teacher_temperature=torch.ones(())),
-            TypeError,
-            "teacher_temperature must be a number, got Tensor",
-        ),
-        (
-            lambda: maxsim_cross_entropy(Q, D, temperature=torch.nn.Parameter(torch.tensor(-2.0))),
-            ValueError,
-            "temperature must be above 0 and finite, got -2",
-        ),
-        (
-            lambda: maxsim_cross_entropy(Q, D, temperature=1e-46),
-            ValueError,
-            "temperature must be above 0 and finite, got 1e-46",
-        ),
-        (lambda: maxsim_cross_entropy(Q, D.half()), TypeError, "documents must have the dtype of queries"),
-        (lambda: maxsim_cross_entropy(Q.int(), D.int()), TypeError, "queries must be float16, .* got torch.int32"),
-        (
-            lambda: maxsim_kl_divergence(Q, K.double(), torch.ones(2, 6)),
-            TypeError,
-            "documents must have the dtype of queries",
-        ),
-        (
-            lambda: maxsim_margin_mse(Q, K[:, :1], Q[:, :1, 0]),
-            ValueError,
-            "documents must be a positive and a negative",
-        ),
-        (lambda: maxsim_margin_mse(Q, K, Q[:, :, 0]), ValueError, r"teacher_scores must have shape \[2, 6\], got"),
+        wrong(TypeError, "exclude must be a torch.Tensor or None", maxsim_cross_entropy, Q, D, exclude=[True]),
+        wrong(TypeError, "exclude must be bool, got", maxsim_cross_entropy, Q, D, exclude=torch.zeros(2, 3)),
+        wrong(ValueError, r"exclude must have shape \[2, 3\], got", maxsim_cross_entropy, Q, D, exclude=Q[0] > 0),
+        wrong(ValueError, "exclude must be False for each query's label, got True for that of query 1",
+              maxsim_cross_entropy, Q, D, exclude=torch.tensor([[0, 1, 0], [0, 1, 0]]).bool()),
+        wrong(TypeError, "margin must be a number or None, got str", maxsim_cross_entropy, Q, D, margin="0.1"),
+        wrong(ValueError, "margin must be finite, got inf", maxsim_cross_entropy, Q, D, margin=float("inf")),
+        wrong(ValueError, "temperature must be a number or a tensor of one element",
+              maxsim_cross_entropy, Q, D, temperature=torch.ones(2)),
+        wrong(TypeError, "temperature must be float16", maxsim_cross_entropy, Q, D, temperature=torch.ones(1).int()),
+        wrong(ValueError, "temperature must be on the device of queries, cpu, got meta",
+              maxsim_cross_entropy, Q, D, temperature=torch.ones(1, device="meta")),
+        wrong(ValueError, "must be above 0 .* got 0.0", maxsim_cross_entropy, Q, D, temperature=torch.zeros(())),
+        wrong(ValueError, "symmetric must be False where each query has", maxsim_cross_entropy, Q, K, symmetric=True),
+        wrong(ValueError, "max_scratch_bytes must be at least 1", maxsim_cross_entropy, Q, D, max_scratch_bytes=0),
+        wrong(TypeError, "max_scratch_bytes must be an integer, got float",
+              maxsim_cross_entropy, Q, D, max_scratch_bytes=1e9),
+        wrong(ValueError, "max_document_length must be None", maxsim_cross_entropy, Q, D, max_document_length=5),
+        wrong(ValueError, "documents_mask must be None where documents are packed",
+              maxsim_cross_entropy, Q, D[0], documents_cu_seqlens=BOUNDS, documents_mask=torch.ones(5)),
+        wrong(ValueError, r"documents must have shape \[Td", maxsim_cross_entropy, Q, D, documents_cu_seqlens=BOUNDS),
+        wrong(ValueError, r"queries must have shape", maxsim_cross_entropy, Q[0], D[0], documents_cu_seqlens=BOUNDS),
+        wrong(ValueError, "documents_cu_seqlens has a sequence of length 3, more than max_document_length = 2",
+              maxsim_cross_entropy, Q, D[0], documents_cu_seqlens=BOUNDS, max_document_length=2),
+        wrong(ValueError, "teacher_temperature must be above 0 and finite, got 0",
+              maxsim_kl_divergence, Q, K, Q[:, :, 0], teacher_temperature=0),
+        wrong(TypeError, "teacher_temperature must be a number, got Tensor",
+              maxsim_kl_divergence, Q, K, Q[:, :, 0], teacher_temperature=torch.ones(())),
+        wrong(ValueError, "temperature must be above 0 and finite, got -2",
+              maxsim_cross_entropy, Q, D, temperature=torch.nn.Parameter(torch.tensor(-2.0))),
+        wrong(ValueError, "temperature must be above 0 and finite, got 1e-46",
+              maxsim_cross_entropy, Q, D, temperature=1e-46),
+        wrong(TypeError, "documents must have the dtype of queries", maxsim_cross_entropy, Q, D.half()),
+        wrong(TypeError, "queries must be float16, .* got torch.int32", maxsim_cross_entropy, Q.int(), D.int()),
+        wrong(TypeError, "documents must have the dtype of queries",
+              maxsim_kl_divergence, Q, K.double(), torch.ones(2, 6)),
+        wrong(ValueError, "documents must be a positive and a negative", maxsim_margin_mse, Q, K[:, :1], Q[:, :1, 0]),
+        wrong(ValueError, r"teacher_scores must have shape \[2, 6\], got", maxsim_margin_mse, Q, K, Q[:, :, 0]),
     ],
-)
+)  # fmt: skip
 def test_bad_options_name_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from pylate_flash import maxsim, maxsim_pairwise
 from pylate_flash.ops import maxsim_reference
-from tests.ops.cases import Case, cases, check_scores, gradient_tolerance, gradients, relative_error
+from tests.ops.cases import Case, cases, check_scores, gradient_tolerance, gradients, relative_error, wrong
 
 OPTIONS = {"max_examples": 40}
 
@@ -187,29 +187,23 @@ Q, D = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: maxsim([[1.0]], D), TypeError, "queries must be a torch.Tensor"),
-        (lambda: maxsim(Q.int(), D), TypeError, "queries must be float16"),
-        (lambda: maxsim(Q[0], D), ValueError, r"queries must have shape \[Nq, Lq, d\]"),
-        (lambda: maxsim(Q, D[0]), ValueError, "documents must have shape"),
-        (lambda: maxsim(Q, D[..., :3]), ValueError, "embedding size of queries, 4, got 3"),
-        (lambda: maxsim(Q[..., :0], D[..., :0]), ValueError, "embedding size of at least 1"),
-        (lambda: maxsim(Q, D.half()), TypeError, "dtype of queries"),
-        (lambda: maxsim(Q, D.to("meta")), ValueError, "device of queries"),
-        (lambda: maxsim(Q, D.unsqueeze(0)), ValueError, "one row of candidates per query"),
-        (
-            lambda: maxsim(Q, D, queries_mask=torch.ones(3, 3)),
-            ValueError,
-            r"queries_mask must have shape \[2, 3\], got \[3, 3\]",
-        ),
-        (lambda: maxsim(Q, D, documents_mask=torch.ones(3, 4)), ValueError, r"documents_mask must have shape \[3, 5\]"),
-        (lambda: maxsim(Q, D, queries_mask=[1]), TypeError, "queries_mask must be a torch.Tensor or None"),
-        (lambda: maxsim(Q, D, reduction="max"), ValueError, "reduction must be one of 'sum', 'mean', got 'max'"),
-        (lambda: maxsim(Q, D, masking="no"), ValueError, "masking must be one of"),
-        (lambda: maxsim(Q, D, implementation="fast"), ValueError, "implementation must be one of"),
-        (lambda: maxsim_pairwise(Q, D), ValueError, "one document per query, 2, got 3"),
-        (lambda: maxsim_pairwise(Q, D.unsqueeze(0)), ValueError, r"documents must have shape \[N, Ld, d\]"),
+        wrong(TypeError, "queries must be a torch.Tensor", maxsim, [[1.0]], D),
+        wrong(TypeError, "queries must be float16", maxsim, Q.int(), D),
+        wrong(ValueError, r"queries must have shape \[Nq, Lq, d\]", maxsim, Q[0], D),
+        wrong(ValueError, "documents must have shape", maxsim, Q, D[0]),
+        wrong(ValueError, "embedding size of queries, 4, got 3", maxsim, Q, D[..., :3]),
+        wrong(ValueError, "embedding size of at least 1", maxsim, Q[..., :0], D[..., :0]),
+        wrong(TypeError, "dtype of queries", maxsim, Q, D.half()),
+        wrong(ValueError, "device of queries", maxsim, Q, D.to("meta")),
+        wrong(ValueError, "one row of candidates per query", maxsim, Q, D.unsqueeze(0)),
+        wrong(ValueError, r"queries_mask must have shape \[2, 3\], got \[3, 3\]",
+              maxsim, Q, D, queries_mask=torch.ones(3, 3)),
+        wrong(ValueError, r"documents_mask must have shape \[3, 5\]", maxsim, Q, D, documents_mask=torch.ones(3, 4)),
+        wrong(TypeError, "queries_mask must be a torch.Tensor or None", maxsim, Q, D, queries_mask=[1]),
+        wrong(ValueError, "one document per query, 2, got 3", maxsim_pairwise, Q, D),
+        wrong(ValueError, r"documents must have shape \[N, Ld, d\]", maxsim_pairwise, Q, D.unsqueeze(0)),
     ],
-)
+)  # fmt: skip
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -16,7 +16,7 @@ from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_va
 from pylate_flash.ops import products
 from pylate_flash.ops.quantization import PRECISIONS as TYPES
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.ops.cases import Case, cases
+from tests.ops.cases import Case, cases, wrong
 from tests.ops.test_varlen import packed
 
 PRECISIONS = list(TYPES)
@@ -239,51 +239,29 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: quantize(torch.ones(2, 3), "int4"), ValueError, "precision must be one of 'int8', 'uint8', 'fp8'"),
-        (lambda: quantize(torch.ones(2, 3, dtype=torch.int64)), TypeError, "embeddings must be float16"),
-        (lambda: quantize(torch.ones(3)), ValueError, r"embeddings must have shape \[T, d\] or"),
-        (lambda: quantize(torch.ones(1, 2, 3), cu_seqlens=torch.tensor([0, 2])), ValueError, "are of packed"),
-        (lambda: QuantizedEmbeddings(torch.ones(2, 3), torch.ones(2)), TypeError, "values must be int8"),
-        (
-            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.int8), torch.ones(3)),
-            ValueError, r"scales must have shape \[2\], got \[3\]",
-        ),
-        (
-            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.int8), torch.ones(2).half()),
-            TypeError, "scales must be float32, got torch.float16",
-        ),
-        (
-            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.uint8), torch.ones(2)),
-            ValueError, "offsets must be given for values of torch.uint8, got None",
-        ),
-        (
-            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2)),
-            ValueError, "offsets must be None for values of torch.int8, got a tensor",
-        ),
-        (
-            lambda: QuantizedEmbeddings(quantize(torch.ones(2, 3)).values, torch.ones(2, requires_grad=True)),
-            ValueError, "scales must not require a gradient",
-        ),
-        (lambda: quantize(torch.ones(2, 3)).dequantize(torch.int8), TypeError, "dtype must be a floating torch.dtype"),
-        (lambda: maxsim(torch.ones(1, 2, 3), quantize(torch.ones(2, 3))), ValueError, r"documents must have shape"),
-        (
-            lambda: maxsim(torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 4))),
-            ValueError, "documents must have the embedding size of queries, 3, got 4",
-        ),
-        (
-            lambda: maxsim_pairwise(torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 3))),
-            TypeError, "documents must be a torch.Tensor, got QuantizedEmbeddings",
-        ),
-        (
-            lambda: maxsim(torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 3)), reduction="max"),
-            ValueError, "reduction must be one of",
-        ),
-        (
-            lambda: maxsim_varlen(
-                torch.ones(2, 3), quantize(torch.ones(2, 3)), torch.tensor([0, 2]), torch.tensor([0, 3])
-            ),
-            ValueError, "documents_cu_seqlens must rise from 0",
-        ),
+        wrong(ValueError, "precision must be one of 'int8', 'uint8', 'fp8'", quantize, torch.ones(2, 3), "int4"),
+        wrong(TypeError, "embeddings must be float16", quantize, torch.ones(2, 3, dtype=torch.int64)),
+        wrong(ValueError, r"embeddings must have shape \[T, d\] or", quantize, torch.ones(3)),
+        wrong(ValueError, "are of packed", quantize, torch.ones(1, 2, 3), cu_seqlens=torch.tensor([0, 2])),
+        wrong(TypeError, "values must be int8", QuantizedEmbeddings, torch.ones(2, 3), torch.ones(2)),
+        wrong(ValueError, r"scales must have shape \[2\], got \[3\]",
+              QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.int8), torch.ones(3)),
+        wrong(TypeError, "scales must be float32, got torch.float16",
+              QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.int8), torch.ones(2).half()),
+        wrong(ValueError, "offsets must be given for values of torch.uint8, got None",
+              QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.uint8), torch.ones(2)),
+        wrong(ValueError, "offsets must be None for values of torch.int8, got a tensor",
+              QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2)),
+        wrong(ValueError, "scales must not require a gradient",
+              QuantizedEmbeddings, quantize(torch.ones(2, 3)).values, torch.ones(2, requires_grad=True)),
+        wrong(TypeError, "dtype must be a floating torch.dtype", quantize(torch.ones(2, 3)).dequantize, torch.int8),
+        wrong(ValueError, r"documents must have shape", maxsim, torch.ones(1, 2, 3), quantize(torch.ones(2, 3))),
+        wrong(ValueError, "documents must have the embedding size of queries, 3, got 4",
+              maxsim, torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 4))),
+        wrong(TypeError, "documents must be a torch.Tensor, got QuantizedEmbeddings",
+              maxsim_pairwise, torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 3))),
+        wrong(ValueError, "documents_cu_seqlens must rise from 0",
+              maxsim_varlen, torch.ones(2, 3), quantize(torch.ones(2, 3)), torch.tensor([0, 2]), torch.tensor([0, 3])),
     ],
 )  # fmt: skip
 def test_one_error_for_each_mistake(call, error: type[Exception], message: str) -> None:

@@ -204,8 +204,6 @@ LIST = "must be a list of tensors or arrays"
         (ragged(2), [torch.ones(2, 8).int()], {}, TypeError, "documents must be float16, bfloat16, float32 or float64"),
         (torch.ones(2, 8), ragged(2), {}, ValueError, r"queries must have shape \[Nq, Lq, d\], got \[2, 8\]"),
         (ragged(2), ragged(2), {"queries_mask": torch.ones(1, 2)}, ValueError, "queries_mask must be None"),
-        (ragged(2), ragged(2), {"reduction": "max"}, ValueError, "reduction must be one of"),
-        (ragged(2), ragged(2), {"implementation": "fast"}, ValueError, "implementation must be one of"),
         (ragged(2), ragged(2), {"candidates_cu_seqlens": torch.tensor([0, 2])}, ValueError, "from 0 to the number of"),
         (ragged(2), ragged(2), {"candidates_cu_seqlens": torch.ones(2)}, TypeError, "must be int32 or int64"),
     ],

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen
 from pylate_flash.ops import products, residual_codes
 from pylate_flash.ops.residual import maxsim_residual_reference
-from tests.ops.cases import relative_error
+from tests.ops.cases import relative_error, wrong
 from tests.ops.residual_cases import residual_cases, residual_gradient
 from tests.ops.residual_cases import residual_codes as codes_of
 
@@ -183,62 +183,39 @@ QUERIES = torch.ones(2, 3, 8)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: changed(codes=torch.zeros(3)), TypeError, "codes must be int32, got torch.float32"),
-        (
-            lambda: changed(codes=torch.tensor([0, -1, 2], dtype=torch.int32)),
-            ValueError, "codes must be from 0 to 6, the last of centroids, got -1 to 2",
-        ),
-        (
-            lambda: changed(residuals=torch.zeros(3, 5, dtype=torch.uint8)),
-            ValueError, r"residuals must have shape \[3, 4\], got \[3, 5\]",
-        ),
-        (lambda: changed(residuals=torch.zeros(3, 4)), TypeError, "residuals must be uint8"),
-        (lambda: changed(centroids=torch.zeros(7, 8).double()), TypeError, "centroids must be float16, bfloat16"),
-        (lambda: changed(bucket_weights=torch.ones(16)), TypeError, "bucket_weights must be float16, got"),
-        (
-            lambda: changed(bucket_weights=torch.ones(8).half()),
-            ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
-        ),
-        (
-            lambda: changed(centroids=torch.zeros(7, 7).half()),
-            ValueError, "centroids must have an embedding size that is a multiple of 8, got 7",
-        ),
-        (lambda: changed(cu_seqlens=torch.tensor([0, 2])), ValueError, "cu_seqlens must rise from 0 to .* 3, got 0 to"),
-        (lambda: changed(scales=torch.ones(2)), ValueError, r"scales must have shape \[3\], got \[2\]"),
-        (
-            lambda: changed(centroids=torch.zeros(7, 8, dtype=torch.float16, requires_grad=True)),
-            ValueError, "centroids must not require a gradient",
-        ),
-        (lambda: changed().decompress(torch.int8), TypeError, "dtype must be a floating torch.dtype"),
-        (lambda: maxsim_residual(QUERIES, torch.ones(2, 3, 8)), TypeError, "documents must be ResidualCodes"),
-        (lambda: maxsim(QUERIES, changed()), TypeError, "documents must be a torch.Tensor, got ResidualCodes"),
-        (lambda: maxsim_residual(QUERIES[0], changed()), ValueError, r"queries must have shape \[Nq, Lq, d\]"),
-        (
-            lambda: maxsim_residual(QUERIES[..., :4], changed()),
-            ValueError, "documents must have the embedding size of queries, 4, got 8",
-        ),
-        (
-            lambda: maxsim_residual(QUERIES, changed(), queries_mask=torch.ones(2, 4)),
-            ValueError, r"queries_mask must have shape \[2, 3\]",
-        ),
-        (
-            lambda: maxsim_residual(QUERIES, changed(), queries_mask=torch.full((2, 3), 2)),
-            ValueError, "queries_mask must hold only 0",
-        ),
-        (
-            lambda: maxsim_residual(QUERIES, changed(), candidates=torch.tensor([[0], [2]])),
-            ValueError, "candidates must hold numbers of documents from 0 to 1, or -1 for none, got 0 to 2",
-        ),
-        (
-            lambda: maxsim_residual(QUERIES, changed(), candidates=torch.tensor([[0, 1]])),
-            ValueError, "candidates must have one row per query, Nq = 2",
-        ),
-        (
-            lambda: maxsim_residual(QUERIES, changed(), candidates=torch.ones(2, 1)),
-            TypeError, "candidates must be int32 or int64",
-        ),
-        (lambda: maxsim_residual(QUERIES, changed(), reduction="max"), ValueError, "reduction must be one of"),
-        (lambda: maxsim_residual(QUERIES, changed(), implementation="triton"), ValueError, "cannot serve this input"),
+        wrong(TypeError, "codes must be int32, got torch.float32", changed, codes=torch.zeros(3)),
+        wrong(ValueError, "codes must be from 0 to 6, the last of centroids, got -1 to 2",
+              changed, codes=torch.tensor([0, -1, 2], dtype=torch.int32)),
+        wrong(ValueError, r"residuals must have shape \[3, 4\], got \[3, 5\]",
+              changed, residuals=torch.zeros(3, 5, dtype=torch.uint8)),
+        wrong(TypeError, "residuals must be uint8", changed, residuals=torch.zeros(3, 4)),
+        wrong(TypeError, "centroids must be float16, bfloat16", changed, centroids=torch.zeros(7, 8).double()),
+        wrong(TypeError, "bucket_weights must be float16, got", changed, bucket_weights=torch.ones(16)),
+        wrong(ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
+              changed, bucket_weights=torch.ones(8).half()),
+        wrong(ValueError, "centroids must have an embedding size that is a multiple of 8, got 7",
+              changed, centroids=torch.zeros(7, 7).half()),
+        wrong(ValueError, "cu_seqlens must rise from 0 to .* 3, got 0 to", changed, cu_seqlens=torch.tensor([0, 2])),
+        wrong(ValueError, r"scales must have shape \[3\], got \[2\]", changed, scales=torch.ones(2)),
+        wrong(ValueError, "centroids must not require a gradient",
+              changed, centroids=torch.zeros(7, 8, dtype=torch.float16, requires_grad=True)),
+        wrong(TypeError, "dtype must be a floating torch.dtype", changed().decompress, torch.int8),
+        wrong(TypeError, "documents must be ResidualCodes", maxsim_residual, QUERIES, torch.ones(2, 3, 8)),
+        wrong(TypeError, "documents must be a torch.Tensor, got ResidualCodes", maxsim, QUERIES, changed()),
+        wrong(ValueError, r"queries must have shape \[Nq, Lq, d\]", maxsim_residual, QUERIES[0], changed()),
+        wrong(ValueError, "documents must have the embedding size of queries, 4, got 8",
+              maxsim_residual, QUERIES[..., :4], changed()),
+        wrong(ValueError, r"queries_mask must have shape \[2, 3\]",
+              maxsim_residual, QUERIES, changed(), queries_mask=torch.ones(2, 4)),
+        wrong(ValueError, "queries_mask must hold only 0",
+              maxsim_residual, QUERIES, changed(), queries_mask=torch.full((2, 3), 2)),
+        wrong(ValueError, "candidates must hold numbers of documents from 0 to 1, or -1 for none, got 0 to 2",
+              maxsim_residual, QUERIES, changed(), candidates=torch.tensor([[0], [2]])),
+        wrong(ValueError, "candidates must have one row per query, Nq = 2",
+              maxsim_residual, QUERIES, changed(), candidates=torch.tensor([[0, 1]])),
+        wrong(TypeError, "candidates must be int32 or int64",
+              maxsim_residual, QUERIES, changed(), candidates=torch.ones(2, 1)),
+        wrong(ValueError, "cannot serve this input", maxsim_residual, QUERIES, changed(), implementation="triton"),
     ],
 )  # fmt: skip
 def test_one_error_for_each_mistake(call, error: type[Exception], message: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pylate_flash
 from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
 from pylate_flash.ops.varlen import maxsim_varlen_reference
-from tests.ops.cases import FLOAT32_SCORES, SIZES, check_scores, gradient_tolerance, relative_error
+from tests.ops.cases import FLOAT32_SCORES, SIZES, check_scores, gradient_tolerance, relative_error, wrong
 
 
 @st.composite
@@ -211,43 +211,28 @@ QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: pack([]), ValueError, "at least one sequence"),
-        (lambda: pack([torch.zeros(2, 3), torch.zeros(2, 4)]), ValueError, "got 4 at 1 and 3 at 0"),
-        (lambda: pack([torch.zeros(3)]), ValueError, r"shape \[L, d\]"),
-        (lambda: pack([Q, Q.half()]), TypeError, r"one dtype, got torch.float16 at 1 and torch.float32 at 0"),
-        (lambda: pack([Q, Q.to("meta")]), ValueError, r"on one device, got meta at 1 and cpu at 0"),
-        (lambda: maxsim_varlen(Q[None], D, QB, DB), ValueError, r"queries must have shape \[Tq, d\]"),
-        (lambda: maxsim_varlen(Q, D[:, :2], QB, DB), ValueError, "embedding size of queries, 3, got 2"),
-        (lambda: maxsim_varlen(Q, D, [0, 4], DB), TypeError, "queries_cu_seqlens must be a torch.Tensor"),
-        (lambda: maxsim_varlen(Q, D, QB, DB.float()), TypeError, "documents_cu_seqlens must be int32 or int64"),
-        (
-            lambda: maxsim_varlen(Q, D, QB, DB[:-1]),
-            ValueError,
-            "documents_cu_seqlens must rise from 0 .* 6, got 0 to 2",
-        ),
-        (lambda: maxsim_varlen(Q, D, QB, torch.tensor([0, 5, 2, 6])), ValueError, "falling in between"),
-        (
-            lambda: maxsim_varlen(Q, D, torch.tensor([0, 1]), DB),
-            ValueError,
-            "queries_cu_seqlens must rise from 0 to the number of tokens of queries, 4, got 0 to 1",
-        ),
-        (
-            lambda: maxsim_varlen(Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1])),
-            ValueError,
-            "candidates_cu_seqlens must rise from 0 to the number of documents, 2, got 0 to 1",
-        ),
-        (
-            lambda: maxsim_varlen(Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1, 2])),
-            ValueError,
-            "2 entries, got 3",
-        ),
-        (lambda: maxsim_varlen(Q, D, QB, DB, implementation="x"), ValueError, "implementation must be one of"),
-        (lambda: maxsim_varlen(Q, D, QB, DB, reduction="max"), ValueError, "reduction must be one of"),
-        (lambda: maxsim_varlen_pairwise(Q, D, QB, DB), ValueError, "as many entries as queries_cu_seqlens, 2, got 3"),
-        (lambda: unpack(D, QB), ValueError, "cu_seqlens must rise from 0 to the number of values, 6, got 0 to 4"),
-        (lambda: unpack([1], QB), TypeError, "values must be a torch.Tensor"),
+        wrong(ValueError, "at least one sequence", pack, []),
+        wrong(ValueError, "got 4 at 1 and 3 at 0", pack, [torch.zeros(2, 3), torch.zeros(2, 4)]),
+        wrong(ValueError, r"shape \[L, d\]", pack, [torch.zeros(3)]),
+        wrong(TypeError, r"one dtype, got torch.float16 at 1 and torch.float32 at 0", pack, [Q, Q.half()]),
+        wrong(ValueError, r"on one device, got meta at 1 and cpu at 0", pack, [Q, Q.to("meta")]),
+        wrong(ValueError, r"queries must have shape \[Tq, d\]", maxsim_varlen, Q[None], D, QB, DB),
+        wrong(ValueError, "embedding size of queries, 3, got 2", maxsim_varlen, Q, D[:, :2], QB, DB),
+        wrong(TypeError, "queries_cu_seqlens must be a torch.Tensor", maxsim_varlen, Q, D, [0, 4], DB),
+        wrong(TypeError, "documents_cu_seqlens must be int32 or int64", maxsim_varlen, Q, D, QB, DB.float()),
+        wrong(ValueError, "documents_cu_seqlens must rise from 0 .* 6, got 0 to 2", maxsim_varlen, Q, D, QB, DB[:-1]),
+        wrong(ValueError, "falling in between", maxsim_varlen, Q, D, QB, torch.tensor([0, 5, 2, 6])),
+        wrong(ValueError, "queries_cu_seqlens must rise from 0 to the number of tokens of queries, 4, got 0 to 1",
+              maxsim_varlen, Q, D, torch.tensor([0, 1]), DB),
+        wrong(ValueError, "candidates_cu_seqlens must rise from 0 to the number of documents, 2, got 0 to 1",
+              maxsim_varlen, Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1])),
+        wrong(ValueError, "2 entries, got 3",
+              maxsim_varlen, Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1, 2])),
+        wrong(ValueError, "as many entries as queries_cu_seqlens, 2, got 3", maxsim_varlen_pairwise, Q, D, QB, DB),
+        wrong(ValueError, "cu_seqlens must rise from 0 to the number of values, 6, got 0 to 4", unpack, D, QB),
+        wrong(TypeError, "values must be a torch.Tensor", unpack, [1], QB),
     ],
-)
+)  # fmt: skip
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
