@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import pylate_flash
 from pylate_flash.bench import exact
 from pylate_flash.bench.exact import Result, Score, einsum_scores
+from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
 from pylate_flash.bench.protocol import MIB
 from pylate_flash.bench.suite import Candidate, Unavailable
 
@@ -186,14 +187,12 @@ class Padded(Call):
 
     def lik(self) -> list[Candidate]:
         """`maxsim`, and the inference function below it, which spares some work on the host."""
-        from late_interaction_kernels import maxsim
-        from late_interaction_kernels.forward import maxsim_forward
-
-        candidates = self.in_each_type("maxsim", partial(maxsim, q_mask=self.queries_mask, d_mask=self.documents_mask))
+        score = partial(LIK["maxsim"], q_mask=self.queries_mask, d_mask=self.documents_mask)
+        candidates = self.in_each_type("maxsim", score)
         # Longer queries are cut into pieces by `maxsim` alone, which is faster and compiles far sooner.
         if self.is_plain and self.queries.shape[1] <= 512:
-            score = partial(maxsim_forward, self.queries, self.documents, d_mask=self.documents_mask)
-            candidates.append(Candidate("maxsim_forward", lambda: score()[0]))
+            forward = partial(LIK["forward.maxsim_forward"], self.queries, self.documents, d_mask=self.documents_mask)
+            candidates.append(Candidate("maxsim_forward", lambda: forward()[0]))
         return candidates
 
     @property
@@ -206,11 +205,10 @@ class Padded(Call):
 
         Given, the lengths spare it a kernel that would fill them in on every call.
         """
-        import flash_maxsim as package
-
         documents, lengths = self.documents, self.lengths()
         if not self.is_plain:
-            batched = partial(package.flash_maxsim_batched, doc_lengths=lengths, shared_docs=documents.dim() == 3)
+            shared = documents.dim() == 3
+            batched = partial(FLASH_MAXSIM["flash_maxsim_batched"], doc_lengths=lengths, shared_docs=shared)
 
             def score(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
                 # It masks no tokens of queries, which are therefore made 0, as PyLate does.
@@ -222,12 +220,12 @@ class Padded(Call):
         several = len(self.queries) > 1
         queries = self.queries if several else self.queries[0]
         names = ["flash_maxsim_batched" if several else "flash_maxsim", "flash_maxsim_persistent"]
-        ways = {name: partial(getattr(package, name), queries, documents, lengths) for name in names}
+        ways = {name: partial(FLASH_MAXSIM[name], queries, documents, lengths) for name in names}
         if not several and self.queries.shape[1] >= 512 and documents.shape[1] >= 512:
             ways["splitk"] = partial(ways["flash_maxsim"], splitk=True)
             # Its kernel reads documents in groups of four, past the end where they do not divide.
             if len(documents) % 4 == 0:
-                ways["flash_maxsim_qreuse"] = partial(package.flash_maxsim_qreuse, queries, documents, lengths)
+                ways["flash_maxsim_qreuse"] = partial(FLASH_MAXSIM["flash_maxsim_qreuse"], queries, documents, lengths)
         return [Candidate(label, call) for label, call in ways.items()]
 
     def in_each_type(self, label: str, score: Score) -> list[Candidate]:
@@ -266,9 +264,7 @@ class Pairwise(Padded):
         return self.scored(pylate_flash.maxsim_pairwise, "queries_mask", "documents_mask")
 
     def lik(self) -> list[Candidate]:
-        from late_interaction_kernels import maxsim_pairs
-
-        return self.scored(maxsim_pairs, "q_mask", "d_mask")
+        return self.scored(LIK["maxsim_pairs"], "q_mask", "d_mask")
 
 
 # What an empty document scores.
@@ -332,9 +328,7 @@ class Varlen(Call):
         """With the longest lengths given, which it checks on the device, and without."""
         if self.own:
             raise Unavailable("its packed call takes no candidates")
-        from late_interaction_kernels import maxsim_varlen
-
-        call = partial(maxsim_varlen, *self.packed())
+        call = partial(LIK["maxsim_varlen"], *self.packed())
         told = partial(call, max_seqlen_q=self.queries.shape[1], max_seqlen_d=self.longest)
         return [Candidate("maxsim_varlen", call), Candidate("maxsim_varlen, longest lengths given", told)]
 
@@ -342,13 +336,11 @@ class Varlen(Call):
         """A query at a time."""
         if self.own:
             raise Unavailable("its packed call takes one query and no candidates")
-        from flash_maxsim import flash_maxsim_packed
-
+        score_one, longest = FLASH_MAXSIM["flash_maxsim_packed"], self.longest
         *_, boundaries = self.packed()
-        longest = self.longest
 
         def score(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-            scores = [flash_maxsim_packed(query, documents, boundaries, longest) for query in queries]
+            scores = [score_one(query, documents, boundaries, longest) for query in queries]
             return scores[0] if len(scores) == 1 else torch.stack(scores)
 
         return [Candidate("flash_maxsim_packed", partial(score, self.queries, self.documents))]
@@ -449,9 +441,8 @@ class FromHidden(Call):
     def lik(self) -> list[Candidate]:
         if self.queries_mask is not None:
             raise Unavailable("its call from hidden states takes no mask of the queries")
-        from late_interaction_kernels.fused_head import maxsim_from_hidden
-
-        return only(maxsim_from_hidden, self.queries, self.hidden, self.weight, d_mask=self.documents_mask)
+        score = LIK["fused_head.maxsim_from_hidden"]
+        return only(score, self.queries, self.hidden, self.weight, d_mask=self.documents_mask)
 
     def torch(self) -> list[Candidate]:
         def score() -> torch.Tensor:

@@ -149,13 +149,13 @@ class LargeStep(FusedStep):
         self.need(given=False, limit=100 * LONG)
         if self.queries.shape[1] > 32:
             raise Unavailable("it takes up to 32 query tokens")
-        from flash_maxsim.flash_maxsim_contrastive import colbert_contrastive_step
+        contrastive_step = FLASH_MAXSIM["flash_maxsim_contrastive.colbert_contrastive_step"]
 
         def step(dtype: torch.dtype) -> Step:
             # It has no temperature: the queries are divided by it, and their gradient too.
             queries = (self.queries.detach() / self.temperature).to(dtype)
             documents = self.documents.detach().to(dtype)
-            found = step_of(colbert_contrastive_step(queries, documents), [queries, documents])
+            found = step_of(contrastive_step(queries, documents), [queries, documents])
             return found._replace(grad_queries=found.grad_queries / self.temperature)
 
         types = sorted({self.queries.dtype, torch.float16} - {torch.float32}, key=str)

@@ -10,6 +10,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -17,22 +18,17 @@ from packaging.version import Version
 
 @dataclass(frozen=True)
 class Peer:
-    """Another package that computes MaxSim.
+    """Another package that computes MaxSim."""
 
-    Parameters
-    ----------
-    distribution, module
-        Its name on PyPI, and the name that it is imported by.
-    device
-        The only type of device that it computes on, or None for any.
-    since
-        The first version that has what is measured, or None for any.
-    """
+    distribution: str  # its name on PyPI
+    module: str  # that it is imported by
+    device: str | None = "cuda"  # the only type of device that it computes on, or None for any
+    since: str | None = None  # the first version that has what is measured, or None for any
 
-    distribution: str
-    module: str
-    device: str | None = "cuda"
-    since: str | None = None
+    def __getitem__(self, name: str) -> Any:
+        """What it has under a dotted name; it is imported for that."""
+        module, _, name = f"{self.module}.{name}".rpartition(".")
+        return getattr(importlib.import_module(module), name)
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why the package cannot be measured on a device, or None if it can."""

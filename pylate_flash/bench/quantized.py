@@ -19,6 +19,7 @@ from torch.nn import functional
 import pylate_flash
 from pylate_flash.bench import exact, forward
 from pylate_flash.bench.calls import Padded
+from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
 from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import (
@@ -127,29 +128,27 @@ def lik(inputs: Inputs) -> list[Candidate]:
 
     Its kernel unrolls the loop over a query's tokens: at 1024, the twelve tiles it is tuned over compile for minutes.
     """
-    from late_interaction_kernels.fp8 import maxsim_inference_fp8, quantize_fp8_per_token
-
-    (queries, of_queries), (documents, of_documents) = map(quantize_fp8_per_token, (inputs.queries, inputs.documents))
-    call = partial(maxsim_inference_fp8, queries, documents, scale_Q=of_queries, scale_D=of_documents)
+    (queries, of_queries), (documents, of_documents) = map(
+        LIK["fp8.quantize_fp8_per_token"], (inputs.queries, inputs.documents)
+    )
+    call = partial(LIK["fp8.maxsim_inference_fp8"], queries, documents, scale_Q=of_queries, scale_D=of_documents)
     return [candidate("maxsim_inference_fp8", call)]
 
 
 def flash_maxsim(inputs: Inputs) -> list[Candidate]:
     """flash-maxsim: int8 by int8, and its kernels that widen int8 and affine uint8; of one query."""
-    import flash_maxsim as package
-
     if len(inputs.queries) > 1:
         raise Unavailable("scores one query at a time")
     query, lengths = inputs.queries[0], inputs.lengths()
-    documents, scales = package.quantize_int8_symmetric(inputs.documents)
-    affine = package.quantize_int8(inputs.documents)
-    quantized, query_scales = package.quantize_query_int8(query)
+    documents, scales = FLASH_MAXSIM["quantize_int8_symmetric"](inputs.documents)
+    affine = FLASH_MAXSIM["quantize_int8"](inputs.documents)
+    quantized, query_scales = FLASH_MAXSIM["quantize_query_int8"](query)
     ways = {
         "flash_maxsim_int8x8": (query, documents, scales, quantized, query_scales, lengths),
         "flash_maxsim_int8_symmetric": (query, documents, scales, lengths),
         "flash_maxsim_int8": (query, *affine, lengths),
     }
-    return [candidate(name, partial(getattr(package, name), *arguments)) for name, arguments in ways.items()]
+    return [candidate(name, partial(FLASH_MAXSIM[name], *arguments)) for name, arguments in ways.items()]
 
 
 def measure_eight_bits(device: torch.device, size: int = 8192) -> float | None:

@@ -16,6 +16,7 @@ import pylate_flash
 from pylate_flash.bench import exact, forward
 from pylate_flash.bench.calls import Call, chunk_sizes, only, unit_vectors
 from pylate_flash.bench.exact import einsum_scores
+from pylate_flash.bench.peers import LIK
 from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, TORCH_SYSTEM, Candidate, Suite, another_way
@@ -83,8 +84,6 @@ class Inputs(Call):
 
     def lik(self) -> list[Candidate]:
         """late-interaction-kernels: padded, and packed. Its indices begin in the lowest bits of a byte."""
-        from late_interaction_kernels.plaid import maxsim_residual, maxsim_residual_varlen
-
         documents, nbits = self.documents, self.documents.nbits
         residuals = in_other_order(documents.residuals, nbits)
         shape = documents.n_documents, self.length
@@ -92,9 +91,9 @@ class Inputs(Call):
         tables = documents.centroids, documents.bucket_weights.float(), nbits
         padded = documents.codes.view(shape), residuals.view(*shape, -1), lengths
         packed = documents.codes, residuals, documents.cu_seqlens
-        varlen = partial(maxsim_residual_varlen, max_seqlen_d=self.length)
+        varlen = partial(LIK["plaid.maxsim_residual_varlen"], max_seqlen_d=self.length)
         return [
-            Candidate("maxsim_residual", partial(maxsim_residual, self.queries, *padded, *tables)),
+            Candidate("maxsim_residual", partial(LIK["plaid.maxsim_residual"], self.queries, *padded, *tables)),
             Candidate("maxsim_residual_varlen", partial(varlen, self.queries, *packed, *tables)),
         ]
 

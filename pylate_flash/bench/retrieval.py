@@ -26,7 +26,7 @@ import torch
 import pylate_flash
 from pylate_flash.bench import exact
 from pylate_flash.bench.calls import Call, bounds_of, unit_vectors
-from pylate_flash.bench.peers import Peer
+from pylate_flash.bench.peers import LIK, Peer
 from pylate_flash.bench.protocol import Rounds, Work
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, Candidate, Suite, System, Unavailable, another_way
@@ -171,27 +171,23 @@ class Inputs(Call):
 
     def lik(self) -> list[Candidate]:
         """late-interaction-kernels' retrieval, of documents padded to the longest."""
-        from late_interaction_kernels import retrieve
-
         if self.row.kind:
             raise Unavailable("all documents only")
         active = torch.arange(int(self.lengths.max())) < self.lengths.unsqueeze(1)
         padded = self.documents.new_zeros(*active.shape, self.row.d)
         mask = active.to(self.device)
         padded[mask] = self.documents
-        search = partial(retrieve, self.queries, padded, top_k=min(K, len(padded)), d_mask=mask, normalize=False)
+        search = partial(LIK["retrieve"], self.queries, padded, top_k=min(K, len(padded)), d_mask=mask, normalize=False)
         read = lambda found: found[0][:CHECKED].double()  # noqa: E731
         ways = {chunk: partial(search, chunk=chunk) for chunk in (4096, 32768)}
         return [Candidate(f"retrieve, chunks of {chunk}", call, read) for chunk, call in ways.items()]
 
     def fast_plaid(self) -> list[Candidate]:
         """fast-plaid, approximate: built of 4 bits, and searched as it is by default."""
-        from fast_plaid.search import FastPlaid
-
         if self.row.kind or len(self.lengths) > MOST_BUILT:
             raise Unavailable(f"built of at most {MOST_BUILT} documents, and searched as a whole")
         folder = tempfile.TemporaryDirectory()
-        index = FastPlaid(folder.name, device=str(self.documents.device))
+        index = FAST_PLAID["search.FastPlaid"](folder.name, device=str(self.documents.device))
         index.create([document.cpu().float() for document in self.documents.split(self.lengths.tolist())], nbits=4)
         queries = self.queries.float()
 

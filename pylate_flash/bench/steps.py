@@ -14,6 +14,7 @@ import pylate_flash
 from pylate_flash.bench import exact
 from pylate_flash.bench.calls import Padded, chunk_sizes, chunked_scores, lengths_of, within
 from pylate_flash.bench.exact import Score, einsum_scores
+from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
 from pylate_flash.bench.rerank import need_pylate
 from pylate_flash.bench.suite import Candidate
 
@@ -73,17 +74,14 @@ class Step(Padded):
 
     def lik(self, *backwards: str) -> list[Candidate]:
         """`maxsim`, with the named ways through its backward if there are some."""
-        from late_interaction_kernels import maxsim
-
-        score = partial(maxsim, q_mask=self.queries_mask, d_mask=self.documents_mask)
+        score = partial(LIK["maxsim"], q_mask=self.queries_mask, d_mask=self.documents_mask)
         ways = {f"maxsim, {backward}": partial(score, backward=backward) for backward in backwards} or {"maxsim": score}
         return [candidate for label, way in ways.items() for candidate in self.in_each_type(label, way)]
 
     def flash_maxsim(self) -> list[Candidate]:
         """Given, the lengths spare it a kernel that would fill them in."""
-        from flash_maxsim import flash_maxsim_batched_train
-
-        score = partial(flash_maxsim_batched_train, shared_docs=self.documents.dim() == 3, doc_lengths=self.lengths())
+        shared = {"shared_docs": self.documents.dim() == 3, "doc_lengths": self.lengths()}
+        score = partial(FLASH_MAXSIM["flash_maxsim_batched_train"], **shared)
         if self.queries_mask is not None:
             score = partial(score, query_lengths=lengths_of(self.queries_mask))
         return self.in_each_type("flash_maxsim_batched_train", score)
