@@ -64,7 +64,7 @@ def collection(cranfield: Path) -> Collection:
 def assert_exact(
     collection: Collection, folder: Path, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resident, partly, streamed and in memory; of all, of a filter, of subsets; with removed documents, and without."""
+    """Resident, partly, streamed, in memory; of all, of a filter, of subsets; with removed documents, and without."""
     for name in ("STREAMED_BYTES_CPU", "STREAMED_BYTES_CUDA"):
         monkeypatch.setattr(resident, name, 1 << 20)
     for name in ("_GATHERED_BYTES_CPU", "_GATHERED_BYTES_CUDA"):
