@@ -420,7 +420,7 @@ class Flat(Recorded, Base):
             if search.ranks is not None:
                 found = [search.ranks.merged(found, asked["k"])]
             for some in found:
-                asking = queries.some(len(results), len(results) + len(some.scores))
+                asking = queries[len(results) : len(results) + len(some.scores)]
                 results += search.results(some, asking, scorer, matches)
         return results
 

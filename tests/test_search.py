@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pylate_flash.index.ids import packed_ids
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
 from pylate_flash.index.parts import Part
+from pylate_flash.index.scorers import Queries
 from pylate_flash.index.tables import Documents
 from pylate_flash.indexes import Flat
 from pylate_flash.ops.quantization import PRECISIONS, quantize
@@ -271,17 +273,19 @@ def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: 
     ("queries", "k", "sizes"),
     [
         (1, 100, [1]),
-        (24, 100, [24]),
-        (32, 100, [16, 16]),
-        (200, 100, [104, 48, 24, 24]),
-        (1000, 10, [504, 248, 128, 120]),
-        (3000, 1, [1024, 1024, 952]),
+        (10, 100, [10]),
+        (32, 100, [8, 16, 8]),
+        (200, 100, [56, 72, 40, 16, 8, 8]),
+        (1000, 10, [64, 472, 232, 120, 56, 56]),
+        (3000, 1, [64, 1024, 960, 952]),
         (3, 5000, [3]),
     ],
 )
-def test_the_last_queries_that_a_gpu_scores_together_are_few(
-    tmp_path: Path, queries: int, k: int, sizes: list[int]
+def test_the_first_and_the_last_queries_that_a_gpu_scores_together_are_few(
+    queries: int, k: int, sizes: list[int]
 ) -> None:
-    ranges = small(tmp_path, 0)._search._ranges(queries, k)
+    asked = Queries([torch.ones(2, 4)] * queries, torch.device("cuda"), torch.float32)
+    index = SimpleNamespace(device=asked.device, rows=SimpleNamespace(streams=False))
+    ranges = search.Search._ranges(index, asked, k)
     assert [stop - start for start, stop in ranges] == sizes
     assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()

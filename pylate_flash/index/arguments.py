@@ -120,11 +120,11 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
 def checked_queries(
     queries: list[Tensor], size: int | None, path: Path, device: torch.device, dtype: torch.dtype
 ) -> Queries:
-    """At least one query, checked, on the device and in the type that is scored."""
+    """At least one query, checked, to be scored on a device in a type."""
     for i, query in enumerate(queries):
         if query.shape[1] != size:
             raise ValueError(f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {path} {size}")
-    found = Queries.of(queries, device, dtype)
+    found = Queries([query.detach() for query in queries], device, dtype)
     # A look at values on a GPU would wait for it; there the search finds that scores are not finite.
     if device.type != "cuda":
         check_finite(found)
@@ -132,10 +132,10 @@ def checked_queries(
 
 
 def check_finite(queries: Queries) -> None:
-    """Refuse queries with NaN or infinite values."""
-    finite = torch.isfinite(queries.values).all(dim=1)
+    """Refuse queries with NaN or infinite values in the type that is scored."""
+    finite = torch.isfinite(queries.packed().values).all(dim=1)
     if not finite.all():
-        i = int(np.searchsorted(queries.bounds, int(finite.int().argmin()), side="right")) - 1
+        i = int(np.searchsorted(queries.lengths.cumsum(), int(finite.int().argmin()), side="right"))
         raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
 
 

@@ -22,7 +22,7 @@ __all__ = ["STAGED_BYTES", "Loader", "Pieces", "runs_of"]
 # A block of pinned memory, from which one copy goes to a GPU, and how many there are; what a thread reads at a time.
 STAGED_BYTES = 128 << 20
 _STAGED = 3
-_READ_BYTES = 8 << 20
+_READ_BYTES = 16 << 20
 _THREADS = 16
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -68,6 +69,8 @@ class Rows:
         How many there are.
     removed
         Which of them count as removed, ascending. Shape: [*], int64.
+    lengths
+        Tokens of each. Shape: [documents], int64.
     bounds
         With which row each begins, and the last ends. Shape: [documents + 1], int64.
     kept
@@ -107,7 +110,8 @@ class Rows:
         """Boundaries and marks, on the host and on the device."""
         self.bounds = self._pieces.bounds()
         self.documents = len(self.bounds) - 1
-        self.longest = int(np.diff(self.bounds).max(initial=0))
+        self.lengths = np.diff(self.bounds)
+        self.longest = int(self.lengths.max(initial=0))
         firsts = np.cumsum([0, *(part.documents for part in self._pieces.parts)])
         marks = [part.removed + first for part, first in zip(self._pieces.parts, firsts, strict=False)]
         self.removed = np.concatenate([np.zeros(0, np.int64), *marks])
@@ -224,23 +228,21 @@ class Rows:
                 loading[number].wait()
                 yield self._block(ring[number % len(ring)][: spans[number][1] - spans[number][0]], start, stop)
 
-    def gather(self, places: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Rows [T, width] of the documents at some places [N], packed, and their boundaries [N + 1], on the device."""
-        begins = self.bounds[places]
-        ends = self.bounds[places + 1]
-        sums = np.concatenate([[0], np.cumsum(ends - begins)])
-        cu_seqlens = on_device(sums.astype(np.int32), self.device)
-        rows = int(sums[-1])
+    def gather(self, places: np.ndarray, rows: int) -> tuple[Tensor, Tensor]:
+        """The rows [rows, width] of the documents at some places [N], packed, and their boundaries, on the device."""
         if not self.streams and rows:
             assert self._values is not None
-            shifts = on_device(begins - sums[:-1], self.device)
-            lengths = cu_seqlens.diff()
-            index = torch.arange(rows, device=self.device) + shifts.repeat_interleave(lengths, output_size=rows)
-            return _taken(self._values, index), cu_seqlens
+            chosen = on_device(places.astype(np.int32), self.device)
+            begins = self._bounds[chosen]
+            lengths = self._bounds[chosen + 1] - begins
+            cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            shifts = (begins - cu_seqlens[:-1]).repeat_interleave(lengths, output_size=rows)
+            return _taken(self._values, torch.arange(rows, device=self.device) + shifts), cu_seqlens
+        begins, ends = self.bounds[places], self.bounds[places + 1]
         out = self._empty(rows)
         with Loader(self._pieces, self.device) as loader:
             loader.start(runs_of(begins, ends), out).wait()
-        return out, cu_seqlens
+        return out, on_device(np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int32), self.device)
 
 
 def _taken(rows: Tensor, index: Tensor) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -82,42 +83,37 @@ class Scorer(NamedTuple):
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of a search, packed: `values` [T, d], and on the host their `bounds` [N + 1]."""
+    """Queries [L_i, d] of a search, at least one, wherever they are, to be scored on a device in a type."""
 
-    values: Tensor
-    bounds: np.ndarray
-
-    @classmethod
-    def of(cls, sequences: list[Tensor], device: torch.device, dtype: torch.dtype) -> Queries:
-        """At least one [L_i, d], brought to a device and a type."""
-        bounds = np.cumsum([0, *(len(sequence) for sequence in sequences)])
-        on_host = all(sequence.device.type == "cpu" for sequence in sequences)
-        if not on_host:
-            sequences = [sequence.to(device) for sequence in sequences]
-        if len(sequences) == 1:
-            return cls(sequences[0].detach().to(device, dtype, non_blocking=True), bounds)
-        # On the host into memory that a GPU copies from.
-        values = torch.empty(
-            int(bounds[-1]), sequences[0].shape[1], dtype=dtype, device="cpu" if on_host else device,
-            pin_memory=on_host and device.type == "cuda",
-        )  # fmt: skip
-        with torch.no_grad():
-            torch.cat(sequences, out=values)
-        return cls(on_device(values, device), bounds)
+    sequences: list[Tensor]
+    device: torch.device
+    dtype: torch.dtype
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.sequences)
 
-    def some(self, start: int, stop: int) -> Queries:
-        """Those from one to another."""
-        bounds = self.bounds[start : stop + 1]
-        return Queries(self.values[int(bounds[0]) : int(bounds[-1])], bounds - bounds[0])
+    def __getitem__(self, some: slice) -> Queries:
+        return replace(self, sequences=self.sequences[some])
 
-    @property
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each. Shape: [N], int64."""
+        return np.array([len(sequence) for sequence in self.sequences], np.int64)
+
     def packed(self) -> Packed:
-        """As they are scored, boundaries on the device: a call of which something is on the host is planned anew."""
-        cu_seqlens = on_device(self.bounds.astype(np.int32), self.values.device)
-        return Packed(self.values, cu_seqlens, int(np.diff(self.bounds).max()))
+        """All of them, on the device: a call of which something is on the host is planned anew."""
+        sequences, bounds = self.sequences, np.concatenate([[0], self.lengths.cumsum()])
+        if len(sequences) == 1:
+            values = sequences[0]
+        elif self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
+            # At once into memory that a GPU copies from.
+            dtype = functools.reduce(torch.promote_types, {sequence.dtype for sequence in sequences})
+            values = torch.empty(int(bounds[-1]), sequences[0].shape[1], dtype=dtype, pin_memory=True)
+            torch.cat(sequences, out=values)
+        else:
+            values = torch.cat([sequence.to(self.device) for sequence in sequences])
+        values = on_device(values, self.device).to(self.dtype)
+        return Packed(values, on_device(bounds.astype(np.int32), self.device), int(self.lengths.max()))
 
 
 def _hidden_scores(
@@ -152,8 +148,10 @@ def _host_scores(
     if candidates_cu_seqlens is None:
         return _scores_of_host(backend, asked, given)
     owned = [
-        _scores_of_host(backend, Queries(query, np.array([0, len(query)])).packed, given._replace(cu_seqlens=bounds))[0]
-        for query, bounds in zip(
+        _scores_of_host(backend, Queries([query], query.device, query.dtype).packed(), given._replace(cu_seqlens=own))[
+            0
+        ]
+        for query, own in zip(
             _split(asked),
             (documents_cu_seqlens[start : stop + 1] for start, stop in pairwise(candidates_cu_seqlens.tolist())),
             strict=True,

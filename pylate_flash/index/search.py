@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypedDict
 
 import numpy as np
@@ -18,7 +20,7 @@ from .ids import Ids
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
-from .resident import Block, Rows, on_device
+from .resident import Block, Rows
 from .scorers import EMPTY_SCORE, Packed, Queries, Scorer
 from .store import PackedStore
 from .tables import blocks, cuts
@@ -29,11 +31,11 @@ __all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 _SCORES = 1 << 26
 _GATHERED_BYTES_CUDA = 1 << 30
 _GATHERED_BYTES_CPU = 8 << 20
-# Queries that are scored at a time: on a CPU, of so many tokens; on a GPU, so many at most, and the last ones of so
-# many hits, by multiples of what fills tiles of the kernels; of those with subsets, so many.
+# Queries that are scored at a time: on a CPU, of so many tokens; on a GPU, so many at most, the first ones, and the
+# last ones of so many hits, by multiples of what fills tiles of the kernels; of those with subsets, so many.
 _QUERY_TOKENS = 4096
-_MOST_QUERIES, _HITS, _ROUND = 1024, 2400, 8
-_QUERIES_WITH_SUBSETS = 24
+_MOST_QUERIES, _FIRST, _HITS, _ROUND = 1024, 64, 1000, 8
+_QUERIES_WITH_SUBSETS = 32
 
 
 class _Hit(TypedDict):
@@ -122,10 +124,9 @@ class Search:
             message names the index.
         """
         self._follow(show_progress)
-        queries = replace(queries, values=on_device(queries.values, self.device))
-        poison = _poison(queries)
+        queries = replace(queries, device=self.device)
         if subsets is not None:
-            yield from self._among_candidates(queries, k, scorer, subsets, positions, poison, show_progress)
+            yield from self._among_candidates(queries, k, scorer, subsets, positions, show_progress)
             return
         slots = None if positions is None else self._here(self.store.documents.slots[positions])
         documents = self.rows.documents if slots is None else len(slots)
@@ -134,15 +135,19 @@ class Search:
             return
         if slots is None:
             k = min(k, documents - len(self.rows.removed))
-        chunks, score = self._chunks(queries, k), scorer.function
-        most = max(1, _SCORES // max(len(chunk.cu_seqlens) - 1 for chunk in chunks))
+        ranges, chunks, score = self._ranges(queries, k), [], scorer.function
+        most = max(1, _SCORES // max(stop - start for start, stop in ranges))
         walk = self.rows.walk(most, show_progress) if slots is None else self._gathered(slots, most, show_progress)
         best: list[tuple[Tensor, Tensor]] = []
         waiting: list[_OnHost] = []
         # The documents are walked once, whatever the number of queries: they may have to come from the disk.
         for block in walk:
             rows = scorer.operand(block.values)
-            for i, (values, cu_seqlens, longest) in enumerate(chunks):
+            for i, (start, stop) in enumerate(ranges):
+                if not block.first:
+                    # While a GPU scores those before.
+                    chunks.append(queries[start:stop].packed())
+                values, cu_seqlens, longest = chunks[i]
                 scores = score(
                     values, rows, cu_seqlens, block.cu_seqlens,
                     max_query_length=longest, max_document_length=block.longest,
@@ -155,7 +160,7 @@ class Search:
                 else:
                     best[i] = joined_best(best[i], (found[0], found[1] + block.first), k)
                 if block.first + len(block.cu_seqlens) - 1 == documents:
-                    waiting.append(_OnHost(*best[i], poison))
+                    waiting.append(_OnHost(best[i][0] + _poison(values), best[i][1]))
         for copy in waiting:
             yield self._checked(queries, copy, slots)
 
@@ -174,8 +179,7 @@ class Search:
             [{"id": name, "score": score} for score, name in zip(own, names, strict=False)] for own in rows
         ]
         if matches:
-            queries = replace(queries, values=on_device(queries.values, self.device))
-            self._add_matches(scorer, queries, found, results)
+            self._add_matches(scorer, replace(queries, device=self.device), found, results)
         return results
 
     def _checked(
@@ -217,32 +221,35 @@ class Search:
         scorer: Scorer,
         subsets: tuple[Ids, np.ndarray],
         positions: np.ndarray | None,
-        poison: Tensor | None,
         show_progress: bool,
     ) -> Iterator[Found]:
         """For every query among documents of its own, of those at some positions."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
         score = scorer.function
         allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
-        for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
-            some = queries.some(first, last)
-            slots, counts = self._slots_of(subsets, first, last, allowed)
-            if not len(slots):
-                while waiting:
+        ranges = cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS)
+        with ThreadPoolExecutor(1) as beside:
+            # Those of the next queries are looked up meanwhile.
+            looked_up = beside.map(lambda some: self._slots_of(subsets, some[0], some[1], allowed), ranges)
+            for (first, last), (slots, counts) in zip(ranges, looked_up, strict=True):
+                some = queries[first:last]
+                if not len(slots):
+                    while waiting:
+                        yield self._checked(queries, *waiting.pop(0))
+                    yield _nothing(len(some))
+                    continue
+                scored = [
+                    score(
+                        asked.values, scorer.operand(given.values), asked.cu_seqlens, given.cu_seqlens,
+                        candidates_cu_seqlens=candidates, max_query_length=asked.longest,
+                        max_document_length=given.longest,
+                    ) + _poison(asked.values)
+                    for asked, given, candidates in self._owned(some, slots, counts, show_progress)
+                ]  # fmt: skip
+                scores = scored[0] if len(scored) == 1 else torch.cat(scored)
+                waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, np.minimum(counts, k)))
+                if len(waiting) > 1:
                     yield self._checked(queries, *waiting.pop(0))
-                yield _nothing(len(some))
-                continue
-            scored = [
-                score(
-                    asked.values, scorer.operand(given.values), asked.cu_seqlens, given.cu_seqlens,
-                    candidates_cu_seqlens=candidates, max_query_length=asked.longest, max_document_length=given.longest,
-                )
-                for asked, given, candidates in self._owned(some, slots, counts, show_progress)
-            ]  # fmt: skip
-            scores = scored[0] if len(scored) == 1 else torch.cat(scored)
-            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k), poison), slots, np.minimum(counts, k)))
-            if len(waiting) > 1:
-                yield self._checked(queries, *waiting.pop(0))
         while waiting:
             yield self._checked(queries, *waiting.pop(0))
 
@@ -257,7 +264,7 @@ class Search:
             # On the host, where the operation plans its launch.
             bounds = np.concatenate([[0], np.bincount(own - low, minlength=high - low).cumsum()]).astype(np.int32)
             documents = Packed(block.values, block.cu_seqlens, block.longest)
-            yield queries.some(low, high).packed, documents, torch.from_numpy(bounds)
+            yield queries[low:high].packed(), documents, torch.from_numpy(bounds)
 
     def _add_matches(self, scorer: Scorer, queries: Queries, found: Found, results: list[list[SearchResult]]) -> None:
         """Put into the results which tokens match."""
@@ -271,7 +278,7 @@ class Search:
         for block in self._owned(queries, slots[here], np.bincount(owners[here], minlength=len(queries)), False):
             tokens, similarities = (values.tolist() for values in matched_tokens(scorer, *block))
             for of_tokens, of_similarities, (hit, query, length) in zip(tokens, similarities, own, strict=False):
-                size = int(np.diff(queries.bounds[query : query + 2])[0]) if length else 0
+                size = int(queries.lengths[query]) if length else 0
                 known[hit] = list(zip(of_tokens[:size], of_similarities, strict=False))
         for some in [known] if self.ranks is None else self.ranks.gather(known):
             for hit, matched in some.items():
@@ -300,36 +307,27 @@ class Search:
     def _gathered(self, slots: np.ndarray, documents: int, show_progress: bool) -> Iterator[Block]:
         """The documents at some slots, at most so many at a time."""
         nbytes = _GATHERED_BYTES_CUDA if self.device.type == "cuda" else _GATHERED_BYTES_CPU
-        lengths = self.rows.bounds[slots + 1] - self.rows.bounds[slots]
-        bounds = np.concatenate([[0], lengths.cumsum()])
+        bounds = np.concatenate([[0], self.rows.lengths[slots].cumsum()])
         stretches = cuts(bounds, documents, max(1, nbytes // self.store.token_bytes))
         for start, stop in tqdm(stretches, "Searching", unit="block", disable=not show_progress or len(stretches) < 2):
-            values, cu_seqlens = self.rows.gather(slots[start:stop])
-            yield Block(values, cu_seqlens, int(lengths[start:stop].max()), start, None)
+            values, cu_seqlens = self.rows.gather(slots[start:stop], int(bounds[stop] - bounds[start]))
+            yield Block(values, cu_seqlens, self.rows.longest, start, None)
 
-    def _ranges(self, queries: int, k: int) -> list[tuple[int, int]]:
-        """From which query to which are scored together on a GPU.
+    def _ranges(self, queries: Queries, k: int) -> list[tuple[int, int]]:
+        """From which query to which are scored together; each walks all documents.
 
-        While it scores some, the host makes results of those before; so the last are few. Each walks all documents.
+        While a GPU scores some, the host packs those after them, and makes results of those before: so the first are
+        few, and the last are fewer and fewer.
         """
+        if self.device.type != "cuda":
+            return blocks(queries.lengths, _QUERY_TOKENS)
         if self.rows.streams:
-            return cuts(np.arange(queries + 1), _MOST_QUERIES)
-        ranges, start = [], 0
-        while start < queries:
-            left = queries - start
-            half = -(-left // (2 * _ROUND)) * _ROUND
-            size = min(_MOST_QUERIES, left, left if left * k <= _HITS else half)
-            ranges.append((start, start + size))
-            start += size
-        return ranges
-
-    def _chunks(self, queries: Queries, k: int) -> list[Packed]:
-        """The queries as they are scored together."""
-        if self.device.type == "cuda":
-            ranges = self._ranges(len(queries), k)
-        else:
-            ranges = blocks(np.diff(queries.bounds), _QUERY_TOKENS)
-        return [queries.some(start, stop).packed for start, stop in ranges]
+            return cuts(np.arange(len(queries) + 1), _MOST_QUERIES)
+        sizes: list[int] = []
+        while left := len(queries) - sum(sizes):
+            size = _rounded(min(left / 4, _FIRST)) if not sizes else _rounded(left / 2)
+            sizes.append(min(_MOST_QUERIES, left, left if left * k <= _HITS else size))
+        return list(pairwise(np.cumsum([0, *sizes]).tolist()))
 
     def _refuse(self, slot: int) -> None:
         name = f"the score of document {self.store.documents.ids_of(np.array([slot]))[0]!r:.100}"
@@ -351,9 +349,7 @@ class Search:
 class _OnHost:
     """Scores and places [Nq, k] on their way to the host."""
 
-    def __init__(self, scores: Tensor, places: Tensor, poison: Tensor | None) -> None:
-        if poison is not None:
-            scores = scores + poison
+    def __init__(self, scores: Tensor, places: Tensor) -> None:
         # In one copy.
         both = torch.stack([scores.view(torch.int32), places.to(torch.int32)])
         self._copy = both.to("cpu", non_blocking=True)
@@ -370,9 +366,13 @@ class _OnHost:
         return scores.view(np.float32), places
 
 
-def _poison(queries: Queries) -> Tensor | None:
-    """A 0 that is NaN where a query on a GPU is not finite, so that its scores are not: to look there is to wait."""
-    return queries.values.float().sum() * 0 if queries.values.is_cuda else None
+def _poison(queries: Tensor) -> Tensor | float:
+    """A 0 that is NaN where queries on a GPU are not finite, so that their scores are not: to look there is to wait."""
+    return (queries * 0).sum(dtype=torch.float32) if queries.is_cuda else 0.0
+
+
+def _rounded(queries: float) -> int:
+    return -int(-queries // _ROUND) * _ROUND
 
 
 def _exists(found: Found) -> np.ndarray:

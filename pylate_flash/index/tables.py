@@ -93,11 +93,14 @@ class Documents:
 
     def positions_of(self, ids: Sequence[str] | Ids) -> np.ndarray:
         """Where the documents of some ids are; -1 for those that are not there. Shape: [N], int64."""
-        if self._by_id is None:
-            self._by_id = IdTable()
+        table = self._by_id
+        if table is None:
+            table = IdTable()
             for part in self.parts:
-                self._by_id.extend(part.ids.some(part.live))
-        return self._by_id.find(ids if isinstance(ids, Ids) else packed_ids([ids])[0])
+                table.extend(part.ids.some(part.live))
+            # Not before, as other threads may look.
+            self._by_id = table
+        return table.find(ids if isinstance(ids, Ids) else packed_ids([ids])[0])
 
 
 def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
