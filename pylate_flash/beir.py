@@ -36,7 +36,10 @@ from .index.search import SearchResult
 from .index.store import ADDITION_BYTES
 from .indexes import Flat
 
-__all__ = ["METRICS", "RetrievalEvaluation", "evaluate_retrieval", "load_beir_folder", "prepare_metrics"]
+__all__ = [
+    "METRICS", "RetrievalEvaluation", "add_encoded", "evaluate_retrieval", "evaluate_run", "load_beir_folder",
+    "prepare_metrics", "recall_of",
+]  # fmt: skip
 
 Qrels = Mapping[str, Mapping[str, int]]
 METRICS = ("ndcg@10", "map", "recall@100", "mrr@10")
@@ -249,7 +252,7 @@ def evaluate_retrieval(
     with _timed(timings, "prepare_metrics"):
         prepare_metrics(tuple(metrics), show_progress)
     with _timed(timings, "metrics"):
-        means, per_query = _compute(run, qrels, metrics)
+        means, per_query = evaluate_run(run, qrels, metrics)
     return RetrievalEvaluation(means, per_query, run, timings, scorer)
 
 
@@ -353,17 +356,30 @@ def prepare_metrics(metrics: tuple[str, ...] = METRICS, show_progress: bool = Fa
     """
     if show_progress:
         print("Loading the metrics of ranx, which compiles them once ...", file=sys.stderr, flush=True)
-    _compute({"q": [SearchResult(id="d", score=1.0)]}, {"q": {"d": 1}}, metrics)
+    evaluate_run({"q": [SearchResult(id="d", score=1.0)]}, {"q": {"d": 1}}, metrics)
 
 
-def _compute(
-    run: Mapping[str, Sequence[SearchResult]], qrels: Qrels, metrics: Sequence[str]
+def evaluate_run(
+    run: Mapping[str, Sequence[SearchResult]], qrels: Qrels, metrics: Sequence[str] = METRICS
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Means and values per query of ranx's metrics.
+    """Compute metrics of what was found, by whatever.
 
-    ranx gets numbers for ids, as it would compile its functions anew for ids of another length, and one query at a
-    time, as queries are judged on different numbers of documents. Where scores are equal, the order of `run` counts.
+    Parameters
+    ----------
+    run
+        For every query id of `qrels` what was found, `{"id", "score"}`, best first: the order counts, not the scores.
+    qrels
+        For every query id, document ids and relevances; 1 and above is relevant.
+    metrics
+        Names as `ranx` knows them.
+
+    Returns
+    -------
+    (dict, dict)
+        Mean of each metric over the queries, and for each metric its value for every query id.
     """
+    # ranx gets numbers for ids, as it would compile its functions anew for ids of another length, and one query at a
+    # time, as queries are judged on different numbers of documents.
     from ranx import evaluate as ranx_evaluate
 
     per_query: dict[str, dict[str, float]] = {metric: {} for metric in metrics}
@@ -383,6 +399,40 @@ def _compute(
             for metric in metrics:
                 per_query[metric][query_id] = float(ranx_evaluate(judgements, ranking, metric))
     return {metric: float(np.mean(list(values.values()))) for metric, values in per_query.items()}, per_query
+
+
+def recall_of(found: Sequence[Sequence[SearchResult]], exact: Sequence[Sequence[SearchResult]], k: int) -> float:
+    """The share of exact search's best documents that another search has found, among as many.
+
+    Parameters
+    ----------
+    found, exact
+        For every query, `{"id", "score"}` of the documents, best first, of at least `k` documents: fewer count as not
+        found.
+    k
+        How many of each query.
+
+    Returns
+    -------
+    float
+        Mean over the queries: 1 where all of the exact lists' first `k` are among the first `k` found.
+
+    Raises
+    ------
+    ValueError
+        If the two are not of the same queries, there are none, or an exact list has fewer than `k` documents.
+    """
+    if len(found) != len(exact) or not exact:
+        raise ValueError(f"found and exact must be lists of the same queries, got {len(found)} and {len(exact)}")
+    if k < 1 or min(map(len, exact)) < k:
+        raise ValueError(
+            f"k must be at least 1 and at most {min(map(len, exact))}, the length of a list of exact, got {k}"
+        )
+    shares = [
+        len({hit["id"] for hit in ours[:k]} & {hit["id"] for hit in best[:k]}) / k
+        for ours, best in zip(found, exact, strict=True)
+    ]
+    return float(np.mean(shares))
 
 
 def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:

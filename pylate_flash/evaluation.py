@@ -25,7 +25,7 @@ from pylate.evaluation.pylate_information_retrieval_evaluator import (
 )
 from sentence_transformers.evaluation import SentenceEvaluator
 
-from .beir import RetrievalEvaluation, evaluate_retrieval, load_beir_folder
+from .beir import RetrievalEvaluation, evaluate_retrieval, evaluate_run, load_beir_folder, recall_of
 from .register import use_scorer
 from .scores import scorer_of
 
@@ -37,10 +37,12 @@ __all__ = [
     "RetrievalEvaluation",
     "evaluate",
     "evaluate_retrieval",
+    "evaluate_run",
     "get_beir_triples",
     "load_beir",
     "load_beir_folder",
     "load_custom_dataset",
+    "recall_of",
 ]
 
 

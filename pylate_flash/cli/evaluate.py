@@ -8,16 +8,21 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Column, Table
 
 from .._extras import check_installed
 from ..encoding.texts import encode
 from . import defaults
+from .against import Compared, check_systems, compare_systems, comparison_table, plain_table, run_text
+from .collections import Collection, load_collections
 from .common import (
     SCORERS,
     BatchSize,
@@ -48,17 +53,58 @@ from .models import (
 )
 
 if TYPE_CHECKING:
+    from ..beir import RetrievalEvaluation
+    from ..data.agreement import Agreement
     from ..indexes import Flat
     from .models import Model
+
+# What stands in the name of a model for the seed that it was trained with.
+_SEED = "{seed}"
+
+
+@dataclass
+class Evaluated:
+    """A collection, and what a model, of a seed or of none, found there; `theirs` by the torch scorer."""
+
+    collection: Collection
+    model: str
+    seed: int | None
+    result: RetrievalEvaluation
+    timings: dict[str, float]
+    theirs: RetrievalEvaluation | None = None
+    agreement: Agreement | None = None
+    library: str = ""
+    compared: Sequence[Compared] = ()
+
+    @property
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds of encoding and of searching, and queries a second."""
+        encoding, searching = self.timings["encode_queries"] + self.timings["encode_documents"], self.timings["search"]
+        return encoding, searching, len(self.collection.qrels) / searching
+
+    def record(self, split: str) -> dict[str, Any]:
+        """As JSON values."""
+        about: dict[str, Any] = {"data": self.collection.data, "split": split, "model": self.model}
+        about |= {} if self.seed is None else {"seed": self.seed}
+        about |= {"documents": len(self.collection.documents), "queries": len(self.collection.qrels)}
+        about |= {"scorer": self.result.scorer, **self.result.metrics, "timings": self.timings}
+        if self.theirs and self.agreement:
+            about["torch"] = self.theirs.metrics
+            about["agreement"] = {"holds": self.agreement.holds, "text": str(self.agreement)}
+        if self.compared:
+            about["against"] = [row.record() for row in self.compared]
+        return about
 
 
 def evaluate(
     data: Annotated[
-        Path,
+        list[str],
         typer.Option(
-            help='BEIR folder. corpus.jsonl: `{"_id": "d1", "title": "optional", "text": "..."}` in each line; '
-            'queries.jsonl: `{"_id": "q1", "text": "..."}`; qrels/SPLIT.tsv: `q1`, `d1` and a whole number, 1 or more '
-            "if relevant, between tabs."
+            help='BEIR folder, once or several times. corpus.jsonl: `{"_id": "d1", "title": "optional", "text": '
+            '"..."}` in each line; queries.jsonl: `{"_id": "q1", "text": "..."}`; qrels/SPLIT.tsv: `q1`, `d1` and a '
+            "whole number, 1 or more if relevant, between tabs. Or `beir:NAME`, `nanobeir` or `nanobeir:NAME`, which "
+            "are fetched.",
+            metavar="FOLDER",
         ),
     ],
     model: Annotated[str, typer.Option(help="ColBERT model, MultiVectorEncoder, or an encoder: a folder or a name.")],
@@ -74,8 +120,32 @@ def evaluate(
             "`--scorer torch`.",
         ),
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SYSTEMS",
+            help="Compare exact search with other indexes of the same embeddings: `plaid` (PyLate's), how our index "
+            "keeps embeddings (`int8`, `fp8`, ...), or a file of a TREC run; several between commas.",
+        ),
+    ] = None,
+    repeat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SEEDS",
+            help="Evaluate the models that were trained with these seeds, `1,2,3`: each stands for `{seed}` in "
+            "`--model`. Means and standard deviations.",
+        ),
+    ] = None,
     index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Write what was found, as a TREC run; of several collections into a file for each."),
+    ] = None,
+    per_query: Annotated[Path | None, typer.Option(help="Write the metrics of every query, between tabs.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write metrics and timings here.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the metrics; with `--against`, quality and time. PNG, SVG or PDF.")
+    ] = None,
     batch_size: BatchSize = defaults.BATCH_SIZE,
     query_length: QueryLength = None,
     document_length: DocumentLength = None,
@@ -85,103 +155,229 @@ def evaluate(
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Evaluate a model's retrieval on a collection in BEIR's layout, by exact search.
+    """Evaluate a model's retrieval on collections in BEIR's layout, by exact search.
 
-    Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query. An encoder without a
-    projection gets a random one, as in its library: train it first.
+    Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query, and what it took. An encoder
+    without a projection gets a random one, as in its library: train it first.
     """
     check_encoding_host("pylate-flash evaluate")
     if compare_torch and scorer is Scorer.torch:
         raise UserError("--compare-torch compares another scorer with torch; leave out --scorer torch")
+    seeds = _seeds(repeat, model)
     if index is not None:
+        if len(data) > 1 or len(seeds) > 1:
+            raise UserError("--index keeps the index of one model and one --data")
         _check_index(index, overwrite)
     elif overwrite:
         raise UserError("--overwrite replaces the index in --index, which was not given")
-    if json_file is not None:
-        check_new_file(json_file, "--json")
-    check_model_name(model)
+    for file, option in ((run, "--run"), (per_query, "--per-query"), (json_file, "--json"), (picture, "--picture")):
+        if file is not None:
+            check_new_file(file, option)
+    names = [model if seed is None else model.replace(_SEED, str(seed)) for seed in seeds]
+    for name in names:
+        check_model_name(name)
     check_installed("ranx", "pylate-flash evaluate", "eval")
+    if picture is not None:
+        check_installed("matplotlib", "--picture", "demo")
     be_quiet()
-    loading(f"the model {model}")
-    from .. import beir
-    from ..data.agreement import compare
-    from ..demo.job import METRICS, metrics_table, versions
-    from ..index.catalog import ConcurrentWriteError
-
+    loading(f"the model {names[0]}")
     if index is not None:
         check_place(index.resolve())
-    with explained():
-        documents, queries, qrels = beir.load_beir_folder(data, split=split)
+    collections = load_collections(data, split)
+    systems = [] if against is None else check_systems(against, len(collections))
     check_device(device)
+    evaluated: list[Evaluated] = []
+    for seed, name in zip(seeds, names, strict=True):
+        if evaluated:
+            loading(f"the model {name}")
+        loaded = _load(
+            name,
+            searching=index is not None,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            query_length=query_length,
+            document_length=document_length,
+        )
+        chosen = None if scorer is Scorer.auto else scorer.value
+        check_scorer(chosen, loaded)
+        for collection in collections:
+            if index is not None:
+                # Loading takes long enough for somebody else to have built one there.
+                _check_index(index, overwrite)
+            if len(collections) > 1:
+                note(f"{collection.name}: {len(collection.documents)} documents, {len(collection.qrels)} queries")
+            evaluated.append(
+                _evaluate(collection, loaded, name, seed, index, chosen, batch_size, compare_torch, systems)
+            )
+    _print(evaluated, split)
+    _write(evaluated, split, run, per_query, json_file)
+    if picture is not None:
+        from .pictures import draw
+
+        with explained("--picture: "):
+            draw(evaluated, picture)
+    if not all(one.agreement.holds for one in evaluated if one.agreement):
+        raise typer.Exit(1)
+
+
+def _seeds(repeat: str | None, model: str) -> list[int | None]:
+    if repeat is None:
+        return [None]
+    seeds = repeat.split(",")
+    if not all(seed.strip().isdecimal() for seed in seeds):
+        raise UserError(f"--repeat expects seeds, whole numbers between commas, got {repeat!r}")
+    if _SEED not in model:
+        raise UserError(f"--repeat evaluates a model for each seed: put {_SEED} into --model {model}")
+    return [int(seed) for seed in seeds]
+
+
+def _load(name: str, **options: Any) -> Model:
     import torch
 
     # A projection that the encoder has not got is drawn at random: the same one at every call.
     torch.manual_seed(defaults.SEED)
-    loaded = load_model(
-        model,
-        searching=index is not None,
-        trust_remote_code=trust_remote_code,
-        device=device,
-        query_length=query_length,
-        document_length=document_length,
-    )
-    if has_random_projection(loaded, model):
+    loaded = load_model(name, **options)
+    if has_random_projection(loaded, name):
         note(
-            f"Warning: {model} is an encoder without a projection. A random one was drawn, so the numbers below say "
+            f"Warning: {name} is an encoder without a projection. A random one was drawn, so the numbers below say "
             "nothing about a model of use; train it first with `pylate-flash train`."
         )
-    chosen = None if scorer is Scorer.auto else scorer.value
-    check_scorer(chosen, loaded)
-    if index is not None:
-        # Loading takes long enough for somebody else to have built one there.
-        _check_index(index, overwrite)
-    with _new_index(index, loaded, model, data) as flat, explained(kinds=(ValueError, OSError, ConcurrentWriteError)):
+    return loaded
+
+
+def _evaluate(
+    collection: Collection,
+    loaded: Model,
+    name: str,
+    seed: int | None,
+    index: Path | None,
+    scorer: str | None,
+    batch_size: int,
+    compare_torch: bool,
+    systems: list[str],
+) -> Evaluated:
+    """Encode a collection, and search it by all that is asked for."""
+    from .. import beir
+    from ..data.agreement import compare
+    from ..demo.job import METRICS
+    from ..index.catalog import ConcurrentWriteError
+
+    with (
+        _new_index(index, loaded, name, Path(collection.data)) as flat,
+        explained(kinds=(ValueError, OSError, ConcurrentWriteError)),
+    ):
         started = time.perf_counter()
-        texts = [queries[query_id] for query_id in qrels]
+        texts = [collection.queries[query_id] for query_id in collection.qrels]
         embeddings = encode(loaded, texts, is_query=True, batch_size=batch_size, show_progress=notes.is_terminal)
         timings = {"encode_queries": time.perf_counter() - started}
 
-        def run(name: str | None) -> beir.RetrievalEvaluation:
+        def search(by: str | None) -> beir.RetrievalEvaluation:
             return beir.evaluate_retrieval(
                 loaded,
-                documents,
-                queries,
-                qrels,
+                collection.documents,
+                collection.queries,
+                collection.qrels,
                 index=flat,
-                scorer=name,
+                scorer=by,
                 metrics=list(METRICS),
                 batch_size=batch_size,
                 show_progress=notes.is_terminal,
                 queries_embeddings=embeddings,
             )
 
-        result = run(chosen)
-        timings |= result.timings
-        theirs = run("torch") if compare_torch else None
-    if theirs:
-        timings["search_by_torch"] = theirs.timings["search"]
-    rows = [(result.scorer, result.metrics)] + ([(f"torch of {title_of(loaded)}", theirs.metrics)] if theirs else [])
-    console.print(metrics_table(rows, f"{len(documents)} documents, {len(qrels)} queries ({split})"))
-    say(", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in timings.items()))
-    agreement = compare(theirs, result) if theirs else None
+        result = search(scorer)
+        found = Evaluated(collection, name, seed, result, timings | result.timings)
+        if compare_torch:
+            found.theirs = search("torch")
+            found.timings["search_by_torch"] = found.theirs.timings["search"]
+            found.agreement, found.library = compare(found.theirs, result), title_of(loaded)
+        if systems:
+            found.compared = compare_systems(systems, flat, collection, embeddings, result.timings["index"])
+    return found
+
+
+def _print(evaluated: list[Evaluated], split: str) -> None:
+    """The table of all, what it took, and the comparisons."""
+    from ..demo.job import METRICS
+
+    several = len({one.collection.name for one in evaluated}) > 1
+    first = evaluated[0]
+    size = f"{len(first.collection.documents)} documents, {len(first.collection.qrels)} queries ({split})"
+    # Of 80 columns, so much is left for the names.
+    labels = ["encode s", "search s", "queries/s", *(name.replace("recall", "R") for name in METRICS.values())]
+    columns = (Column(label, justify="right", no_wrap=True) for label in labels)
+    title = f"{len(evaluated)} evaluations ({split})" if several else size
+    table = plain_table("", *columns, title=title)
+    rows: dict[str, list[Evaluated]] = {}
+    for one in evaluated:
+        rows.setdefault(one.collection.name if several else one.result.scorer, []).append(one)
+    for name, ones in rows.items():
+        times = [f"{mean(values):.1f}" for values in zip(*(one.seconds for one in ones), strict=True)]
+        _add_rows(table, [name, *times], [one.result.metrics for one in ones])
+        theirs = [one.theirs.metrics for one in ones if one.theirs]
+        if theirs:
+            searching = mean(one.timings["search_by_torch"] for one in ones)
+            rate = len(ones[0].collection.qrels) / searching
+            _add_rows(table, ["torch", "", f"{searching:.1f}", f"{rate:.1f}"], theirs)
+    if several:
+        seeds = dict.fromkeys(one.seed for one in evaluated)
+        means = [_mean([one.result.metrics for one in evaluated if one.seed == seed]) for seed in seeds]
+        table.add_section()
+        _add_rows(table, ["mean", "", "", ""], means)
+    console.print(table)
+    for one in evaluated:
+        title = one.collection.name if one.seed is None else f"{one.collection.name}, seed {one.seed}"
+        if one.compared:
+            console.print(comparison_table(one.compared, f"{title}: against exact search"))
+        if one.agreement:
+            agree = "agree" if one.agreement.holds else "disagree"
+            scorers = f"{one.result.scorer} and torch of {one.library}"
+            say(f"{f'{title}: the' if several else 'The'} two scorers, {scorers}, {agree}: {one.agreement}.")
+    if len(evaluated) == 1:
+        say(", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in first.timings.items()))
+
+
+def _write(
+    evaluated: list[Evaluated], split: str, run: Path | None, per_query: Path | None, json_file: Path | None
+) -> None:
+    from ..demo.job import METRICS, versions
+
+    def named(one: Evaluated) -> str:
+        return one.collection.name if one.seed is None else f"{one.collection.name}-{one.seed}"
+
+    if run is not None:
+        for one in evaluated:
+            place = run if len(evaluated) == 1 else run.with_name(f"{run.stem}-{named(one)}{run.suffix}")
+            write_file(place, run_text(one.result.run), "--run")
+    if per_query is not None:
+        lines = ["\t".join(["collection", "query", *METRICS])]
+        for one in evaluated:
+            values = one.result.per_query
+            lines += [
+                "\t".join([named(one), query_id, *(f"{values[metric][query_id]:.6f}" for metric in METRICS)])
+                for query_id in one.collection.qrels
+            ]
+        write_file(per_query, "\n".join(lines) + "\n", "--per-query")
     if json_file is not None:
-        record: dict[str, Any] = {
-            "data": str(data),
-            "split": split,
-            "model": model,
-            "scorer": result.scorer,
-            **result.metrics,
-            "timings": timings,
-            "versions": versions(),
-        }
-        if theirs and agreement:
-            record["torch"] = theirs.metrics
-            record["agreement"] = {"holds": agreement.holds, "text": str(agreement)}
-        write_file(json_file, json.dumps(record, indent=2) + "\n", "--json")
-    if agreement:
-        say(f"The two scorers {'agree' if agreement.holds else 'disagree'}: {agreement}.")
-        if not agreement.holds:
-            raise typer.Exit(1)
+        records = [one.record(split) for one in evaluated]
+        record = records[0] if len(records) == 1 else {"collections": records, "mean": _mean(records)}
+        write_file(json_file, json.dumps({**record, "versions": versions()}, indent=2) + "\n", "--json")
+
+
+def _mean(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
+    from ..demo.job import METRICS
+
+    return {name: mean(values[name] for values in metrics) for name in METRICS}
+
+
+def _add_rows(table: Table, row: list[str], metrics: Sequence[dict[str, float]]) -> None:
+    """Add a row of metrics: of several their means, and below these their standard deviations."""
+    from ..demo.job import METRICS
+
+    columns = [[values[name] for values in metrics] for name in METRICS]
+    table.add_row(*row, *(f"{mean(own):.4f}" for own in columns))
+    if len(metrics) > 1:
+        table.add_row(f"± {len(metrics)} seeds", "", "", "", *(f"{stdev(own):.4f}" for own in columns))
 
 
 @contextmanager

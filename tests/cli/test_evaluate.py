@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("pylate")
 def test_evaluate_with_the_scorer_asked_for(beir, tiny_colbert_path):
     arguments = ("evaluate", "--data", beir, "--model", tiny_colbert_path, "--device", "cpu")
     assert "pylate_flash" in succeed(*arguments)
-    assert "│ torch" in succeed(*arguments, "--scorer", "torch")
+    assert "\n torch " in succeed(*arguments, "--scorer", "torch")
 
 
 def test_both_scorers_search_with_queries_encoded_once(beir, small_model, monkeypatch):

@@ -1,0 +1,200 @@
+"""`evaluate --against`: other indexes of the same embeddings, measured by exact search."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Column, Table
+
+from .._extras import check_installed
+from .collections import Collection
+from .common import UserError, explained
+
+if TYPE_CHECKING:
+    from ..index.search import SearchResult
+    from ..indexes import Flat
+
+Results = list[list["SearchResult"]]
+# Documents retrieved, and the depths of exact search's lists that are compared.
+K, DEPTHS = 100, (10, 100)
+PLAID = "plaid"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A way to search: what it finds, and what it costs where it was built and searched here.
+
+    `recall` is that of exact search's best documents, by how many of them.
+    """
+
+    system: str
+    metrics: dict[str, float]
+    recall: dict[int, float]
+    build_seconds: float | None = None
+    milliseconds_a_query: float | None = None
+    bytes_a_token: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = asdict(self)
+        return {**found, "recall": {f"exact@{depth}": value for depth, value in self.recall.items()}}
+
+
+def check_systems(against: str, collections: int) -> list[str]:
+    """The systems that `--against` names, before any work."""
+    systems = [name.strip() for name in against.split(",")]
+    for name in systems:
+        if name == PLAID:
+            check_installed("pylate", "--against plaid", "pylate", title="PyLate")
+        elif os.path.exists(name) or os.sep in name or "." in name:
+            if not os.path.isfile(name):
+                raise UserError(f"--against: there is no file {name}")
+            if collections > 1:
+                raise UserError(f"--against {name} is a run of one collection, and there are {collections}")
+        else:
+            from ..indexes import Flat
+
+            with explained(f"--against {name}: expected {PLAID}, a file of a run, or how our index keeps embeddings: "):
+                Flat(None, dtype=name, device="cpu")
+    return systems
+
+
+def compare_systems(
+    systems: Sequence[str], exact: Flat, collection: Collection, embeddings: list[Any], build_seconds: float
+) -> list[Compared]:
+    """Search by an exact index, and by each system over the same embeddings.
+
+    Parameters
+    ----------
+    systems
+        As `check_systems` returns them.
+    exact
+        The index of the collection, which keeps what the model has made.
+    collection
+        What is searched.
+    embeddings
+        Of the queries of `qrels`, in their order.
+    build_seconds
+        What it took to build `exact`.
+    """
+    from ..beir import evaluate_run, recall_of
+    from ..indexes import Flat
+
+    ids = exact.documents_ids
+    (documents,) = exact.get_documents_embeddings([ids])
+    best, milliseconds = _searched(exact, embeddings)
+    tokens = sum(map(len, documents))
+
+    def compared(name: str, found: Results, *costs: float | None) -> Compared:
+        metrics, _ = evaluate_run(dict(zip(collection.qrels, found, strict=True)), collection.qrels)
+        recall = {depth: recall_of(found, best, min(depth, len(ids))) for depth in DEPTHS}
+        return Compared(name, metrics, recall, *costs)
+
+    rows = [compared("exact", best, build_seconds, milliseconds, exact.info().bytes / tokens)]
+    for name in systems:
+        if os.path.isfile(name):
+            with explained(f"--against {name}: "):
+                run = read_run(Path(name))
+            rows.append(compared(Path(name).name, [run.get(query_id, [])[:K] for query_id in collection.qrels]))
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            index: Any
+            if name == PLAID:
+                index = _plaid(folder, exact, ids, documents)
+            else:
+                index = Flat(folder, "index", dtype=name, device=exact.device, show_progress=False)
+                index.add_documents(ids, documents)
+            built = time.perf_counter() - started
+            found, milliseconds = _searched(index, embeddings)
+            files = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+            size = files if name == PLAID else index.info().bytes
+            rows.append(compared(name, found, built, milliseconds, size / tokens))
+            del index
+    return rows
+
+
+def _plaid(folder: str, exact: Flat, ids: list[str], documents: list[Any]) -> Any:
+    from pylate import indexes
+
+    index = indexes.PLAID(folder, "index", override=True, device=str(exact.device), show_progress=False)
+    return index.add_documents(documents_ids=ids, documents_embeddings=documents)
+
+
+def _searched(index: Callable[..., Any], embeddings: list[Any]) -> tuple[Results, float]:
+    """What an index finds, and milliseconds a query; a search before has brought all that is loaded or compiled."""
+    index(embeddings[:1], k=K)
+    started = time.perf_counter()
+    found = index(embeddings, k=K)
+    return found, 1e3 * (time.perf_counter() - started) / len(embeddings)
+
+
+def plain_table(*columns: Column | str, title: str) -> Table:
+    """A table of many numbers, narrow enough for 80 columns."""
+    box: dict[str, Any] = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 0, 0, 1)}
+    return Table(*columns, title=title, title_justify="left", title_style="bold", **box)
+
+
+def comparison_table(rows: Sequence[Compared], title: str) -> Table:
+    """Quality, the share of exact search's best documents, and costs, a row for each system."""
+    names = ["nDCG@10", "R@100", *(f"exact@{depth}" for depth in DEPTHS), "build s", "ms/query", "B/token"]
+    columns = (Column(name, justify="right", no_wrap=True) for name in names)
+    table = plain_table("", *columns, title=title)
+    for row in rows:
+        quality = [f"{row.metrics[name]:.4f}" for name in ("ndcg@10", "recall@100")]
+        recall = [f"{row.recall[depth]:.4f}" for depth in DEPTHS]
+        costs = [row.build_seconds, row.milliseconds_a_query, row.bytes_a_token]
+        known = ["" if cost is None else f"{cost:.{digits}f}" for cost, digits in zip(costs, (2, 2, 1), strict=True)]
+        table.add_row(row.system, *quality, *recall, *known)
+    return table
+
+
+# Runs, in TREC's format
+
+
+def read_run(path: Path) -> dict[str, list[SearchResult]]:
+    """What a TREC run file found for every query, best first.
+
+    Raises
+    ------
+    ValueError
+        If a line has not query, "Q0", document, rank, score and a name, between blanks: the message names it.
+    """
+    from ..data.files import read_lines
+    from ..index.search import SearchResult
+
+    run: dict[str, list[SearchResult]] = {}
+    with path.open("rb") as lines:
+        for _, where, line in read_lines(lines, path):
+            try:
+                query_id, _, document_id, _, score, _ = line.split()
+                run.setdefault(query_id, []).append(SearchResult(id=document_id, score=float(score)))
+            except ValueError:
+                raise ValueError(
+                    f"{where}: expected query id, Q0, document id, rank, score and a name, got {line!r:.100}"
+                ) from None
+    return {query_id: sorted(found, key=lambda hit: -hit["score"]) for query_id, found in run.items()}
+
+
+def run_text(run: dict[str, list[SearchResult]]) -> str:
+    """A run as the text of a TREC run file.
+
+    Raises
+    ------
+    UserError
+        If an id has blanks in it, which are between the fields of such a file.
+    """
+    lines = []
+    for query_id, hits in run.items():
+        for rank, hit in enumerate(hits, start=1):
+            if len(query_id.split()) != 1 or len(hit["id"].split()) != 1:
+                raise UserError(f"--run: {query_id!r} or {hit['id']!r} has blanks in it, which a TREC run cannot hold")
+            lines.append(f"{query_id} Q0 {hit['id']} {rank} {hit['score']:.6f} pylate_flash\n")
+    return "".join(lines)

@@ -1,0 +1,96 @@
+"""The collections that `evaluate` reads: BEIR folders, and what is fetched by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._extras import check_installed
+from .common import UserError, cause, explained, loading
+
+_BEIR = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{}.zip"
+_NANO_BEIR = "sentence-transformers/NanoBEIR-en"
+
+
+class Collection(NamedTuple):
+    """A collection to evaluate on; `data` is what it is asked for by."""
+
+    name: str
+    data: str
+    documents: list[dict[str, str]]
+    queries: dict[str, str]
+    qrels: dict[str, dict[str, int]]
+
+
+def load_collections(sources: list[str], split: str) -> list[Collection]:
+    """Load what `--data` names: folders, `beir:NAME`, and `nanobeir`, which is thirteen, or `nanobeir:NAME`.
+
+    Raises
+    ------
+    UserError
+        If one cannot be loaded, or two have the same name.
+    """
+    found: list[Collection] = []
+    for source in sources:
+        kind, _, name = source.partition(":")
+        if kind == "nanobeir":
+            found += _load_nano_beir(name)
+        else:
+            folders = _fetch_beir(name) if kind == "beir" and name else [Path(source)]
+            found += [_load_folder(folder, split) for folder in folders]
+    names = [collection.name for collection in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--data: two collections are called {name!r}; name each once")
+    return found
+
+
+def _load_folder(folder: Path, split: str) -> Collection:
+    from ..beir import load_beir_folder
+
+    with explained():
+        return Collection(folder.resolve().name, str(folder), *load_beir_folder(folder, split=split))
+
+
+def _fetch_beir(name: str) -> list[Path]:
+    """The folder of a BEIR collection, or those of its parts, fetched once."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pylate-flash" / "beir"
+    if not (cache / name).is_dir():
+        check_installed("beir", f"--data beir:{name}", "eval")
+        loading(f"the collection {name} from {_BEIR.format(name)}")
+        from beir.util import download_and_unzip
+
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            download_and_unzip(_BEIR.format(name), str(cache))
+        # Whatever requests and zipfile raise.
+        except Exception as error:
+            (cache / f"{name}.zip").unlink(missing_ok=True)
+            raise UserError(f"--data beir:{name} could not be fetched: {cause(error, named=True)}") from error
+    if (cache / name / "corpus.jsonl").exists():
+        return [cache / name]
+    return sorted(path.parent for path in (cache / name).glob("*/corpus.jsonl")) or [cache / name]
+
+
+def _load_nano_beir(name: str) -> list[Collection]:
+    from datasets import get_dataset_split_names, load_dataset
+
+    def rows(subset: str, split: str) -> Any:
+        return load_dataset(_NANO_BEIR, subset, split=split)
+
+    loading(f"{name or 'collections'} of {_NANO_BEIR}")
+    found = []
+    try:
+        names = [f"Nano{name}"] if name else get_dataset_split_names(_NANO_BEIR, "corpus")
+        for split in names:
+            documents = [{"id": row["_id"], "text": row["text"]} for row in rows("corpus", split) if row["text"]]
+            queries = {row["_id"]: row["text"] for row in rows("queries", split) if row["text"]}
+            qrels: dict[str, dict[str, int]] = {}
+            for row in rows("qrels", split):
+                qrels.setdefault(row["query-id"], {})[row["corpus-id"]] = int(row.get("score", 1))
+            found.append(Collection(split, f"nanobeir:{split.removeprefix('Nano')}", documents, queries, qrels))
+    # Whatever the hub's client raises, without a network or of a name that it has not.
+    except Exception as error:
+        raise UserError(f"--data nanobeir could not be fetched: {cause(error, named=True)}") from error
+    return found

@@ -1,0 +1,281 @@
+"""`evaluate` of several collections, models and indexes, of a model that both libraries load, by whichever is here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pylate_flash.beir import evaluate_run, load_beir_folder, recall_of
+from pylate_flash.cli.against import check_systems, read_run, run_text
+from pylate_flash.cli.collections import load_collections
+from pylate_flash.cli.common import UserError
+from pylate_flash.cli.models import load_model
+from pylate_flash.encoding.texts import encode
+from pylate_flash.indexes import Flat
+from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.pylate_checkpoint import WORDS
+
+pytest.importorskip("ranx")
+METRICS = ("ndcg@10", "map", "recall@100", "mrr@10")
+
+
+def write_collection(folder: Path, seed: int) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+
+    def text() -> str:
+        length = int(torch.randint(2, 9, (), generator=generator))
+        return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (length,), generator=generator))
+
+    (folder / "qrels").mkdir(parents=True)
+    documents = [{"_id": f"d{i}", "text": text()} for i in range(120)]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents))
+    queries = [{"_id": f"q{i}", "text": text()} for i in range(12)]
+    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
+    judged = [f"q{i}\td{int(j)}\t1\n" for i in range(12) for j in torch.randperm(120, generator=generator)[:5]]
+    (folder / "qrels" / "test.tsv").write_text("".join(judged))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def collections(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("collections")
+    return [write_collection(folder / name, seed) for seed, name in enumerate(("first", "second", "third"))]
+
+
+def evaluate(model: Path | str, *arguments: object, data: list[Path]) -> str:
+    sources = [part for folder in data for part in ("--data", folder)]
+    return succeed("evaluate", *sources, "--model", model, "--device", "cpu", *arguments)
+
+
+def test_several_collections_in_one_command(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"all{name}" for name in (".json", ".trec", ".tsv", ".png")}
+    options = ("--json", files[".json"], "--run", files[".trec"], "--per-query", files[".tsv"])
+    printed = evaluate(pylate_checkpoint, *options, "--picture", files[".png"], data=collections)
+    found = json.loads(files[".json"].read_text())
+    values = [line.split("\t") for line in files[".tsv"].read_text().splitlines()]
+    assert values[0] == ["collection", "query", *METRICS]
+    assert len(values) == 1 + 3 * 12
+    for folder, record in zip(collections, found["collections"], strict=True):
+        assert (record["data"], record["documents"], record["queries"]) == (str(folder), 120, 12)
+        (row,) = (line for line in printed.splitlines() if folder.name in line)
+        assert [f"{record[name]:.4f}" for name in METRICS] == re.findall(r"[01]\.[0-9]{4}", row)
+        # What was found, and its metrics, are those of the files.
+        run = read_run(tmp_path / f"all-{folder.name}.trec")
+        _, _, qrels = load_beir_folder(folder)
+        assert {query_id: len(hits) for query_id, hits in run.items()} == dict.fromkeys(qrels, 100)
+        means, per_query = evaluate_run(run, qrels, METRICS)
+        assert {name: record[name] for name in METRICS} == pytest.approx(means)
+        own = {row[1]: row[2:] for row in values if row[0] == folder.name}
+        assert own == {query_id: [f"{per_query[name][query_id]:.6f}" for name in METRICS] for query_id in qrels}
+    for name in METRICS:
+        assert found["mean"][name] == pytest.approx(statistics.mean(one[name] for one in found["collections"]))
+    (row,) = (line for line in printed.splitlines() if "mean" in line)
+    assert [f"{found['mean'][name]:.4f}" for name in METRICS] == re.findall(r"[01]\.[0-9]{4}", row)
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert files[".png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_indexes_against_exact_search(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+    systems = ["int8", "fp8", str(tmp_path / "run.trec")]
+    evaluate(pylate_checkpoint, "--run", tmp_path / "run.trec", data=collections[:1])
+    options = ("--against", ",".join(systems), "--json", tmp_path / "a.json", "--picture", tmp_path / "a.svg")
+    printed = evaluate(pylate_checkpoint, *options, data=collections[:1])
+    found = {row["system"]: row for row in json.loads((tmp_path / "a.json").read_text())["against"]}
+    assert list(found) == ["exact", "int8", "fp8", "run.trec"]
+    # By hand: the same embeddings, the index asked itself.
+    documents, queries, qrels = load_beir_folder(collections[0])
+    model = load_model(str(pylate_checkpoint), device="cpu")
+    embeddings = encode(model, [document["text"] for document in documents], is_query=False)
+    asked = encode(model, list(queries.values()), is_query=True)
+
+    def search(dtype: str) -> Any:
+        index = Flat(None, dtype=dtype, device="cpu", show_progress=False)
+        return index.add_documents([document["id"] for document in documents], embeddings)(asked, k=100)
+
+    exact = search("float32")
+    for dtype in ("int8", "fp8"):
+        hits = search(dtype)
+        means, _ = evaluate_run(dict(zip(qrels, hits, strict=True)), qrels)
+        assert found[dtype]["metrics"] == pytest.approx(means)
+        expected = {f"exact@{depth}": recall_of(hits, exact, depth) for depth in (10, 100)}
+        assert found[dtype]["recall"] == pytest.approx(expected)
+        assert 8 + 16 <= found[dtype]["bytes_a_token"] < found["exact"]["bytes_a_token"]
+    assert found["exact"]["recall"] == found["run.trec"]["recall"] == {"exact@10": 1, "exact@100": 1}
+    assert found["run.trec"]["metrics"] == pytest.approx(found["exact"]["metrics"])
+    assert found["run.trec"]["build_seconds"] is None
+    assert all(found[name]["milliseconds_a_query"] > 0 for name in ("exact", "int8", "fp8"))
+    picture = (tmp_path / "a.svg").read_text()
+    assert picture.count("bytes a token, ") == 3
+    for name, row in found.items():
+        (line,) = (line for line in printed.splitlines() if line.split()[:1] == [name])
+        numbers = [row["metrics"]["ndcg@10"], row["metrics"]["recall@100"], *row["recall"].values()]
+        assert line.split()[1:5] == [f"{number:.4f}" for number in numbers]
+    assert all(len(line) <= 80 for line in printed.splitlines() if "metrics 0" not in line)
+
+
+def test_plaid_against_exact_search(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pylate")
+    options = ("--against", "plaid", "--json", tmp_path / "a.json")
+    evaluate(pylate_checkpoint, *options, data=collections[:1])
+    exact, plaid = json.loads((tmp_path / "a.json").read_text())["against"]
+    assert (exact["system"], plaid["system"]) == ("exact", "plaid")
+    assert 0.3 < plaid["recall"]["exact@10"] <= 1
+    assert 0 < plaid["metrics"]["ndcg@10"] <= 1
+    assert plaid["build_seconds"] > 0
+    assert plaid["bytes_a_token"] > 0
+
+
+def test_models_of_several_seeds(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for seed in (1, 2, 3):
+        folder = shutil.copytree(pylate_checkpoint, tmp_path / f"seed-{seed}")
+        weights = load_file(folder / "1_Dense" / "model.safetensors")
+        generator = torch.Generator().manual_seed(seed)
+        weights = {name: torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+        save_file(weights, folder / "1_Dense" / "model.safetensors", {"format": "pt"})
+    options = ("--repeat", "1,2,3", "--json", tmp_path / "a.json")
+    printed = evaluate(tmp_path / "seed-{seed}", *options, data=collections[:2])
+    records = json.loads((tmp_path / "a.json").read_text())["collections"]
+    places = [("first", 1), ("second", 1), ("first", 2), ("second", 2), ("first", 3), ("second", 3)]
+    assert [(Path(record["data"]).name, record["seed"]) for record in records] == places
+    assert [record["model"] for record in records[::2]] == [str(tmp_path / f"seed-{seed}") for seed in (1, 2, 3)]
+    for name in ("first", "second"):
+        values = [record["ndcg@10"] for record in records if Path(record["data"]).name == name]
+        assert len(set(values)) == 3
+        row, deviations = printed.partition(f"\n {name}")[2].splitlines()[:2]
+        assert f" {statistics.mean(values):.4f}" in row
+        assert "± 3 seeds" in deviations
+        assert f" {statistics.stdev(values):.4f}" in deviations
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--repeat", "1,x"), "--repeat expects seeds, whole numbers between commas, got '1,x'"),
+        (("--repeat", "1,2"), "put {seed} into --model"),
+        (("--index", "index", "--data", "second"), "--index keeps the index of one model and one --data"),
+        (("--against", "int7"), "--against int7: expected plaid, a file of a run, or how our index keeps embeddings"),
+        (("--against", "no/run.trec"), "--against: there is no file no/run.trec"),
+        (("--run", "no/run.trec"), "--run: there is no folder no"),
+        (("--data", "beir/../beir"), "two collections are called 'beir'; name each once"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(
+    options: tuple[str, ...], part: str, pylate_checkpoint: Path, beir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(beir.parent)
+    arguments = ("evaluate", "--data", "beir", "--model", pylate_checkpoint, "--device", "cpu")
+    assert_one_clear_sentence(invoke(*arguments, *options), part)
+
+
+def test_a_run_is_of_one_collection(tmp_path: Path) -> None:
+    (tmp_path / "run.trec").write_text("q1 Q0 d1 1 2.5 name\n")
+    with pytest.raises(UserError, match="is a run of one collection, and there are 2"):
+        check_systems(str(tmp_path / "run.trec"), 2)
+
+
+def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.trec"
+    path.write_text("q1 Q0 d1 2 1.5 x\nq1\tQ0\td2\t1\t2.5\tx\n\nq2 Q0 d1 1 -1e3 x\n")
+    run = read_run(path)
+    assert run == {"q1": [{"id": "d2", "score": 2.5}, {"id": "d1", "score": 1.5}], "q2": [{"id": "d1", "score": -1e3}]}
+    path.write_text(run_text(run))
+    assert read_run(path) == run
+    for line in ("q1 Q0 d1 1", "q1 Q0 d1 1 high x", "q1 Q0 d 1 1 2.5 x"):
+        path.write_text(f"q1 Q0 d2 1 2.5 x\n{line}\n")
+        with pytest.raises(ValueError, match=r"run\.trec, line 2: expected query id, Q0, document id, rank, score"):
+            read_run(path)
+    with pytest.raises(UserError, match="'q1' or 'a name' has blanks in it"):
+        run_text({"q1": [{"id": "a name", "score": 1.0}]})
+
+
+def test_recall_of() -> None:
+    def lists(*names: str) -> list[list[dict[str, Any]]]:
+        return [[{"id": id_, "score": -float(rank)} for rank, id_ in enumerate(one)] for one in names]
+
+    exact = lists("abcd", "efgh")
+    assert recall_of(exact, exact, 4) == 1
+    # The order within the k best does not count; what comes after them does not either.
+    assert recall_of(lists("badc", "fehg"), exact, 2) == 1
+    assert recall_of(lists("axbc", "xyef"), exact, 2) == 0.25
+    assert recall_of(lists("", "e"), exact, 4) == 0.125
+    for found, k, said in (
+        (exact[:1], 2, "lists of the same queries, got 1 and 2"),
+        (exact, 5, "at most 4"),
+        (exact, 0, "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            recall_of(found, exact, k)
+
+
+# Collections that are fetched
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pylate-flash" / "beir"
+
+
+def test_a_beir_collection_is_fetched_once_and_may_have_parts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    util = pytest.importorskip("beir.util")
+    fetched = []
+
+    def download(url: str, folder: str) -> None:
+        fetched.append(url)
+        for part in ("android", "wordpress"):
+            write_collection(Path(folder) / "cqadupstack" / part, 0)
+
+    monkeypatch.setattr(util, "download_and_unzip", download)
+    for _ in range(2):
+        found = load_collections(["beir:cqadupstack"], "test")
+        assert [collection.name for collection in found] == ["android", "wordpress"]
+        assert all(len(collection.documents) == 120 for collection in found)
+    assert fetched == ["https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/cqadupstack.zip"]
+
+
+def test_a_collection_that_cannot_be_fetched_is_one_sentence(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    util = pytest.importorskip("beir.util")
+
+    def download(url: str, folder: str) -> None:
+        Path(folder, "scifact.zip").write_bytes(b"half of it")
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(util, "download_and_unzip", download)
+    with pytest.raises(UserError, match="--data beir:scifact could not be fetched: OSError: no route to host"):
+        load_collections(["beir:scifact"], "test")
+    assert list(cache.iterdir()) == [], "what a next call would take for the collection"
+
+
+def test_nanobeir_is_all_of_its_collections_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    tables = {
+        "corpus": [{"_id": "d1", "text": "cats"}, {"_id": "d2", "text": ""}],
+        "queries": [{"_id": "q1", "text": "dogs"}],
+        "qrels": [{"query-id": "q1", "corpus-id": "d1"}],
+    }
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["NanoFEVER", "NanoSciFact"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: tables[subset])
+    found = load_collections(["nanobeir"], "test")
+    assert [collection.name for collection in found] == ["NanoFEVER", "NanoSciFact"]
+    (one,) = load_collections(["nanobeir:SciFact"], "test")
+    assert one == (
+        *("NanoSciFact", "nanobeir:SciFact"),
+        *([{"id": "d1", "text": "cats"}], {"q1": "dogs"}, {"q1": {"d1": 1}}),
+    )
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match="--data nanobeir could not be fetched: ConnectionError: offline"):
+        load_collections(["nanobeir:SciFact"], "test")
