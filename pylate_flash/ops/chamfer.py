@@ -3,14 +3,8 @@
     distance[n] = mean over x of  min over y of  |x - y|^2   +   mean over y of  min over x of  |y - x|^2
 
 With inner products in place of squared distances, and maxima in place of minima, it is a similarity: MaxSim both ways.
-`chamfer_reference` is the definition, in plain torch. `chamfer` and `chamfer_varlen` compute the same without its
-[N, Lx, Ly] tensor: by Triton kernels on CUDA (`kernels.chamfer`), which find the nearest points of both sides in one
-pass over all products, and in blocks of plain torch elsewhere (`ops.chamfer_blocks`).
-
-The gradient flows between a point and its nearest one, so the forward keeps argmax, [N, Lx] and [N, Ly].
-
-The operator `pylate_flash::chamfer` is the one way in, eager and compiled, for padded and packed sets alike: it takes
-the fields of `Sets` and of `ChamferOptions`.
+The nearest points of both sides are found in one pass over all products (`kernels.chamfer`, `ops.chamfer_blocks`). The
+gradient flows between a point and its nearest one, so the forward keeps argmax, [N, Lx] and [N, Ly].
 """
 
 from __future__ import annotations
@@ -79,10 +73,7 @@ def chamfer_reference(
     reduction: str = "mean",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `chamfer`, in plain torch: builds all differences, and autograd differentiates it.
-
-    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
-    """
+    """The definition of `chamfer`, in plain torch, in the type that `maxsim_reference` computes in."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x_on = torch.ones_like(x[..., 0], dtype=torch.bool) if x_mask is None else x_mask != 0
     y_on = torch.ones_like(y[..., 0], dtype=torch.bool) if y_mask is None else y_mask != 0
@@ -158,7 +149,6 @@ def chamfer(
 
     Examples
     --------
-    >>> import torch
     >>> x = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])
     >>> y = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [3.0, 0.0]]])
     >>> chamfer(x, y, reduction="sum")
@@ -212,8 +202,6 @@ def chamfer_varlen(
 
     Examples
     --------
-    >>> import torch
-    >>> from pylate_flash import pack
     >>> x, x_cu_seqlens = pack([torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0]])])
     >>> y, y_cu_seqlens = pack([torch.tensor([[1.0]]), torch.tensor([[1.0], [4.0]])])
     >>> chamfer_varlen(x, y, x_cu_seqlens, y_cu_seqlens)

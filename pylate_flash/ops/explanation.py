@@ -113,7 +113,6 @@ def explain(
 
     Examples
     --------
-    >>> import torch
     >>> explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 8)).implementation
     'blocked'
     """

@@ -3,13 +3,10 @@
     score[i, j] = sum over active s of  max over active t of  <q[i, s], e[j, t]>
     e = normalise(hidden W^T + b),  q = normalise(queries), which may be hidden states to project as well
 
-`maxsim_from_hidden_reference` is the definition, in plain torch. `maxsim_from_hidden` never has all projected documents
-at once (`hidden_blocks`). The projected embeddings are rounded to the type of the hidden states, as a linear layer
-rounds them, and once more when they were divided by their norms in float32, as `torch.nn.functional.normalize` rounds:
-they are the embeddings that the model returns.
-
-The operator `pylate_flash::maxsim_hidden` is the one way in, eager and compiled: it takes weight and bias, the fields
-of `Tensors`, with hidden states in place of documents, and those of `Options`.
+Never are all projected documents there at once (`hidden_blocks`). The projected embeddings are rounded to the type of
+the hidden states, as a linear layer rounds them, and once more when they were divided by their norms in float32, as
+`torch.nn.functional.normalize` rounds: they are the embeddings that the model returns. The operator takes weight and
+bias, and hidden states in place of documents.
 """
 
 from __future__ import annotations
@@ -53,10 +50,7 @@ def maxsim_from_hidden_reference(
     normalize: bool = True,
     **options: Any,
 ) -> Tensor:
-    """The definition of `maxsim_from_hidden`: a linear layer, and the definition of `maxsim`, of padded tokens.
-
-    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
-    """
+    """The definition of `maxsim_from_hidden`: a linear layer, and the definition of `maxsim`, of padded tokens."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     queries, hidden, weight = queries.to(dtype), hidden.to(dtype), weight.to(dtype)
     documents = F.linear(hidden, weight, None if bias is None else bias.to(dtype))
@@ -129,7 +123,6 @@ def maxsim_from_hidden(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> hidden = torch.tensor([[[3.0, 0.0, 9.0], [0.0, 2.0, 9.0]], [[0.0, -1.0, 9.0], [-1.0, 0.0, 9.0]]])
     >>> maxsim_from_hidden(queries, hidden, weight=torch.eye(2, 3))

@@ -131,7 +131,6 @@ def maxsim_cross_entropy(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     >>> maxsim_cross_entropy(queries, queries, temperature=0.5)
     tensor(0.1269)
@@ -210,7 +209,6 @@ def maxsim_kl_divergence(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0]]])
     >>> candidates = torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]])
     >>> maxsim_kl_divergence(queries, candidates, torch.tensor([[1.0, 0.0]]))
@@ -280,7 +278,6 @@ def maxsim_margin_mse(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0]]])
     >>> candidates = torch.tensor([[[[1.0, 0.0]], [[0.0, 1.0]]]])
     >>> maxsim_margin_mse(queries, candidates, torch.tensor([[4.0, 1.0]]))

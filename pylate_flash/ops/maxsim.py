@@ -116,7 +116,6 @@ def maxsim(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> documents = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, -1.0], [-1.0, 0.0]]])
     >>> maxsim(queries, documents)
@@ -167,7 +166,6 @@ def maxsim_pairwise(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     >>> maxsim_pairwise(queries, torch.tensor([[[2.0, 0.0]], [[0.0, 3.0]]]))
     tensor([2., 3.])

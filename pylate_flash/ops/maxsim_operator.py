@@ -1,6 +1,6 @@
 """The operator `pylate_flash::maxsim`, and the definition of MaxSim, over all layouts.
 
-The operator is the one way in, eager and compiled, for padded and packed tokens alike: it takes the fields of `Tensors`
+An operator is the one way in, eager and compiled, for padded and packed tokens alike: it takes the fields of `Tensors`
 and of `Options`. What other operations take beside these, they check and compute by what is here.
 """
 

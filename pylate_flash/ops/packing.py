@@ -40,7 +40,6 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
 
     Examples
     --------
-    >>> import torch
     >>> values, cu_seqlens = pack([torch.ones(2, 4), torch.ones(0, 4), torch.ones(1, 4)])
     >>> values.shape, cu_seqlens
     (torch.Size([3, 4]), tensor([0, 2, 2, 3], dtype=torch.int32))
@@ -82,7 +81,6 @@ def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
 
     Examples
     --------
-    >>> import torch
     >>> values, cu_seqlens = pack([torch.ones(2, 1), torch.zeros(1, 1)])
     >>> [sequence.tolist() for sequence in unpack(values, cu_seqlens)]
     [[[1.0], [1.0]], [[0.0]]]

@@ -135,7 +135,6 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
 
     Examples
     --------
-    >>> import torch
     >>> quantized = quantize(torch.tensor([[1.0, -0.5], [0.0, 0.25]]), "int8")
     >>> quantized.values.tolist(), quantized.dequantize().shape
     ([[127, -64], [0, 127]], torch.Size([2, 2]))

@@ -1,10 +1,7 @@
 """MaxSim of quantized documents: what `maxsim` and `maxsim_varlen` do with `QuantizedEmbeddings`.
 
-`maxsim_quantized_reference` is the definition: dequantize, then score. The operator `pylate_flash::maxsim_quantized`
-computes the same on the 8-bit values, by a Triton kernel (`kernels.forward`); elsewhere documents are dequantized a
-block at a time, and scored as any others. (torch has no public product of int8 matrices on the CPU.)
-
-Quantized queries differ from the given ones about as much as quantized documents do from theirs.
+A Triton kernel (`kernels.forward`) computes on the 8-bit values; elsewhere documents are dequantized a block at a time,
+and scored as any others. (torch has no public product of int8 matrices on the CPU.)
 """
 
 from __future__ import annotations

@@ -70,17 +70,11 @@ def maxsim_ragged(
 
     Raises
     ------
-    TypeError
-        If an argument is no list of tensors or arrays, or their dtypes differ.
-    ValueError
-        If a list is empty, shapes, devices or embedding sizes do not fit together, boundaries do not span the
-        documents, or an option is none of its choices.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim_varlen`; also if an argument is no list of tensors or arrays, or an empty one.
 
     Examples
     --------
-    >>> import torch
     >>> documents = [torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, -1.0]])]
     >>> maxsim_ragged([torch.eye(2)], documents)
     tensor([[ 1.5000, -1.0000]])
@@ -120,7 +114,6 @@ def maxsim_ragged_pairwise(
 
     Examples
     --------
-    >>> import torch
     >>> values = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])]
     >>> maxsim_ragged_pairwise(values, values)
     tensor([6., 9.])

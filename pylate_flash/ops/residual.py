@@ -84,7 +84,6 @@ def maxsim_residual(
 
     Examples
     --------
-    >>> import torch
     >>> codec = ResidualCodec(torch.eye(8), torch.tensor([-0.1, 0.0, 0.1]), torch.tensor([-0.2, 0.0, 0.0, 0.2]))
     >>> documents = codec.compress(torch.eye(8), torch.tensor([0, 3, 8]))
     >>> maxsim_residual(torch.eye(8).view(2, 4, 8), documents)

@@ -158,7 +158,6 @@ def train_residual_codec(
 
     Examples
     --------
-    >>> import torch
     >>> embeddings = torch.nn.functional.normalize(torch.randn(500, 16, generator=torch.Generator().manual_seed(0)))
     >>> codec = train_residual_codec(embeddings, nbits=4)
     >>> codec.centroids.shape, codec.bucket_weights.shape

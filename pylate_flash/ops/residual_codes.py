@@ -62,7 +62,6 @@ class ResidualCodes(TensorContainer):
 
     Examples
     --------
-    >>> import torch
     >>> weights = torch.tensor([-1.0, -0.5, 0.5, 1.0])
     >>> residuals = torch.tensor([[0b11_10_01_00, 0b00_00_00_00]], dtype=torch.uint8)
     >>> bounds = torch.tensor([0, 1])

@@ -3,15 +3,8 @@
     score[i, j] = sum over active s of  (1 / beta) log sum over active t of  exp(beta <queries[i, s], documents[j, t]>)
 
 As beta grows, the smooth maximum falls to the maximum, and the score to that of `maxsim`; it is larger by at most
-log(Ld) / beta for each query token. `soft_maxsim_reference` is the definition, in plain torch. `soft_maxsim` and
-`soft_maxsim_varlen` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA
-(`kernels.forward`, `kernels.soft`), and in blocks of plain torch elsewhere.
-
-Where a gradient is needed, the forward keeps the logarithm of the sum, [documents, rows], from which the backward makes
-the probabilities of the tokens again.
-
-The operator `pylate_flash::soft_maxsim` is the one way in, eager and compiled, for padded and packed tokens alike: it
-takes beta and the fields of `Tensors` and of `Options`.
+log(Ld) / beta for each query token. Where a gradient is needed, the forward keeps the logarithm of the sum,
+[documents, rows], from which the backward makes the probabilities of the tokens again.
 """
 
 from __future__ import annotations
@@ -45,10 +38,7 @@ MAX_SCRATCH_BYTES = 32 << 20
 
 
 def soft_maxsim_reference(queries: Tensor, documents: Tensor, beta: float | Tensor, **options: Any) -> Tensor:
-    """The definition of `soft_maxsim`, in plain torch: builds the whole similarity tensor, and autograd differentiates.
-
-    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
-    """
+    """The definition of `soft_maxsim`, in plain torch, in the type that `maxsim_reference` computes in."""
 
     def maximum(exponents: Tensor) -> Tensor:
         return exponents.logsumexp(dim=-1) / beta
@@ -102,17 +92,12 @@ def soft_maxsim(
 
     Raises
     ------
-    TypeError
-        As in `maxsim`; also if beta is neither a number nor a floating tensor, or max_scratch_bytes no integer.
-    ValueError
-        As in `maxsim`; also if beta is not one finite value above 0 in the type that it is computed with in, or
-        max_scratch_bytes is negative.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`; also if beta is not one finite number above 0 in the type that it is computed with in, or
+        max_scratch_bytes no integer, or negative.
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> documents = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, -1.0], [-1.0, 0.0]]])
     >>> soft_maxsim(queries, documents, 2.0)
@@ -165,8 +150,6 @@ def soft_maxsim_varlen(
 
     Examples
     --------
-    >>> import torch
-    >>> from pylate_flash import pack
     >>> queries, queries_cu_seqlens = pack([torch.eye(2)])
     >>> documents, documents_cu_seqlens = pack([torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, -1.0]])])
     >>> soft_maxsim_varlen(queries, documents, 2.0, queries_cu_seqlens, documents_cu_seqlens)

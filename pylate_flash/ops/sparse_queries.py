@@ -2,12 +2,9 @@
 
     score[i, j] = sum over s in query_tokens[i, j] of  max over active t of  <queries[i, s], documents[j, t]>
 
-That is what reranking with pruned queries computes. `maxsim_sparse_queries_reference` is the definition, in plain
-torch. `maxsim_sparse_queries` takes no products of tokens that were not chosen: by a Triton kernel on CUDA
-(`kernels.forward.single`), which gathers the rows of the query for each document, and in blocks of plain torch
-elsewhere.
-
-The gradient is that of `maxsim`, where tokens that were not chosen have no winner.
+That is what reranking with pruned queries computes, with no products of tokens that were not chosen: the kernel
+(`kernels.forward.single`) gathers the rows of the query for each document. The gradient is that of `maxsim`, where
+tokens that were not chosen have no winner.
 """
 
 from __future__ import annotations
@@ -52,10 +49,7 @@ def maxsim_sparse_queries_reference(
     max_document_length: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """The definition of `maxsim_sparse_queries`, in plain torch: `maxsim` of every pair, its other tokens masked.
-
-    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
-    """
+    """The definition of `maxsim_sparse_queries`: `maxsim_reference` of every pair, its other tokens masked."""
     if documents_cu_seqlens is not None:
         # There is no masked token among those that are packed.
         options["masking"] = "exclude"
@@ -128,7 +122,6 @@ def maxsim_sparse_queries(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> documents = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, -1.0], [-1.0, 0.0]]])
     >>> maxsim_sparse_queries(queries, documents, torch.tensor([[1, 0], [1, -1]]))

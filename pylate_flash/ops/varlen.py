@@ -1,9 +1,4 @@
-"""MaxSim over packed tokens: no padding of documents is stored, moved or scored.
-
-`maxsim_varlen_reference` is the definition, in plain torch. `maxsim_varlen` and `maxsim_varlen_pairwise` go the way of
-`maxsim`, by its operator; what is packed is cut by its tokens (`kernels.forward.cuts`), or scored in blocks of plain
-torch (`ops.blocked`).
-"""
+"""MaxSim over packed tokens, by the operator of `maxsim`: no padding of documents is stored, moved or scored."""
 
 from __future__ import annotations
 
@@ -74,18 +69,11 @@ def maxsim_varlen(
 
     Raises
     ------
-    TypeError
-        If an argument is no dense tensor of the dtype named above, or the dtypes differ.
-    ValueError
-        If shapes, devices or embedding sizes do not fit together, boundaries do not span the tokens, a sequence is
-        longer than it may be, an option is none of its choices, or an implementation asked for by name cannot take the
-        input.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`; ValueError also if boundaries do not span the tokens, or a sequence is longer than it may be.
 
     Examples
     --------
-    >>> import torch
     >>> queries, queries_cu_seqlens = pack([torch.eye(2)])
     >>> documents, documents_cu_seqlens = pack([torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, -1.0]])])
     >>> maxsim_varlen(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
@@ -148,7 +136,6 @@ def maxsim_varlen_pairwise(
 
     Examples
     --------
-    >>> import torch
     >>> values, cu_seqlens = pack([torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])])
     >>> maxsim_varlen_pairwise(values, values, cu_seqlens, cu_seqlens)
     tensor([6., 9.])

@@ -3,14 +3,11 @@
     score[i, j] = sum over s of best[i, s, j] / Z[i, j],   best[i, s, j] = max over retrieved t of <q[i, s], d[j, t]>
 
 (Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", NeurIPS 2023.) A document of which a
-query token retrieves nothing gets 0 from it. `xtr_scores_reference` is the definition, in plain torch; it says what the
-two normalizers Z are. `xtr_scores` computes the same without its [Nq, Lq, Nd, Ld] tensor: what a query token retrieves
-is all that reaches its k-th largest similarity, and of a document's tokens only the best one scores. So it takes the
-maxima [Nd, Nq * Lq], the thresholds [Nq * Lq], and a comparison; similarities are computed again instead of kept, by
-Triton kernels on CUDA (`kernels.xtr`), and in blocks of plain torch elsewhere.
-
-The gradient is that of `maxsim`, with only the winners that count, of scores divided by Z. No gradient flows through
-the thresholds and Z, which are constant between changes of what is retrieved.
+query token retrieves nothing gets 0 from it. `xtr_scores_reference` says what the two normalizers Z are. What a query
+token retrieves is all that reaches its k-th largest similarity, and of a document's tokens only the best one scores. So
+`xtr_scores` takes the maxima [Nd, Nq * Lq], the thresholds [Nq * Lq], and a comparison; similarities are computed again
+instead of kept. The gradient is that of `maxsim`, with only the winners that count, of scores divided by Z; thresholds
+and Z are constant between changes of what is retrieved.
 """
 
 from __future__ import annotations
@@ -48,10 +45,7 @@ def xtr_scores_reference(
     normalizer: str = "positive",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `xtr_scores`, in plain torch: builds all similarities, and autograd differentiates it.
-
-    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
-    """
+    """The definition of `xtr_scores`, in plain torch, in the type that `maxsim_reference` computes in."""
     wide = torch.promote_types(queries.dtype, torch.float32)
     (n_queries, query_length, _), (n_documents, length, _) = queries.shape, documents.shape
     on = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
@@ -130,7 +124,6 @@ def xtr_scores(
 
     Examples
     --------
-    >>> import torch
     >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> documents = torch.tensor([[[0.9, 0.1], [0.8, 0.2]], [[0.1, 0.7], [0.0, 0.6]]])
     >>> xtr_scores(queries, documents, k=2)

@@ -7,6 +7,7 @@ import inspect
 import re
 
 import pytest
+import torch
 
 import pylate_flash
 from pylate_flash import ops
@@ -20,7 +21,7 @@ OPERATIONS = [name for name, value in vars(ops).items() if inspect.isfunction(va
 def test_examples(name: str) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    names = {public: getattr(pylate_flash, public) for public in pylate_flash.__all__}
+    names = {public: getattr(pylate_flash, public) for public in pylate_flash.__all__} | {"torch": torch}
     failures: list[str] = []
     for example in doctest.DocTestFinder().find(getattr(ops, name), name=name, globs=names):
         doctest.DocTestRunner(verbose=False).run(example, out=failures.append)
