@@ -287,12 +287,13 @@ def _run_chunk(
     scores, winners, counts = _scores_of_chunk(problem, tensors, options, norms)
     if run.comparison.symmetric and problem.n_queries == run.n_queries:
         run.meet(scores, first)
-    run.compare(scores, first)
-    if winners is not None:
-        # What the gradient is divided by is in it.
-        grad_scores = run.gradient(scores, first, counts)
-        del scores
-        write_gradients(problem, tensors, grad_scores, winners, destination, norms)
+    if winners is None:
+        run.compare(scores, first)
+        return
+    # What the gradient is divided by is in it.
+    grad_scores = run.gradient(scores, first, counts)
+    del scores
+    write_gradients(problem, tensors, grad_scores, winners, destination, norms)
 
 
 def _scores_of_chunk(

@@ -103,7 +103,6 @@ def check_loss(comparison: Comparison, targets: Targets, names: str, capability:
             scores = torch.empty(number, N)
             if comparison.symmetric:
                 found.meet(scores, first)
-            found.compare(scores, first)
             found.gradient(scores, first, counts)
         found.sum()
 
@@ -124,6 +123,19 @@ def test_all_of_a_cross_entropy(exclude: Tensor | None, temperature: torch.dtype
     targets = Targets(None, exclude, torch.ones((), dtype=temperature) if learned else None)
     comparison = Comparison("cross entropy", margin=1, symmetric=True, with_statistics=learned)
     check_loss(comparison, targets, "losses columns gradient", capability)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (20, 60), (2, 1000)])
+def test_all_of_few_scores(shape: tuple[int, int], symmetric: bool, capability: int) -> None:
+    """By one launch, with and without the gradient."""
+    scores, exclude = torch.empty(shape), torch.zeros(shape, dtype=torch.bool)
+    labels = torch.zeros(shape[0], dtype=torch.int64)
+    for targets, with_statistics in ((Targets(None, exclude, torch.ones(())), True), (Targets(labels), False)):
+        comparison = Comparison("cross entropy", symmetric=symmetric, with_statistics=with_statistics)
+        found = losses.ChunkedLoss(comparison, targets, (*shape, shape[0]), False, with_statistics, scores.device)
+        compiled(partial(found.gradient, scores, 0, torch.ones(shape[0], 1)), "whole", capability)
+        compiled(partial(found.compare, scores, 0), "whole", capability)
 
 
 @pytest.mark.parametrize("temperature", [None, torch.ones(())])

@@ -2,7 +2,8 @@
 
 Plain torch launches a kernel for every step of a loss, forward and backward, which on a batch of some hundred queries
 takes more host time than the scores. Here the losses of a chunk of queries are one launch, and their sum with the
-gradient another, which leaves the gradient in the layout that the backward wants. Margin MSE is torch's, in few steps.
+gradient another, which leaves the gradient in the layout that the backward wants; of few scores, all is one launch. Margin MSE
+is torch's, in few steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _KEPT = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 0}
 class ChunkedLoss:
     """A loss of scores [Nq, N] that come a chunk of queries at a time, their gradient, and what they sum up to.
 
-    Of each chunk, with its `first` query: `compare`, then `gradient`; without gradients, `sum` after the last. A
+    Of each chunk, with its `first` query: `gradient`; without gradients `compare`, and `sum` after the last. A
     symmetric loss has to `meet` all chunks before.
 
     Parameters
@@ -75,6 +76,10 @@ class ChunkedLoss:
         self._scale, self._teacher_scale = 1.0 / comparison.temperature, 1.0 / comparison.teacher_temperature
         self._margin = float("-inf" if comparison.margin is None else comparison.margin)
         self._share = 1.0 / self.n_queries if comparison.loss_reduction == "mean" else 1.0
+        # The sizes, where one program computes all.
+        padded = power_of_two(self.n_queries), power_of_two(self.n_documents)
+        few = chunk == self.n_queries and padded[0] * padded[1] <= cross_entropy.WHOLE
+        self._whole = padded if few and comparison.kind == CROSS_ENTROPY else ()
         self._columns = self._labelled = None
         if comparison.symmetric:
             self._columns = memory.new_empty(3, self.n_documents)
@@ -105,6 +110,9 @@ class ChunkedLoss:
     def compare(self, scores: Tensor, first: int) -> None:
         """Leave the losses of the queries from `first` on, of contiguous float32 scores [n, N]."""
         n_queries, n_documents = scores.shape
+        if self._whole:
+            self._compute_all(scores, None, None)
+            return
         comparison, target, scale = self.comparison, self.targets.target, self._scale
         if comparison.kind == MARGIN_MSE:
             assert target is not None
@@ -117,7 +125,7 @@ class ChunkedLoss:
             cross_entropy.losses_kernel(
                 grid,
                 (scores, *self._labels, self._columns, self._kept, self._values),
-                (n_documents, first, self.n_queries, scale, self._margin),
+                (n_queries, n_documents, first, self.n_queries, scale, self._margin),
                 (),
                 (block, self.own_candidates, self.n_values),
                 warps,
@@ -133,7 +141,7 @@ class ChunkedLoss:
             )
 
     def gradient(self, scores: Tensor, first: int, counts: Tensor | None) -> Tensor:
-        """The gradient of the chunk's scores, after `compare`; every query's is divided by its `counts`, if given.
+        """Compare the chunk, and return the gradient of its scores; every query's is divided by its `counts`, if given.
 
         Where queries have documents in common, all scores of one document lie together.
         """
@@ -142,6 +150,10 @@ class ChunkedLoss:
         grad_scores = scores.new_empty_strided(scores.shape, strides)
         last = first + n_queries == self.n_queries
         comparison, target, tile = self.comparison, self.targets.target, cross_entropy.TILE
+        if self._whole:
+            self._compute_all(scores, counts, grad_scores)
+            return grad_scores
+        self.compare(scores, first)
         if comparison.kind == MARGIN_MSE:
             assert target is not None
             errors = _margin_errors(scores, target[first : first + n_queries])
@@ -167,8 +179,23 @@ class ChunkedLoss:
         )
         return grad_scores
 
+    def _compute_all(self, scores: Tensor, counts: Tensor | None, grad_scores: Tensor | None) -> None:
+        """The loss, the statistics and, if memory for it is given, the gradient of few scores, by one launch."""
+        n_queries, n_documents = scores.shape
+        read = scores, *self._labels, self._columns, self._labelled, self._kept, counts
+        cross_entropy.whole_kernel(
+            (1, 1, 1),
+            (*read, grad_scores, self._values, self.loss, self.slope, self.statistics),
+            (n_queries, n_documents, self._scale, self._margin, self._share),
+            (0, 0) if grad_scores is None else grad_scores.stride(),
+            (*self._whole, cross_entropy.TILE, self.own_candidates, self.n_values),
+            (8, 1, None),
+        )
+
     def sum(self) -> None:
         """Fill the loss and the statistics after all chunks were compared, where no gradient does."""
+        if self._whole:
+            return
         cross_entropy.total_kernel(
             (1, 1, 1),
             (self._values, self.loss, self.slope, self.statistics),
