@@ -2,7 +2,7 @@
 
 Plain torch launches a kernel for every step of a loss, forward and backward, which on a batch of some hundred queries
 takes more host time than the scores. Here the losses of a chunk of queries are one launch, and their sum with the
-gradient another, which leaves the gradient in the layout that the backward wants; of few scores, all is one launch. Margin MSE
+gradient another, which leaves the gradient in the layout that the backward wants; of few scores, all is one. Margin MSE
 is torch's, in few steps.
 """
 
