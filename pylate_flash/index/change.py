@@ -69,7 +69,7 @@ class Change:
     ) -> None:
         """Write new documents to a segment."""
         numbers = np.arange(first, first + len(ids))
-        part = Part.of(layout, numbers, ids, lengths, **self._write(layout, rows))
+        part = Part.of(layout, numbers, ids, lengths, **self._write(layout, rows, int(lengths.sum())))
         try:
             insert(self._connection, numbers.tolist(), map(encoded_id, ids), metadata)
         except sqlite3.IntegrityError:
@@ -104,11 +104,12 @@ class Change:
         if not parts:
             return
         places = [np.flatnonzero(part.live) for part in parts]
-        rows = self._write(parts[0].layout, (rows for part in parts for rows in _live_rows(part)))
         numbers = np.concatenate([part.numbers[some] for part, some in zip(parts, places, strict=True)])
         lengths = np.concatenate([part.lengths[some] for part, some in zip(parts, places, strict=True)])
         ids = [id_ for part, some in zip(parts, places, strict=True) for id_ in part.ids.some(some).to_list()]
-        self._replace(parts, [Part.of(parts[0].layout, numbers, ids, lengths, **rows)])
+        live = (rows for part in parts for rows in _live_rows(part))
+        place = self._write(parts[0].layout, live, int(lengths.sum()))
+        self._replace(parts, [Part.of(parts[0].layout, numbers, ids, lengths, **place)])
 
     def merge(self, most: int) -> None:
         """Put one part in the place of the last ones, if more than `most` are small; rows stay where they are."""
@@ -149,11 +150,17 @@ class Change:
     def _insert(self, part: Part) -> None:
         self._connection.execute(_INSERT, part.to_row())
 
-    def _write(self, layout: Layout, rows: Iterable[torch.Tensor]) -> dict[str, Any]:
-        """Append rows to the segment of the last part, or to a new one if it is full; their place, and their CRCs."""
+    def _write(self, layout: Layout, rows: Iterable[torch.Tensor], count: int) -> dict[str, Any]:
+        """Append so many rows to the segment of the last part, or to a new one if it is full; where they are."""
         if self._in_memory:
-            # A copy: a piece may be the caller's own.
-            return {"memory": torch.cat(list(rows)), "sums": Sums().values()}
+            # A copy, as a piece may be the caller's own; there are never two of all.
+            memory, end = torch.empty(0, layout.width, dtype=layout.dtype), 0
+            for some in rows:
+                if len(memory) < count:
+                    memory = some.new_empty(count, layout.width)
+                memory[end : end + len(some)] = some
+                end += len(some)
+            return {"memory": memory, "sums": Sums().values()}
         if self._open is None:
             last = next((part.segment for part in reversed(self.parts) if part.segment is not None), None)
             if last is None:

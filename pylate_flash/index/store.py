@@ -302,7 +302,9 @@ class PackedStore:
             if replace:
                 there = self.positions_of(ids)
                 self._remove(change, there[there >= 0])
-            for start, stop in blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes)):
+            # In memory, those of one addition are searched where they lie, and so are not cut.
+            pieces = [(0, len(ids))] if self.in_memory else blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes))
+            for start, stop in pieces:
                 own = metadata and metadata[start:stop]
                 change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop), own)
         if replace:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from pylate_flash.bench import retrieval
 from pylate_flash.bench.protocol import Rounds
 from pylate_flash.bench.retrieval import ROWS, Rough, Search
-from pylate_flash.bench.suite import OURS
+from pylate_flash.bench.suite import OURS, Unavailable
 
 CPU = torch.device("cpu")
 TINY = (
@@ -26,7 +28,7 @@ def small(monkeypatch):
 
 
 def best_by_hand(inputs, query):
-    documents = inputs.documents.double().split(inputs.lengths.tolist())
+    documents = torch.cat(list(inputs.corpus.blocks())).double().split(inputs.corpus.lengths.tolist())
     scores = torch.stack([(inputs.queries[query].double() @ one.T).amax(1).sum() for one in documents])
     if inputs.row.kind:
         scores = scores[inputs.among[query]]
@@ -59,10 +61,35 @@ def test_scores_that_few_bits_do_not_explain_are_wrong():
 def test_long_rows_are_timed_less_often():
     rounds = Rounds(10, 50)
     assert retrieval.rounds_of(ROWS[0], rounds) == rounds
-    assert retrieval.rounds_of(next(row for row in ROWS if row.name == "400k-1000"), rounds).repetitions == 10
+    assert retrieval.rounds_of(next(row for row in ROWS if row.name == "400k-1000"), rounds).repetitions == 5
 
 
 def test_what_a_store_on_the_disk_does_is_told():
     found = retrieval.store_on_disk(CPU, torch.float32, nbytes=1 << 20)
-    assert set(found) == {"added_gb_per_s", "opened_s", "loaded_gb_per_s", "streamed_gb_per_s"}
+    rates = {f"{name}_gb_per_s" for name in ("added", "loaded", "streamed_for_1", "streamed_for_200")}
+    assert set(found) == {"stored_gb", "opened_s", *rates}
     assert all(value > 0 for value in found.values())
+
+
+def test_rows_of_a_corpus_have_the_same_documents_made_once() -> None:
+    first, second = (retrieval.make_inputs(replace(TINY[0], Nq=number), CPU, torch.float32) for number in (1, 3))
+    assert second.corpus is first.corpus
+    assert second.corpus.documents.data_ptr() == first.corpus.documents.data_ptr()
+    assert retrieval.make_inputs(replace(TINY[0], Nd=9), CPU, torch.float32).corpus is not first.corpus
+    names = [row.name.rpartition("-")[0] for row in ROWS]
+    assert len(list(groupby(names))) == len(set(names)) == len(retrieval.CORPORA)
+
+
+def test_what_does_not_fit_is_kept_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = retrieval.make_inputs(TINY[0], CPU, torch.float32)
+    index = retrieval.Corpus.index
+
+    def refuse(self: retrieval.Corpus, dtype: str) -> object:
+        if dtype == "float32":
+            raise Unavailable("no room")
+        return index(self, dtype)
+
+    monkeypatch.setattr(retrieval.Corpus, "index", refuse)
+    (candidate,) = inputs.ours()
+    assert candidate.label == "Flat, int8"
+    assert retrieval.error(candidate.read(candidate.call()), inputs.reference()) == 0
