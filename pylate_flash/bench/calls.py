@@ -100,31 +100,23 @@ def autocast_type(dtype: torch.dtype) -> torch.dtype:
 
 def within(context: AbstractContextManager | None, call: Callable[..., Any]) -> Callable[..., Any]:
     """The call in a context that it enters every time, if there is one."""
+    if context is None:
+        return call
 
     def inside(*arguments: Any) -> Any:
-        assert context is not None
         with context:
             return call(*arguments)
 
-    return call if context is None else inside
+    return inside
 
 
 def chunked_scores(
-    queries: torch.Tensor,
-    documents: torch.Tensor,
-    queries_mask: torch.Tensor | None = None,
-    documents_mask: torch.Tensor | None = None,
-    *,
-    chunk: int,
-    score: Score = einsum_scores,
+    queries: torch.Tensor, documents: torch.Tensor, *, chunk: int, score: Score = einsum_scores, **masks: Any
 ) -> torch.Tensor:
     """The plain way over ``chunk`` documents at a time."""
     if chunk >= documents.shape[-3]:
-        return score(queries, documents, queries_mask, documents_mask)
-    parts = documents.split(chunk, dim=-3)
-    masks = [None] * len(parts) if documents_mask is None else documents_mask.split(chunk, dim=-2)
-    scores = [score(queries, part, queries_mask, mask) for part, mask in zip(parts, masks, strict=True)]
-    return torch.cat(scores, dim=1)
+        return score(queries, documents, **masks)
+    return torch.cat([score(queries, part, **some) for part, some in exact.in_parts(documents, masks, chunk)], dim=1)
 
 
 def chunk_sizes(queries: torch.Tensor, documents: torch.Tensor, held: float = 2.0) -> list[int]:

@@ -103,16 +103,24 @@ def gradients(
     return of_queries.detach(), torch.cat(of_documents, dim=-3)
 
 
+def in_parts(
+    documents: torch.Tensor, masks: Mapping[str, torch.Tensor], size: int
+) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """So many documents at a time, with the masks."""
+    for first in range(0, documents.shape[-3], size):
+        part = slice(first, first + size)
+        some = {name: mask[..., part, :] if name == "documents_mask" else mask for name, mask in masks.items()}
+        yield documents[..., part, :, :], some
+
+
 def _parts(
     queries: torch.Tensor, documents: torch.Tensor, masks: Mapping[str, torch.Tensor | None]
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Documents in float64, a part at a time, with the masks that there are."""
-    step = max(1, REFERENCE_BYTES // (8 * queries.shape[:2].numel() * documents.shape[-2]))
+    """Documents in float64, as many at a time as the reference holds, with the masks that there are."""
+    size = max(1, REFERENCE_BYTES // (8 * queries.shape[:2].numel() * documents.shape[-2]))
     given = {name: mask for name, mask in masks.items() if mask is not None}
-    for first in range(0, documents.shape[-3], step):
-        part = slice(first, first + step)
-        some = {name: mask[..., part, :] if name == "documents_mask" else mask for name, mask in given.items()}
-        yield documents.detach()[..., part, :, :].double(), some
+    for part, some in in_parts(documents.detach(), given, size):
+        yield part.double(), some
 
 
 def accuracy(dtype: torch.dtype, *, gradients: bool = False) -> float:
