@@ -18,7 +18,7 @@ import typer
 from nbclient import NotebookClient
 
 import pylate_flash
-from pylate_flash import indexes, losses, models
+from pylate_flash import beir, indexes, losses, models
 from pylate_flash.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -139,8 +139,10 @@ def test_the_readmes_first_snippet_registers() -> None:
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_the_snippets_of_a_guide(guide: Path) -> None:
+def test_the_snippets_of_a_guide(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, but for those that the README has too, and those of sentence-transformers 6."""
+    if guide.stem == "evaluate":
+        _find_offline(monkeypatch)
     variables: dict[str, object] = {}
     try:
         for snippet in snippets_of(guide.read_text(encoding="utf-8")):
@@ -148,6 +150,21 @@ def test_the_snippets_of_a_guide(guide: Path) -> None:
                 exec(compile(snippet, guide.name, "exec"), variables)
     finally:
         pylate_flash.unregister()
+
+
+def _find_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let mteb find what the demo left, by whatever name."""
+    from mteb.models import ModelMeta
+    from mteb.models.model_implementations.pylate_models import MultiVectorModel
+
+    from tests.mteb_tasks import take_offline
+
+    def get_model(name: str) -> MultiVectorModel:
+        model = MultiVectorModel("demo-output/model", device="cpu")
+        model.mteb_model_meta = ModelMeta.create_empty()
+        return model
+
+    take_offline(monkeypatch, beir.load_beir_folder("demo-output/data"), get_model)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS[1:], ids=["swap", "train", "evaluate"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -24,7 +21,7 @@ QUERIES = ["red trains", "cats and a dog"]
 
 
 @pytest.fixture(scope="module")
-def model(pylate_checkpoint: Path) -> Any:
+def model(pylate_checkpoint):
     """The model, which makes 8 tokens of a query, skips full stops of documents, and reads 12 tokens of these."""
     if HOSTS["sentence-transformers"].is_there():
         from sentence_transformers import MultiVectorEncoder
@@ -35,13 +32,13 @@ def model(pylate_checkpoint: Path) -> Any:
     return ColBERT(str(pylate_checkpoint), device="cpu")
 
 
-def search(model: Any, matches: bool = True) -> Any:
+def search(model, matches=True):
     index = Flat(None, device="cpu", show_progress=False)
     index.add_documents(list(TEXTS), encode(model, list(TEXTS.values()), is_query=False))
     return index.search(encode(model, QUERIES, is_query=True), k=len(TEXTS), matches=matches)
 
 
-def test_choices_are_the_nearest_tokens_and_their_similarities_add_up_to_the_score(model: Any) -> None:
+def test_choices_are_the_nearest_tokens_and_their_similarities_add_up_to_the_score(model):
     explained = explain(model, QUERIES, search(model), TEXTS)
     documents = dict(zip(TEXTS, encode(model, list(TEXTS.values()), is_query=False), strict=True))
     for query, found in zip(encode(model, QUERIES, is_query=True), explained, strict=True):
@@ -56,7 +53,7 @@ def test_choices_are_the_nearest_tokens_and_their_similarities_add_up_to_the_sco
             assert all(match[1] in hit.document for match in strongest)
 
 
-def test_tokens_are_those_that_have_embeddings_with_their_places_in_the_text(model: Any) -> None:
+def test_tokens_are_those_that_have_embeddings_with_their_places_in_the_text(model):
     for is_query, texts in ((False, list(TEXTS.values())), (True, QUERIES)):
         found = tokens_of(model, texts, is_query=is_query)
         assert [len(tokens) for tokens in found] == [len(rows) for rows in encode(model, texts, is_query=is_query)]
@@ -72,7 +69,7 @@ def test_tokens_are_those_that_have_embeddings_with_their_places_in_the_text(mod
     assert tokens_of(model, [], is_query=False) == []
 
 
-def test_a_prompt_is_no_part_of_the_text(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_no_part_of_the_text(model, monkeypatch):
     marker = model.prompts.get("document", "") if HOSTS["sentence-transformers"].is_there() else ""
     monkeypatch.setattr(model, "prompts", {"document": f"{marker}old cats "})
     monkeypatch.setattr(model, "default_prompt_name", "document")
@@ -81,7 +78,7 @@ def test_a_prompt_is_no_part_of_the_text(model: Any, monkeypatch: pytest.MonkeyP
     assert {"old"} <= {token.word for token in tokens if not token.in_text}
 
 
-def test_a_text_that_is_not_known_has_numbers_for_words(model: Any) -> None:
+def test_a_text_that_is_not_known_has_numbers_for_words(model):
     hits = search(model)
     (found, _) = explain(model, QUERIES, hits, {"animals": TEXTS["animals"]})
     for hit in found:
@@ -91,7 +88,7 @@ def test_a_text_that_is_not_known_has_numbers_for_words(model: Any) -> None:
             assert (chosen.word, similarity) in [(f"#{number}", value) for number, value in hit.choices]
 
 
-def test_what_cannot_be_explained_is_said(model: Any) -> None:
+def test_what_cannot_be_explained_is_said(model):
     hits = search(model)
     with pytest.raises(ValueError, match="found must have results of 1 queries, got those of 2"):
         explain(model, QUERIES[:1], hits, TEXTS)
@@ -104,14 +101,14 @@ def test_what_cannot_be_explained_is_said(model: Any) -> None:
         explain(model, QUERIES, short, TEXTS)
 
 
-def test_a_document_without_tokens_has_no_choices() -> None:
+def test_a_document_without_tokens_has_no_choices():
     empty = Explanation("d", -1.0, [Token("a", 0, 1)], [], [])
     assert empty.strongest() == []
     with pytest.raises(ValueError, match="the document 'd' has no tokens, so there is nothing to draw"):
         empty.heat_map()
 
 
-def test_the_heat_map_shows_chosen_tokens_and_what_each_of_the_query_carries(model: Any, tmp_path: Path) -> None:
+def test_the_heat_map_shows_chosen_tokens_and_what_each_of_the_query_carries(model, tmp_path):
     pytest.importorskip("matplotlib")
     (found, _) = explain(model, QUERIES, search(model), TEXTS)
     hit = next(hit for hit in found if hit.id == "vehicles")

@@ -7,7 +7,6 @@ import re
 import shutil
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,10 +25,10 @@ pytest.importorskip("ranx")
 METRICS = ("ndcg@10", "map", "recall@100", "mrr@10")
 
 
-def write_collection(folder: Path, seed: int) -> Path:
+def write_collection(folder, seed):
     generator = torch.Generator().manual_seed(seed)
 
-    def text() -> str:
+    def text():
         length = int(torch.randint(2, 9, (), generator=generator))
         return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (length,), generator=generator))
 
@@ -44,17 +43,17 @@ def write_collection(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def collections(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def collections(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collections")
     return [write_collection(folder / name, seed) for seed, name in enumerate(("first", "second", "third"))]
 
 
-def evaluate(model: Path | str, *arguments: object, data: list[Path]) -> str:
+def evaluate(model, *arguments, data):
     sources = [part for folder in data for part in ("--data", folder)]
     return succeed("evaluate", *sources, "--model", model, "--device", "cpu", *arguments)
 
 
-def test_several_collections_in_one_command(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_several_collections_in_one_command(collections, pylate_checkpoint, tmp_path):
     files = {name: tmp_path / f"all{name}" for name in (".json", ".trec", ".tsv", ".png")}
     options = ("--json", files[".json"], "--run", files[".trec"], "--per-query", files[".tsv"])
     printed = evaluate(pylate_checkpoint, *options, "--picture", files[".png"], data=collections)
@@ -82,7 +81,7 @@ def test_several_collections_in_one_command(collections: list[Path], pylate_chec
     assert files[".png"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_indexes_against_exact_search(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_other_indexes_against_exact_search(collections, pylate_checkpoint, tmp_path):
     systems = ["int8", "fp8", str(tmp_path / "run.trec")]
     evaluate(pylate_checkpoint, "--run", tmp_path / "run.trec", data=collections[:1])
     options = ("--against", ",".join(systems), "--json", tmp_path / "a.json", "--picture", tmp_path / "a.svg")
@@ -95,7 +94,7 @@ def test_other_indexes_against_exact_search(collections: list[Path], pylate_chec
     embeddings = encode(model, [document["text"] for document in documents], is_query=False)
     asked = encode(model, list(queries.values()), is_query=True)
 
-    def search(dtype: str) -> Any:
+    def search(dtype):
         index = Flat(None, dtype=dtype, device="cpu", show_progress=False)
         return index.add_documents([document["id"] for document in documents], embeddings)(asked, k=100)
 
@@ -120,7 +119,7 @@ def test_other_indexes_against_exact_search(collections: list[Path], pylate_chec
     assert all(len(line) <= 80 for line in printed.splitlines() if "metrics 0" not in line)
 
 
-def test_plaid_against_exact_search(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_plaid_against_exact_search(collections, pylate_checkpoint, tmp_path):
     pytest.importorskip("pylate")
     options = ("--against", "plaid", "--json", tmp_path / "a.json")
     evaluate(pylate_checkpoint, *options, data=collections[:1])
@@ -132,7 +131,7 @@ def test_plaid_against_exact_search(collections: list[Path], pylate_checkpoint: 
     assert plaid["bytes_a_token"] > 0
 
 
-def test_models_of_several_seeds(collections: list[Path], pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_models_of_several_seeds(collections, pylate_checkpoint, tmp_path):
     from safetensors.torch import load_file, save_file
 
     for seed in (1, 2, 3):
@@ -168,21 +167,19 @@ def test_models_of_several_seeds(collections: list[Path], pylate_checkpoint: Pat
         (("--data", "beir/../beir"), "two collections are called 'beir'; name each once"),
     ],
 )
-def test_what_cannot_be_evaluated_is_one_sentence(
-    options: tuple[str, ...], part: str, pylate_checkpoint: Path, beir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_evaluated_is_one_sentence(options, part, pylate_checkpoint, beir, monkeypatch):
     monkeypatch.chdir(beir.parent)
     arguments = ("evaluate", "--data", "beir", "--model", pylate_checkpoint, "--device", "cpu")
     assert_one_clear_sentence(invoke(*arguments, *options), part)
 
 
-def test_a_run_is_of_one_collection(tmp_path: Path) -> None:
+def test_a_run_is_of_one_collection(tmp_path):
     (tmp_path / "run.trec").write_text("q1 Q0 d1 1 2.5 name\n")
     with pytest.raises(UserError, match="is a run of one collection, and there are 2"):
         check_systems(str(tmp_path / "run.trec"), 2)
 
 
-def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path: Path) -> None:
+def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path):
     path = tmp_path / "run.trec"
     path.write_text("q1 Q0 d1 2 1.5 x\nq1\tQ0\td2\t1\t2.5\tx\n\nq2 Q0 d1 1 -1e3 x\n")
     run = read_run(path)
@@ -197,8 +194,8 @@ def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path: Path) -> 
         run_text({"q1": [{"id": "a name", "score": 1.0}]})
 
 
-def test_recall_of() -> None:
-    def lists(*names: str) -> list[list[dict[str, Any]]]:
+def test_recall_of():
+    def lists(*names):
         return [[{"id": id_, "score": -float(rank)} for rank, id_ in enumerate(one)] for one in names]
 
     exact = lists("abcd", "efgh")
@@ -220,16 +217,16 @@ def test_recall_of() -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "pylate-flash" / "beir"
 
 
-def test_a_beir_collection_is_fetched_once_and_may_have_parts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beir_collection_is_fetched_once_and_may_have_parts(cache, monkeypatch):
     util = pytest.importorskip("beir.util")
     fetched = []
 
-    def download(url: str, folder: str) -> None:
+    def download(url, folder):
         fetched.append(url)
         for part in ("android", "wordpress"):
             write_collection(Path(folder) / "cqadupstack" / part, 0)
@@ -242,10 +239,10 @@ def test_a_beir_collection_is_fetched_once_and_may_have_parts(cache: Path, monke
     assert fetched == ["https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/cqadupstack.zip"]
 
 
-def test_a_collection_that_cannot_be_fetched_is_one_sentence(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collection_that_cannot_be_fetched_is_one_sentence(cache, monkeypatch):
     util = pytest.importorskip("beir.util")
 
-    def download(url: str, folder: str) -> None:
+    def download(url, folder):
         Path(folder, "scifact.zip").write_bytes(b"half of it")
         raise OSError("no route to host")
 
@@ -255,7 +252,7 @@ def test_a_collection_that_cannot_be_fetched_is_one_sentence(cache: Path, monkey
     assert list(cache.iterdir()) == [], "what a next call would take for the collection"
 
 
-def test_nanobeir_is_all_of_its_collections_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nanobeir_is_all_of_its_collections_or_one(monkeypatch):
     import datasets
 
     tables = {
@@ -273,7 +270,7 @@ def test_nanobeir_is_all_of_its_collections_or_one(monkeypatch: pytest.MonkeyPat
         *([{"id": "d1", "text": "cats"}], {"q1": "dogs"}, {"q1": {"d1": 1}}),
     )
 
-    def fail(*arguments: object, **options: object) -> None:
+    def fail(*arguments, **options):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)

@@ -333,7 +333,7 @@ def test_metadata_of_a_corpus_filter_a_search(tmp_path, tiny_colbert_path):
 # Which tokens match
 
 
-def test_explained_a_pipe_gets_a_line_per_token_of_the_query_whose_similarities_add_up(index: Path) -> None:
+def test_explained_a_pipe_gets_a_line_per_token_of_the_query_whose_similarities_add_up(index):
     printed = succeed("search", "cats on trains", "--index", index, "-k", 2, "--explain", "--device", "cpu")
     assert "\x1b" not in printed
     fields = [line.split("\t") for line in printed.splitlines()]
@@ -347,7 +347,7 @@ def test_explained_a_pipe_gets_a_line_per_token_of_the_query_whose_similarities_
         assert {row[4] for row in own} <= {*words, "[CLS]", "[SEP]", "[D] "}
 
 
-def test_explained_json_says_where_in_the_text(index: Path, queries: Path) -> None:
+def test_explained_json_says_where_in_the_text(index, queries):
     printed = succeed("search", "--queries", queries, "--index", index, "--explain", "--json", "--device", "cpu")
     for line in printed.splitlines():
         for result in json.loads(line)["results"]:
@@ -360,7 +360,7 @@ def test_explained_json_says_where_in_the_text(index: Path, queries: Path) -> No
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_explained_a_terminal_marks_chosen_tokens_by_colour_and_weight(width: int) -> None:
+def test_explained_a_terminal_marks_chosen_tokens_by_colour_and_weight(width):
     text = "Zwei cats\n\tand dogs " + "run and " * 30
     query = [Token("[CLS]"), Token("Cats", 0, 4), Token("dog", 5, 8), Token("[MASK]"), Token("[MASK]")]
     document = [Token("[CLS]"), Token("cats", 5, 9), Token("and", 11, 14), Token("dogs", 15, 19), Token("run", 20, 23)]
@@ -377,14 +377,14 @@ def test_explained_a_terminal_marks_chosen_tokens_by_colour_and_weight(width: in
     assert re.split("  +", plain[3].strip()) == ["Cats 1.00", "dog → dogs 0.50", "[CLS] 0.90", "[MASK] x 2 1.60"]
 
 
-def test_explained_without_texts_tokens_have_numbers(index: Path, tmp_path: Path) -> None:
+def test_explained_without_texts_tokens_have_numbers(index, tmp_path):
     shutil.copytree(index, tmp_path / "elsewhere" / "index")
     change_state(tmp_path / "elsewhere" / "index", corpora=())
     printed = succeed("search", "cats", "--index", tmp_path / "elsewhere" / "index", "-k", 1, "--explain")
     assert all(re.fullmatch("#[0-9]+", line.split("\t")[4]) for line in printed.splitlines())
 
 
-def test_a_text_that_is_not_the_one_that_was_indexed_is_not_explained(index: Path, tmp_path: Path) -> None:
+def test_a_text_that_is_not_the_one_that_was_indexed_is_not_explained(index, tmp_path):
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"_id": id_, "text": ""}) + "\n" for id_ in TEXTS))
     result = invoke("search", "trains", "--index", index, "--data", tmp_path, "--explain")
     assert_one_clear_sentence(result, "--explain: texts: ", "is not the text that was encoded: it has 3 tokens")

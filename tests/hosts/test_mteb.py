@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import mteb
 import pytest
 import torch
-from datasets import Dataset
-from mteb.abstasks import AbsTaskRetrieval
 from mteb.models import ModelMeta, MultiVectorSearchEncoderWrapper, MultiVectorWrapper
 from mteb.models.model_implementations.pylate_models import MultiVectorModel, PylateSearchEncoder
 
@@ -22,51 +17,16 @@ from pylate_flash.encoding.texts import encode
 from pylate_flash.hosts import HOSTS
 from pylate_flash.hosts.mteb import search
 from pylate_flash.indexes import Flat
+from tests.mteb_tasks import local_task
 from tests.pylate_checkpoint import WORDS, write_checkpoint
 
 METRICS = ("ndcg_at_10", "map_at_100", "recall_at_100", "mrr_at_10")
-# Documents, queries, judgements, and for reranking the candidates of each query.
-Collection = tuple[list[dict[str, str]], dict[str, str], dict[str, dict[str, int]]]
 
 
-def local_task(
-    collections: Mapping[str, Collection], candidates: Mapping[str, list[str]] | None = None, name: str = "Local"
-) -> AbsTaskRetrieval:
-    """A task of one collection, "default", or of one for each language."""
-    languages = ["eng-Latn"] if "default" in collections else {subset: [f"{subset}-Latn"] for subset in collections}
-
-    class Task(AbsTaskRetrieval):
-        metadata = mteb.TaskMetadata(
-            name=name,
-            description="of this test",
-            type="Retrieval" if candidates is None else "Reranking",
-            category="t2t",
-            eval_langs=languages,
-            main_score="ndcg_at_10",
-            dataset={"path": f"local/{name}", "revision": "1"},
-        )
-
-        def load_data(self, **kwargs: Any) -> None:
-            self.dataset = {
-                subset: {
-                    "test": {
-                        "corpus": Dataset.from_list(documents),
-                        "queries": Dataset.from_list([{"id": id_, "text": text} for id_, text in queries.items()]),
-                        "relevant_docs": {id_: dict(judged) for id_, judged in qrels.items()},
-                        "top_ranked": candidates,
-                    }
-                }
-                for subset, (documents, queries, qrels) in collections.items()
-            }
-            self.data_loaded = True
-
-    return Task()
-
-
-def small_collection(seed: int = 0) -> Collection:
+def small_collection(seed=0):
     generator = torch.Generator().manual_seed(seed)
 
-    def text() -> str:
+    def text():
         length = int(torch.randint(2, 9, (), generator=generator))
         return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (length,), generator=generator))
 
@@ -77,7 +37,7 @@ def small_collection(seed: int = 0) -> Collection:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+def checkpoint(tmp_path_factory):
     """Folder of the model, whose words include those of the small collection."""
     folder = tmp_path_factory.mktemp("mteb") / "model"
     folder.mkdir()
@@ -87,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def model(checkpoint: str) -> Any:
+def model(checkpoint):
     """A raw model of the library that is here."""
     if HOSTS["sentence-transformers"].is_there():
         from sentence_transformers import MultiVectorEncoder
@@ -99,7 +59,7 @@ def model(checkpoint: str) -> Any:
 
 
 @pytest.fixture
-def wrapper(checkpoint: str) -> Any:
+def wrapper(checkpoint):
     """mteb's own wrapper of it."""
     if HOSTS["sentence-transformers"].is_there():
         return MultiVectorWrapper(checkpoint, device="cpu")
@@ -109,12 +69,12 @@ def wrapper(checkpoint: str) -> Any:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(monkeypatch):
     """How many documents were encoded, and how often an index was searched."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
     found = Flat.__call__
 
-    def call(self: Flat, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         counts["searches"] += 1
         return found(self, *args, **kwargs)
 
@@ -129,7 +89,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         name = "encode"
     encoding = getattr(Model, name)
 
-    def record(self: Any, texts: list[str], *args: Any, **kwargs: Any) -> Any:
+    def record(self, texts, *args, **kwargs):
         if not kwargs.get("is_query", False):
             counts["documents"] += len(texts)
         return encoding(self, texts, *args, **kwargs)
@@ -143,15 +103,15 @@ class SearchByTorch:
 
     mteb_model_meta = ModelMeta.create_empty()
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model):
         self.model = model
 
-    def index(self, corpus: Any, **kwargs: Any) -> None:
+    def index(self, corpus, **kwargs):
         self.ids = corpus["id"]
         texts = [f"{row.get('title', '')} {row['text']}".strip() for row in corpus]
         self.documents = [torch.as_tensor(found) for found in encode(self.model, texts, is_query=False)]
 
-    def search(self, queries: Any, *, top_k: int, top_ranked: Any = None, **kwargs: Any) -> Any:
+    def search(self, queries, *, top_k, top_ranked=None, **kwargs):
         results = {}
         for id_, query in zip(queries["id"], encode(self.model, list(queries["text"]), is_query=True), strict=True):
             of_query = torch.as_tensor(query)
@@ -164,13 +124,13 @@ class SearchByTorch:
         return results
 
 
-def metrics(model: Any, task: AbsTaskRetrieval) -> dict[str, list[float]]:
+def metrics(model, task):
     """The metrics of every subset, by mteb."""
     (result,) = mteb.evaluate(model, task, cache=None, show_progress_bar=False).task_results
     return {scores["hf_subset"]: [scores[name] for name in METRICS] for scores in result.scores["test"]}
 
 
-def assert_equal(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for subset, values in expected.items():
         assert all(0 < value <= 1 for value in values)
@@ -178,7 +138,7 @@ def assert_equal(found: dict[str, list[float]], expected: dict[str, list[float]]
 
 
 @pytest.fixture(params=["small", "cranfield"])
-def collection(request: pytest.FixtureRequest) -> Collection:
+def collection(request):
     if request.param == "small":
         return small_collection()
     documents, queries, qrels = load_beir_folder(request.getfixturevalue("cranfield"))
@@ -186,9 +146,7 @@ def collection(request: pytest.FixtureRequest) -> Collection:
     return documents, queries, relevant
 
 
-def test_metrics_are_those_of_torch_and_documents_are_encoded_once(
-    collection: Collection, model: Any, wrapper: Any, calls: Counter[str], tmp_path: Path
-) -> None:
+def test_metrics_are_those_of_torch_and_documents_are_encoded_once(collection, model, wrapper, calls, tmp_path):
     task = local_task({"default": collection})
     expected = metrics(SearchByTorch(model), task)
     calls.clear()
@@ -203,7 +161,7 @@ def test_metrics_are_those_of_torch_and_documents_are_encoded_once(
     assert calls == {"documents": len(collection[0]), "searches": 2}, "mteb's wrapper has searched by itself"
 
 
-def test_the_wrappers_are_mtebs_own_again_afterwards(model: Any, wrapper: Any, calls: Counter[str]) -> None:
+def test_the_wrappers_are_mtebs_own_again_afterwards(model, wrapper, calls):
     classes = (PylateSearchEncoder, MultiVectorSearchEncoderWrapper)
     before = [(cls.index.__code__, cls.search.__code__) for cls in classes]
     pylate_flash.register()
@@ -222,7 +180,7 @@ def test_the_wrappers_are_mtebs_own_again_afterwards(model: Any, wrapper: Any, c
 
 
 @pytest.mark.parametrize("by_wrapper", [False, True], ids=["ours", "registered"])
-def test_candidates_are_reranked(model: Any, wrapper: Any, by_wrapper: bool) -> None:
+def test_candidates_are_reranked(model, wrapper, by_wrapper):
     documents, queries, qrels = small_collection()
     candidates = {
         id_: [*judged, *(f"d{(7 * i + 11 * j) % len(documents)}" for j in range(8))]
@@ -235,12 +193,12 @@ def test_candidates_are_reranked(model: Any, wrapper: Any, by_wrapper: bool) -> 
         assert_equal(metrics(wrapper if by_wrapper else search(model), task), metrics(SearchByTorch(model), task))
 
 
-def test_results_of_reranking_are_among_the_candidates(model: Any) -> None:
+def test_results_of_reranking_are_among_the_candidates(model):
     documents, queries, qrels = small_collection()
     data = local_task({"default": (documents, queries, qrels)}, {"q0": ["d3", "d5", "d8"], "q1": ["d1"]})
     data.load_data()
     split = data.dataset["default"]["test"]
-    options: dict[str, Any] = {
+    options = {
         "task_metadata": data.metadata, "hf_split": "test", "hf_subset": "default", "encode_kwargs": {"batch_size": 8}
     }  # fmt: skip
     ours = search(model)
@@ -253,9 +211,7 @@ def test_results_of_reranking_are_among_the_candidates(model: Any) -> None:
     assert [len(found[id_]) for id_ in ("q0", "q1", "q2")] == [2, 1, 0]
 
 
-def test_languages_are_evaluated_apart_and_a_corpus_that_they_share_is_encoded_once(
-    model: Any, calls: Counter[str], tmp_path: Path
-) -> None:
+def test_languages_are_evaluated_apart_and_a_corpus_that_they_share_is_encoded_once(model, calls, tmp_path):
     german, english = small_collection(1), small_collection(2)
     french = (german[0], english[1], {id_: dict.fromkeys(judged, 1) for id_, judged in english[2].items()})
     task = local_task({"deu": german, "eng": english, "fra": french})
@@ -267,9 +223,7 @@ def test_languages_are_evaluated_apart_and_a_corpus_that_they_share_is_encoded_o
 
 
 @pytest.mark.parametrize("change", ["weights", "texts", "kept"])
-def test_what_makes_other_embeddings_has_an_index_of_its_own(
-    change: str, model: Any, calls: Counter[str], tmp_path: Path
-) -> None:
+def test_what_makes_other_embeddings_has_an_index_of_its_own(change, model, calls, tmp_path):
     documents, queries, qrels = small_collection()
     metrics(search(model, tmp_path), local_task({"default": (documents, queries, qrels)}))
     calls.clear()
@@ -291,7 +245,7 @@ def test_what_makes_other_embeddings_has_an_index_of_its_own(
     )
 
 
-def test_in_memory_a_model_that_learns_encodes_anew(model: Any, calls: Counter[str]) -> None:
+def test_in_memory_a_model_that_learns_encodes_anew(model, calls):
     task, ours = local_task({"default": small_collection()}), search(model)
     before = metrics(ours, task), ours.mteb_model_meta.revision
     assert before == (metrics(ours, task), ours.mteb_model_meta.revision)
@@ -305,13 +259,11 @@ def test_in_memory_a_model_that_learns_encodes_anew(model: Any, calls: Counter[s
     assert ours.mteb_model_meta.revision != before[1]
 
 
-def test_an_interrupted_encoding_goes_on_where_it_was(
-    model: Any, calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_encoding_goes_on_where_it_was(model, calls, tmp_path, monkeypatch):
     monkeypatch.setattr("pylate_flash.beir.ADDITION_BYTES", 1)
     task, add, added = local_task({"default": small_collection()}), Flat.add_documents, []
 
-    def add_once(self: Flat, ids: list[str], embeddings: Any) -> Flat:
+    def add_once(self, ids, embeddings):
         if added:
             raise KeyboardInterrupt
         added.extend(ids)
@@ -327,7 +279,7 @@ def test_an_interrupted_encoding_goes_on_where_it_was(
     assert_equal(found, metrics(SearchByTorch(model), task))
 
 
-def test_prompts_are_those_of_mtebs_wrappers(checkpoint: str, model: Any, wrapper: Any) -> None:
+def test_prompts_are_those_of_mtebs_wrappers(checkpoint, model, wrapper):
     prompts = {"query": "old ", "Local-document": "blue and "}
     model.prompts = dict(prompts)
     wrapper.model_prompts = dict(prompts)
@@ -346,12 +298,12 @@ def test_prompts_are_those_of_mtebs_wrappers(checkpoint: str, model: Any, wrappe
     assert_equal(metrics(SearchByTorch(model), local_task({"default": by_hand})), prompted)
 
 
-def test_a_task_of_other_than_texts_is_refused(model: Any, wrapper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_other_than_texts_is_refused(model, wrapper, monkeypatch):
     task = local_task({"default": small_collection()})
     task.metadata = task.metadata.model_copy(update={"modalities": ["text", "image"]})
     task.load_data()
     corpus = task.dataset["default"]["test"]["corpus"]
-    options: dict[str, Any] = {
+    options = {
         "task_metadata": task.metadata, "hf_split": "test", "hf_subset": "default", "encode_kwargs": {}, "num_proc": 1
     }  # fmt: skip
     with pytest.raises(ValueError, match="Local is a task of text, image, and this searches texts"):

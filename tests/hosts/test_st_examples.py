@@ -38,6 +38,20 @@ def test_the_guides_snippet(tiny_encoder_path):
     assert variables["scores"].shape == (1, 1)
 
 
+def test_the_snippet_of_mteb(tiny_encoder_path, tmp_path, monkeypatch):
+    from tests.mteb_tasks import take_offline
+
+    monkeypatch.chdir(tmp_path)
+    documents = [{"id": "d1", "text": "the cat sleeps"}, {"id": "d2", "text": "a red river"}]
+    take_offline(monkeypatch, (documents, {"q1": "a river"}, {"q1": {"d2": 1}}))
+    guide = (ROOT / "docs" / "guides" / "evaluate.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n([^`]*MultiVectorEncoder[^`]*)```", guide)
+    variables = {}
+    exec(compile(snippet.replace("demo-output/model", tiny_encoder_path), "evaluate.md", "exec"), variables)
+    assert 0 < variables["results"].task_results[0].get_score() <= 1
+    assert list((tmp_path / "encoded").glob("*/*/catalog.sqlite"))
+
+
 def test_notebook(tiny_encoder_path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
