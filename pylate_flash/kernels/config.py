@@ -19,16 +19,16 @@ from .versions import has_gluon
 if TYPE_CHECKING:
     from ..problem import Kind
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Config(str):
     """A kernel of the forward and all that it is compiled for, its only constant; one object for each.
 
-    `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix) or
-    "hopper" (the same for compute capability 9.0). A string of its fields, because Triton writes constants as JSON for
-    those who hear of what is compiled.
+    `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix), "hopper"
+    (the same for compute capability 9.0) or "short" (short queries and documents of few bits). A string of its fields,
+    because Triton writes constants as JSON for those who hear of what is compiled.
     """
 
     kernel: str
@@ -306,7 +306,7 @@ def stride_unit(strides: tuple[int, ...]) -> int:
     """
     together = functools.reduce(operator.or_, strides)
     # A kernel multiplies in 32 bits what fits into them.
-    return together & -together if together & 15 and max(strides) <= _INT32_MAX else 1
+    return together & -together if together & 15 and max(strides) <= INT32_MAX else 1
 
 
 def divided_strides(queries: tuple[int, ...], documents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]]:

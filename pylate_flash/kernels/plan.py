@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..problem import Problem, rounded_total
+from ..problem import Problem, replaced, rounded_total
 from . import config, tables
 from .config import Config
 from .tables import Blocks, HopperTile, Shares, Tile, registers_of
@@ -274,6 +274,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
     """
     kind, rows = problem.kind, _stacked_rows(problem)
+    if kind.quantize_queries and problem.n_queries == problem.groups and _is_short(problem, 0):
+        return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "cut", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
     if why_not is None:
@@ -329,9 +331,54 @@ def _with_values(problem: Problem) -> Problem:
     return problem._replace(query_strides=(problem.query_length * problem.size, problem.size))
 
 
-def residual_plan(problem: Problem, nbits: int, listed: bool) -> ForwardPlan:
-    """Choose the tile and the grid of a call with residual codes; `listed`: every query has a list of candidates."""
-    kind, item = problem.kind, problem.dtype.itemsize
+def _is_short(problem: Problem, nbits: int) -> bool:
+    """Whether `forward.short` takes queries that are quantized, and documents of so many bits for an element."""
+    kind, size, length = problem.kind, problem.size, problem.document_length
+    whole = kind.cu_seqlens is not None or problem.document_strides[1:] == (length * size, size)
+    if problem.groups > 1 and kind.cu_seqlens is None:
+        whole = whole and problem.document_strides[0] == problem.n_documents * length * size
+    plain = not (kind.with_winners or problem.has_candidates or kind.documents_mask is not None or kind.offset_unit)
+    few = problem.query_length <= tables.SHORT_MAX_LENGTH
+    few = few and size * config.single_columns(problem.query_length) <= tables.SHORT_MAX_ELEMENTS
+    # A row has four threads, and each of them whole words, of 8 bits two times.
+    fits = size % (64 if nbits == 2 else 32) == 0 and 16 <= problem.n_tokens < config.INT32_MAX
+    return whole and plain and few and fits and (problem.aligned or nbits > 0)
+
+
+def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> ForwardPlan:
+    """The plan of `forward.short`; the programs fill the GPU once."""
+    kind, n_queries, n_documents = problem.kind, problem.n_queries, problem.n_documents
+    sms, per_sm = tables.architecture(kind.device)[1], tables.SHORT_PER_SM
+    columns, cuts, run = config.single_columns(problem.query_length), Cuts(), 1
+    if documents == "cut":
+        cuts = cuts_of(problem, n_queries, sms, per_sm, config.INT32_MAX)
+        run = cuts.cut
+    elif documents == "run":
+        run = run_length(n_documents, n_queries, sms, per_sm, config.INT32_MAX)
+    strides, units = config.divided_strides(problem.query_strides, (0, 0, 0))
+    tile, blocks = Tile(tables.SHORT_ROWS, columns, 1, 1), Blocks(problem.size, 0, False)
+    made = config.config_of(
+        "short", kind, tile, blocks, units, tables.SHORT_REGISTERS, documents=documents, nbits=nbits,
+        quantize_rows=nbits == 0,
+    )  # fmt: skip
+    n_runs = cuts.number if documents == "cut" else -(-n_documents // run)
+    reason += f", and queries of at most {tables.SHORT_MAX_LENGTH} tokens"
+    return ForwardPlan(made, strides, columns, run, n_runs, n_documents, cuts, 1, 1, reason)
+
+
+def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: int, listed: bool) -> ForwardPlan:
+    """Choose the kernel, the tile and the grid of a call with residual codes.
+
+    Every query meets `tokens_met`, about; `listed`: of a list of candidates of its own.
+    """
+    kind, reason = problem.kind, "documents are residual codes"
+    if kind.quantize_queries:
+        few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
+        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _is_short(problem, nbits):
+            return _short_plan(problem, nbits, "listed" if listed else "cut", reason)
+        kind = replaced(kind, "quantize_queries", False)
+        problem = problem._replace(kind=kind)
+    item = problem.dtype.itemsize
     capability, _ = tables.architecture(kind.device)
     rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(_stacked_rows(problem)))
     blocks, tile = config.residual_blocks(kind), tables.RESIDUAL_FEW_ROWS
@@ -344,7 +391,7 @@ def residual_plan(problem: Problem, nbits: int, listed: bool) -> ForwardPlan:
         registers = registers_of(per_sm, tile.num_warps)
     shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_CUT)
     # Residuals lie one after the other.
-    problem, reason = problem._replace(document_strides=(0, 0, 0)), "documents are residual codes"
+    problem = problem._replace(document_strides=(0, 0, 0))
     return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)
 
 

@@ -12,7 +12,7 @@ from pylate_flash import ResidualCodes, maxsim_residual, train_residual_codec
 from pylate_flash.ops.residual import maxsim_residual_reference
 from tests.gpu.tools import DTYPES, memory_of, on_gpu, unit
 from tests.ops.cases import relative_error
-from tests.ops.residual_cases import residual_cases, residual_codes, residual_gradient
+from tests.ops.residual_cases import check_8_bits, residual_cases, residual_codes, residual_gradient
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +21,7 @@ CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
 
 
 def by_kernels(*arguments, **options) -> Tensor:
-    return maxsim_residual(*arguments, **options, implementation="triton")
+    return maxsim_residual(*arguments, **options, precision="full", implementation="triton")
 
 
 def check(queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
@@ -77,8 +77,29 @@ def test_real_shapes_and_the_same_bits_again(
         found = check(queries, documents, options)
         gradient = residual_gradient(by_kernels, queries, documents, options)
         for _ in range(20):
-            assert torch.equal(maxsim_residual(queries, documents, **options), found)
+            assert torch.equal(by_kernels(queries, documents, **options), found)
         assert torch.equal(residual_gradient(by_kernels, queries, documents, options), gradient)
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize(
+    ("shape", "n_documents", "dtype"),
+    [
+        ((1, 32, 128), 5000, torch.bfloat16), ((3, 17, 128), 700, torch.float16), ((1, 64, 128), 700, torch.bfloat16),
+        ((2, 32, 64), 900, torch.float32), ((4, 10, 192), 300, torch.bfloat16), ((1, 32, 256), 300, torch.float16),
+    ],
+)  # fmt: skip
+def test_short_queries_in_8_bits(shape: tuple[int, ...], n_documents: int, dtype: torch.dtype, nbits: int) -> None:
+    lengths = [(37 * index) % 301 for index in range(n_documents)]
+    documents = residual_codes(lengths, shape[-1], nbits, n_centroids=1000).to("cuda")
+    queries = unit(*shape, dtype=dtype)
+    candidates = torch.randint(-1, n_documents, (shape[0], 70), device="cuda")
+    mask = torch.rand(shape[:2], device="cuda")
+    for options in ({}, {"queries_mask": mask}, {"candidates": candidates, "empty_score": -1.0}):
+        found = maxsim_residual(queries, documents, **options)
+        check_8_bits(found, queries, documents, options)
+        for _ in range(20):
+            assert torch.equal(maxsim_residual(queries, documents, **options), found)
 
 
 def test_nan_and_a_long_document() -> None:

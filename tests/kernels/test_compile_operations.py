@@ -20,7 +20,7 @@ from pylate_flash.kernels.versions import triton_version
 from pylate_flash.ops import kernel_calls
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from pylate_flash.ops.quantized import problem_of_quantized
-from pylate_flash.problem import Options, Problem, Results, Rule, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Results, Rule, Tensors, problem_of, replaced
 from tests.kernels.recorder import compiled, recorded
 from tests.kernels.test_compile import BF16, F16, F32, inputs
 
@@ -275,6 +275,29 @@ def check_copies(ptx: str) -> None:
     """Centroids go to shared memory 16 bytes at a time, in the background, and weights are looked up there."""
     assert "0x10" in re.findall(_COPIES, ptx)
     assert "ld.shared.b16" in ptx
+
+
+# Bits of a residual code, or the type of documents in 8 bits, and embedding size.
+SHORT = [(4, 128), (2, 128), (4, 64), (INT8, 128), (UINT8, 128), (INT8, 64)]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
+@pytest.mark.parametrize(("bits", "size"), SHORT, ids=str)
+def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype, size: int, capability: int) -> None:
+    """Documents and queries are operands where they have been loaded, and what is looked up needs no memory."""
+    if isinstance(bits, int):
+        problem, *given = residual(torch.empty(1, 32, size).bfloat16(), bits)
+        problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", True))
+        code = compiled(partial(forward.residual_forward, problem, *given), "short table", capability)
+    else:
+        tensors = inputs((1, 32, size), (2000, 180, size), BF16)
+        code = compiled(quantized(tensors._replace(documents=tensors.documents.to(bits)), True), "short", capability)
+    ptx = code["short"].asm["ptx"]
+    products = ptx[ptx.index("mma.sync") : ptx.rindex("mma.sync")]
+    assert "s32.s8.s8.s32" in products
+    assert not re.search(r"(ld|st)\.shared|ldmatrix|shfl|cvt\.\S*s32", products)
+    assert ("prmt" in products) == isinstance(bits, int)
+    assert re.search(r"ld\.global\S*v4\.b32" if size == 128 and bits != 2 else r"ld\.global", ptx)
 
 
 @pytest.mark.parametrize("capability", [80, 100, 120], indirect=True)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import ResidualCodes
+from pylate_flash.ops.residual import maxsim_residual_reference
 
 SIZES = st.sampled_from([8, 16, 24, 32, 40])
 
@@ -68,3 +69,26 @@ def residual_gradient(function, queries: Tensor, documents: ResidualCodes, optio
     scores = function(queries, documents, **options)
     weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
     return torch.autograd.grad((scores * weight).sum(), queries)[0]
+
+
+def check_8_bits(found: Tensor, queries: Tensor, documents: ResidualCodes, options: dict) -> None:
+    """Scores of rounded queries and bucket weights, against the definition, by how much a similarity may be off.
+
+    A query's elements are rounded to 1/127 of the largest, weights to at most 1/95 of what lies between the lowest and
+    the highest, and what a centroid adds, with an offset of the rounded weights, by 2**-11 of it.
+    """
+    rows, weights = queries.double(), documents.bucket_weights.double()
+    most = weights.abs().max()
+    width = weights.clamp(min=0).max() - weights.clamp(max=0).min() if len(weights) == 16 else 2 * most
+    total = rows.abs().sum(dim=-1)
+    in_weights = total * width / 95 / 2
+    in_queries = rows.abs().amax(dim=-1) / 127 / 2 * documents.size * most
+    centroid = rows.norm(dim=-1) * documents.centroids.double().norm(dim=-1).max()
+    of_token = in_weights + in_queries + (centroid + total * most) * 2**-10
+    off = (of_token * documents.scales.max()).sum(dim=-1, keepdim=True)
+    if options.get("reduction") == "mean":
+        off = off / queries.shape[1]
+    difference = found.double() - maxsim_residual_reference(queries, documents, **options)
+    assert (difference.abs() <= off).all()
+    # Roundings are of either sign, so that a score is off by a few of the root of their number.
+    assert difference.square().mean().sqrt() <= 6 * off.mean() / (queries.shape[1] * documents.size) ** 0.5

@@ -22,7 +22,9 @@ from ..plan import ForwardPlan, forward_plan, quantized_plan, residual_plan, sof
 from ..rows import Norms, active_tokens, inverse_norms
 from .common import add_sums
 from .cuts import merge_pieces
+from .few_bits import values_size, with_table
 from .quantized_rows import divided_by_norms, quantize_rows
+from .short import score_short
 from .single import score_single
 from .stacked import score_stacked
 from .tensors import ForwardTensors
@@ -96,9 +98,11 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
     values = queries_scale = None
     if kind.quantize_queries:
         dtype = torch.int8 if kind.quantized == torch.uint8 else kind.quantized
-        shape = problem.n_queries, problem.query_length
-        values = torch.empty(*shape, problem.size, dtype=dtype, device=problem.device)
-        queries_scale = torch.empty(*shape, dtype=torch.float32, device=problem.device)
+        length, size = problem.query_length, problem.size
+        if plan.kernel == "short":
+            length, size = plan.tile.columns, values_size(size, 0)
+        values = torch.empty(problem.n_queries, length, size, dtype=dtype, device=problem.device)
+        queries_scale = torch.empty(problem.n_queries, length, dtype=torch.float32, device=problem.device)
         if not plan.config.quantize_rows:
             quantize_rows(queries, problem.query_strides, values, queries_scale, kind.normalize)
             queries, values = values, None
@@ -134,7 +138,9 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     Queries are padded [Nq, Lq, d] with contiguous rows. Where there are candidates, every query is a group of the
     problem, and `problem.n_documents` the number of its candidates. No dimension is 0, and a document may be empty.
     """
-    plan = residual_plan(problem, codes.nbits, codes.candidates is not None)
+    listed, (n_tokens, n_centroids) = codes.candidates is not None, (len(codes.codes), len(codes.centroids))
+    met = problem.n_documents * n_tokens // (len(codes.cu_seqlens) - 1) if listed else n_tokens
+    plan = residual_plan(problem, codes.nbits, n_centroids, met, listed)
     winners = None
     if problem.with_winners:
         shape = problem.groups * problem.n_documents, problem.rows
@@ -144,6 +150,8 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
         cu_seqlens=codes.cu_seqlens, candidates=codes.candidates, winners=winners, codes=codes.codes,
         centroids=codes.centroids, bucket_weights=codes.bucket_weights,
     )  # fmt: skip
+    if plan.kernel == "short":
+        given = with_table(problem, plan, given)
     return _score(problem, plan, given), winners
 
 
@@ -165,9 +173,13 @@ def _score(problem: Problem, plan: ForwardPlan, given: ForwardTensors) -> Tensor
     # The only sum of a score is the score. (Sizes one by one, as a tuple takes the host twice as long.)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    score = _hopper() if plan.kernel == "hopper" else score_single if plan.kernel == "single" else score_stacked
+    score = _hopper() if plan.kernel == "hopper" else _PLAIN[plan.kernel]
     score(problem, plan, given, sums)
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
+
+
+# What launches the kernels that every Triton compiles.
+_PLAIN = {"single": score_single, "stacked": score_stacked, "short": score_short}
 
 
 @functools.cache

@@ -22,25 +22,30 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 # Elements that four warps quantize at a time.
 _AT_ONCE = tl.constexpr(4096)
 _NORM_ROWS = 64
-# Added to a float32 below 2**22 and taken away again, this rounds to the nearest integer, ties to even.
+# Added to a float32 below 2**22, this leaves the nearest integer, ties to even, in the lowest bits.
 _ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def _quantized(rows, DTYPE: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Rows [rows, dims], float32, in int8 or fp8, and their scales [rows].
-
-    Under NORMALIZE, a row's values times its scale have norm 1.
-    """
-    LARGEST: tl.constexpr = _LARGEST_INT8 if tl.int8 == DTYPE else _LARGEST_FP8
+def divided_rows(rows, LARGEST: tl.constexpr):
+    """Rows [rows, dims], float32, divided by their scales [rows]."""
     scale = tl.div_rn(max_along(tl.abs(rows), 1), LARGEST)
     # NaN is not.
     usable = (scale >= _SMALLEST_SCALE) & (scale < float("inf"))
     inverse = tl.div_rn(1.0, tl.where(usable, scale, 1.0))
-    # Not a product, which compilers would fuse with the sum below, and round once.
-    values = tl.where(usable[:, None], tl.fma(rows, inverse[:, None], 0.0), 0.0)
+    # Not a product, which compilers would fuse with what is added, and round once.
+    return tl.where(usable[:, None], tl.fma(rows, inverse[:, None], 0.0), 0.0), scale
+
+
+@triton.jit
+def rounded_rows(rows, DTYPE: tl.constexpr, NORMALIZE: tl.constexpr):
+    """Rows [rows, dims], float32, in int8 or fp8, and their scales [rows].
+
+    Under NORMALIZE, a row's values times its scale have norm 1.
+    """
+    values, scale = divided_rows(rows, _LARGEST_INT8 if tl.int8 == DTYPE else _LARGEST_FP8)
     if tl.int8 == DTYPE:
-        values = (values + _ROUNDING) - _ROUNDING
+        values = (values + _ROUNDING).to(tl.int32, bitcast=True)
     values = values.to(DTYPE)
     if NORMALIZE:
         rounded = values.to(tl.float32)
@@ -69,7 +74,7 @@ def leave_values(
         flat_query = (group * n_queries + query).to(tl.int64)
         offset = flat_query * stride_query + token * stride_query_token
         tile = tl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32)
-        values, scale = _quantized(tile, values_ptr.dtype.element_ty, NORMALIZE)
+        values, scale = rounded_rows(tile, values_ptr.dtype.element_ty, NORMALIZE)
         global_row = flat_query * query_length + token
         tl.store(scales_ptr + global_row, scale, mask=row_exists)
         tl.store(values_ptr + global_row[:, None] * EMBEDDING + dims[None, :], values, mask=exists)

@@ -303,7 +303,7 @@ def score_stacked(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, 
     """Leave the sums [groups, queries, n_sums, n_documents] of every score, or [n_sums, Nd] of packed candidates."""
     _stacked_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
-        (*tensors[:10], sums, *tensors[10:-1]),
+        (*tensors[:10], sums, *tensors[10:20]),
         (*numbers_of(problem, plan), plan.cuts.whole),
         plan.strides,
         (plan.config,),

@@ -43,3 +43,6 @@ class ForwardTensors(NamedTuple):
     lse: Tensor | None = None
     # Positions of the query tokens that meet each document, [Nq, K or Nd, k].
     query_tokens: Tensor | None = None
+    # What centroids add to similarities, and bucket weights in bytes (`forward.short`).
+    table: Tensor | None = None
+    luts: Tensor | None = None

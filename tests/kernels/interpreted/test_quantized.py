@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash import maxsim, maxsim_varlen, quantize
+from pylate_flash.kernels import tables
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.cases import Case, cases
@@ -63,6 +64,31 @@ def test_tile_boundaries(
     }  # fmt: skip
     found = maxsim(queries, documents, **options, implementation="triton")
     torch.testing.assert_close(found.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
+@pytest.mark.parametrize(("n_queries", "size"), [(1, 128), (1, 96), (3, 64)])
+def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded documents, each query's own and packed ones of which some are empty, by several programs."""
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
+    monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
+    monkeypatch.setattr(tables, "SMALLEST_CUT", 64)
+    torch.manual_seed(0)
+    queries, lengths = torch.randn(n_queries, 11, size), torch.tensor([0, 5, 40, 0, 33, 64, 1, 20, 0])
+    if precision == "fp8":
+        queries = fp8_exact(queries)
+    options = {"normalize": precision != "fp8", "queries_mask": torch.rand(n_queries, 11)}
+    shape = (7, 37) if n_queries == 1 else (n_queries, 4, 37)
+    documents = quantize(torch.randn(*shape, size), precision)
+    found = maxsim(queries, documents, **options, implementation="triton")
+    torch.testing.assert_close(found.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
+    if n_queries == 1:
+        bounds = torch.tensor([0, *lengths.cumsum(0)])
+        packed = quantize(torch.randn(int(bounds[-1]), size), precision)
+        of_queries = {"queries_cu_seqlens": torch.tensor([0, 11]), "documents_cu_seqlens": bounds}
+        found = maxsim_varlen(queries[0], packed, **of_queries, empty_score=-3.0, implementation="triton")
+        expected = maxsim_quantized_reference(queries[0], packed, *of_queries.values(), empty_score=-3.0)
+        torch.testing.assert_close(found.double(), expected, **CLOSE)
 
 
 def test_a_token_that_is_not_a_number() -> None:

@@ -14,7 +14,7 @@ from pylate_flash.kernels import tables
 from pylate_flash.ops.residual import maxsim_residual_reference
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.cases import relative_error
-from tests.ops.residual_cases import residual_cases, residual_codes, residual_gradient
+from tests.ops.residual_cases import check_8_bits, residual_cases, residual_codes, residual_gradient
 from tests.ops.test_residual import CLOSE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -23,7 +23,7 @@ DTYPES = {"dtypes": HALF_AND_FLOAT, "codec_dtypes": HALF_AND_FLOAT}
 
 
 def by_kernels(*arguments, **options) -> torch.Tensor:
-    return maxsim_residual(*arguments, **options, implementation="triton")
+    return maxsim_residual(*arguments, **options, precision="full", implementation="triton")
 
 
 def check(queries: torch.Tensor, documents, options: dict, with_gradient: bool = True) -> None:
@@ -94,3 +94,37 @@ def test_residuals_that_begin_within_a_word() -> None:
     moved = whole[1:].view_as(documents.residuals).copy_(documents.residuals)
     assert moved.data_ptr() % 4
     check(torch.randn(2, 3, 8), replace(documents, residuals=moved), {})
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 32, 128), torch.float16), ((2, 13, 64), torch.float32), ((3, 20, 192), torch.float16)],
+)
+def test_short_queries_in_8_bits(
+    nbits: int, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents that end anywhere in a step, several in one, none, and candidates; by several programs."""
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
+    monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
+    monkeypatch.setattr(tables, "SMALLEST_CUT", 64)
+    torch.manual_seed(0)
+    documents = residual_codes([0, 5, 40, 0, 16, 33, 64, 1, 20, 0], shape[-1], nbits)
+    queries = torch.nn.functional.normalize(torch.randn(shape), dim=-1).to(dtype)
+    for options in (
+        {},
+        {"queries_mask": torch.rand(shape[:2]) > 0.4, "empty_score": -5.0},
+        {"queries_mask": torch.rand(shape[:2]), "candidates": torch.arange(shape[0] * 9).view(-1, 9) % 11 - 1},
+    ):
+        found = maxsim_residual(queries, documents, **options, implementation="triton")
+        assert torch.equal(maxsim_residual(queries, documents, **options, implementation="triton"), found)
+        assert not torch.equal(found, by_kernels(queries, documents, **options))
+        check_8_bits(found, queries, documents, options)
+
+
+def test_short_queries_that_are_not_numbers_or_zero() -> None:
+    queries, documents = torch.randn(3, 4, 64), residual_codes([20, 0, 9], 64, 4)
+    queries[0, 2], queries[1, 1, 3] = 0.0, torch.nan
+    found = maxsim_residual(queries, documents, implementation="triton")
+    assert found.isnan().tolist() == [[False] * 3, [True, False, True], [False] * 3]
+    check_8_bits(found[::2], queries[::2], documents, {})

@@ -1,0 +1,303 @@
+"""The forward of short queries against documents of few bits: in 8 bits, or residual codes of 4 or 2.
+
+A program is one warp. It walks a run of documents as one row of tokens, 32 at a time, whatever the boundaries, and
+fetches the next ones while it multiplies these. Document tokens are the rows of the product, and the running maximum is
+elementwise until a document ends. Four threads have a row of words, each as many that lie together, which is the
+operand of a product of 8 bits as it is: of what order its elements are, the query has to follow.
+
+A residual code is looked up by permutes of bytes, a word of elements at a time, and stands for a bucket weight rounded
+to 7 bits with 4 bits for an element, to 8 with 2. With q = a v, of values v, and d = n (c + u w) of the centroid c, the
+rounded weights w, their unit u and the scale n, the similarity is
+
+    <q, d> = a n (<c, v> + u <w, v>)
+
+where <c, v> is looked up, in 16 bits, in a table of all centroids (`few_bits.with_table`), which stays in L2.
+
+Sums of products begin at the bits of 1.5 * 2**23. Taken for a float, that is 1.5 * 2**23 more than the sum, exactly,
+where a conversion would take a slower unit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from ...problem import Problem
+from ..launch import kernel, wait_for_previous_kernel
+from ..plan import ForwardPlan
+from ..reductions import larger, max_along
+from .cuts import documents_of_cut
+from .few_bits import (
+    LARGEST_ENTRY,
+    LARGEST_VALUE,
+    four_bits,
+    leave_query,
+    operand,
+    query_operand,
+    token_of_columns,
+    two_bits,
+    values_size,
+    words_of,
+)
+from .tensors import ForwardTensors
+
+_ROWS = tl.constexpr(16)
+_BITS_OF_SUM = tl.constexpr(0x4B400000)
+_SUM = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def _words(documents_ptr, start, part, config: tl.constexpr, J: tl.constexpr):
+    """Words [4, 16, J] of the tokens from `start` on, of their second half if `part` is 1."""
+    # Elements of a word, and words that a thread has of a row.
+    ELEMENTS: tl.constexpr = 4 if config.values else 32 // config.nbits
+    ROW: tl.constexpr = config.size // ELEMENTS
+    HELD: tl.constexpr = ROW // (8 if config.values else 4)
+    documents_ptr += start.to(tl.int64) * ROW + part * (4 * HELD)
+    four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, J)[None, None, :]
+    at = documents_ptr + tl.arange(0, _ROWS)[None, :, None] * ROW + four * HELD + places
+    if HELD < J:
+        return tl.load(at, mask=places < HELD, other=0, eviction_policy="evict_first")
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@triton.jit
+def _fetched(
+    documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, config: tl.constexpr, J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What is read of 16 tokens from `start` on: words, scales, offsets, and the scores of their centroids."""
+    words = _words(documents_ptr, start, 0, config, J)
+    second = words
+    if config.values:
+        second = _words(documents_ptr, start, 1, config, J)
+    rows = tl.arange(0, _ROWS)
+    scale = tl.load(scales_ptr + start + rows)
+    offset = scale
+    if config.affine:
+        offset = tl.load(offsets_ptr + start + rows)
+    entries = scale
+    if config.nbits > 0:
+        four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, COLUMNS // 4)[None, None, :]
+        at = table_ptr + codes[None, :, None] * COLUMNS + four * (COLUMNS // 4) + places
+        entries = tl.load(at, eviction_policy="evict_last")
+    return words, second, scale, offset, entries
+
+
+@triton.jit
+def _codes(codes_ptr, start, config: tl.constexpr):
+    rows = tl.arange(0, _ROWS)
+    if config.nbits > 0:
+        rows = tl.load(codes_ptr + start + rows)
+    return rows
+
+
+@triton.jit
+def _over(row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.broadcast_to(row[:, None], [ROWS, COLUMNS])
+
+
+@triton.jit
+def _similarities(fetched, operands, luts, row_sums, unit, config: tl.constexpr, PTX: tl.constexpr):
+    """Similarities [16, columns], less the scales of the columns."""
+    words, second, scale, offset, entries = fetched
+    DTYPE: tl.constexpr = operands[0].dtype
+    COLUMNS: tl.constexpr = operands[0].shape[1]
+    if tl.int8 != DTYPE:
+        sums = tl.dot(operand(words, DTYPE), operands[0])
+        sums = tl.dot(operand(second, DTYPE), operands[1], sums)
+        return sums * scale[:, None]
+    sums = tl.full([_ROWS, COLUMNS], _BITS_OF_SUM, tl.int32)
+    if config.nbits == 4:
+        a, b = four_bits(words, luts, PTX)
+        sums = tl.dot(operand(a, DTYPE), operands[0], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(b, DTYPE), operands[1], sums, out_dtype=tl.int32)
+    elif config.nbits == 2:
+        a, b, c, d = two_bits(words, luts, PTX)
+        sums = tl.dot(operand(a, DTYPE), operands[0], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(b, DTYPE), operands[1], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(c, DTYPE), operands[2], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(d, DTYPE), operands[3], sums, out_dtype=tl.int32)
+    else:
+        if config.affine:
+            # Values are 0 to 255, and tensor cores multiply signed integers: 128 is taken from them here, and its
+            # product with the scale added to the offset.
+            words, second = words ^ -0x7F7F7F80, second ^ -0x7F7F7F80
+        sums = tl.dot(operand(words, DTYPE), operands[0], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(second, DTYPE), operands[1], sums, out_dtype=tl.int32)
+    sums = sums.to(tl.float32, bitcast=True)
+    if config.nbits > 0:
+        entries = tl.permute(tl.reshape(entries, [4, _ROWS, COLUMNS // 8, 2]), (1, 2, 0, 3))
+        entries = tl.reshape(entries, [_ROWS, COLUMNS]).to(tl.float32)
+        # What is taken away again is rounded here to half of a unit of the sum.
+        base = tl.fma(entries, _over(scale, _ROWS, COLUMNS), _over(scale * unit * -_SUM, _ROWS, COLUMNS))
+        return tl.fma(sums, _over(scale * unit, _ROWS, COLUMNS), base)
+    similarities = (sums - _SUM) * scale[:, None]
+    if config.affine:
+        similarities += (offset + 128.0 * scale)[:, None] * row_sums[None, :]
+    return similarities
+
+
+@triton.jit
+def _start(cu_seqlens_ptr, document, document_length, config: tl.constexpr):
+    """Where a document begins among all tokens."""
+    if config.packed:
+        return tl.load(cu_seqlens_ptr + document).to(tl.int32)
+    return document * document_length
+
+
+@kernel(follows=True)
+def _short_kernel(
+    queries_ptr, documents_ptr, queries_mask_ptr, scales_ptr, offsets_ptr, cu_seqlens_ptr, candidates_ptr, codes_ptr,
+    table_ptr, values_ptr, queries_scale_ptr, luts_ptr, scores_ptr,
+    n_queries, query_length, n_documents, document_length, n_tokens, n_centroids, next_group, run, empty_score,
+    stride_query, stride_query_token,
+    config: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Scores [n_queries, n_documents] of the documents of all, or of each query's own.
+
+    Grid: runs of documents x queries; programs that run together meet the same documents. Of padded documents, query i
+    meets `n_documents` from i * `next_group` on; "listed" ones are a program's one by one.
+    """
+    wait_for_previous_kernel()
+    J: tl.constexpr = words_of(config.size, config.nbits)
+    SIZE: tl.constexpr = values_size(config.size, config.nbits)
+    COLUMNS: tl.constexpr = config.tile.columns
+    stride_query *= config.query_unit
+    stride_query_token *= config.query_unit
+    DTYPE: tl.constexpr = tl.float8e4nv if tl.float8e4nv == documents_ptr.dtype.element_ty else tl.int8
+    documents_ptr = documents_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    query = tl.program_id(0) % n_queries
+    index = tl.program_id(0) // n_queries
+    # Of the documents of the program, the first, and one past the last, and what is added to one for its number.
+    shift = query * next_group
+    first = index * run
+    last = tl.minimum(first + run, n_documents)
+    exists = True
+    if config.documents == "cut":
+        first, last = documents_of_cut(cu_seqlens_ptr, n_documents, index.to(tl.int64) * run, run)
+    elif config.documents == "listed":
+        listed = tl.load(candidates_ptr + query.to(tl.int64) * n_documents + index).to(tl.int32)
+        shift = tl.maximum(listed, 0) - index
+        exists = listed >= 0
+    scores_ptr += query.to(tl.int64) * n_documents
+    if config.nbits > 0:
+        table_ptr += query.to(tl.int64) * n_centroids * COLUMNS
+
+    tokens = token_of_columns(COLUMNS)
+    flat_token = query.to(tl.int64) * query_length + tokens
+    # How much a column counts: 0, not at all.
+    factor = (tokens < query_length).to(tl.float32)
+    if config.has_queries_mask:
+        factor = tl.load(queries_mask_ptr + flat_token, mask=tokens < query_length, other=0).to(tl.float32)
+        if not config.weighted:
+            factor = (factor != 0.0).to(tl.float32)
+    luts = (0, 0, 0, 0)
+    unit = 1.0
+    row_sums = tl.zeros([COLUMNS], tl.float32)
+    values_ptr += query.to(tl.int64) * COLUMNS * SIZE
+    queries_scale_ptr += query.to(tl.int64) * COLUMNS
+    if config.nbits > 0:
+        luts = tl.load(luts_ptr), tl.load(luts_ptr + 1), tl.load(luts_ptr + 2), tl.load(luts_ptr + 3)
+        unit = tl.load(luts_ptr + 4).to(tl.float32, bitcast=True)
+    else:
+        # Programs of the same query leave the same.
+        leave_query(
+            queries_ptr + query.to(tl.int64) * stride_query, values_ptr, queries_scale_ptr, query_length,
+            stride_query_token, config.size, COLUMNS, 0, config.normalize,
+        )  # fmt: skip
+        tl.debug_barrier()
+    first_operand = query_operand(values_ptr, 0, COLUMNS, J, DTYPE)
+    second_operand = query_operand(values_ptr, 1, COLUMNS, J, DTYPE)
+    operands = first_operand, second_operand, first_operand, second_operand
+    if config.nbits == 2:
+        third = query_operand(values_ptr, 2, COLUMNS, J, DTYPE)
+        fourth = query_operand(values_ptr, 3, COLUMNS, J, DTYPE)
+        operands = first_operand, second_operand, third, fourth
+    if config.affine:
+        row_sums = tl.sum(first_operand.to(tl.int32), axis=0) + tl.sum(second_operand.to(tl.int32), axis=0)
+        row_sums = row_sums.to(tl.float32)
+    scale = tl.load(queries_scale_ptr + tl.arange(0, COLUMNS))
+    if config.nbits > 0:
+        scale *= LARGEST_VALUE * config.size**0.5 / LARGEST_ENTRY
+    factor *= scale
+
+    begin = _start(cu_seqlens_ptr, first + shift, document_length, config)
+    stop = _start(cu_seqlens_ptr, last + shift, document_length, config)
+    if config.documents == "listed":
+        stop = tl.where(exists, stop, begin)
+    # The last 16 tokens, which may have been seen before: those of documents that have ended count no more.
+    final = n_tokens - 16
+    place, opened = first, begin
+    end = _start(cu_seqlens_ptr, tl.minimum(first + 1, last) + shift, document_length, config)
+    next_end = _start(cu_seqlens_ptr, tl.minimum(first + 2, last) + shift, document_length, config)
+    best = tl.full([_ROWS, COLUMNS], float("-inf"), tl.float32)
+    rows = tl.arange(0, _ROWS)
+    at, next_at = tl.minimum(begin, final), tl.minimum(begin + 16, final)
+    upper = _fetched(
+        documents_ptr, scales_ptr, offsets_ptr, table_ptr, _codes(codes_ptr, at, config), at, config, J, COLUMNS
+    )
+    lower = _fetched(
+        documents_ptr, scales_ptr, offsets_ptr, table_ptr, _codes(codes_ptr, next_at, config), next_at, config, J,
+        COLUMNS,
+    )  # fmt: skip
+    upper_codes = _codes(codes_ptr, tl.minimum(begin + 32, final), config)
+    lower_codes = _codes(codes_ptr, tl.minimum(begin + 48, final), config)
+    for start in tl.range(begin, stop, 32, num_stages=1):
+        next_upper = _fetched(
+            documents_ptr, scales_ptr, offsets_ptr, table_ptr, upper_codes, tl.minimum(start + 32, final), config, J,
+            COLUMNS,
+        )  # fmt: skip
+        next_lower = _fetched(
+            documents_ptr, scales_ptr, offsets_ptr, table_ptr, lower_codes, tl.minimum(start + 48, final), config, J,
+            COLUMNS,
+        )  # fmt: skip
+        upper_codes = _codes(codes_ptr, tl.minimum(start + 64, final), config)
+        lower_codes = _codes(codes_ptr, tl.minimum(start + 80, final), config)
+        first_half = _similarities(upper, operands, luts, row_sums, unit, config, PTX)
+        second_half = _similarities(lower, operands, luts, row_sums, unit, config, PTX)
+        while (end <= start + 32) & (place < last):
+            token = rows + tl.minimum(start, final)
+            own = ((token >= opened) & (token < end))[:, None]
+            best = larger(best, tl.where(own, first_half, float("-inf")))
+            first_half = tl.where(own, float("-inf"), first_half)
+            token = rows + tl.minimum(start + 16, final)
+            own = ((token >= opened) & (token < end))[:, None]
+            best = larger(best, tl.where(own, second_half, float("-inf")))
+            second_half = tl.where(own, float("-inf"), second_half)
+            score = tl.sum(tl.where(factor != 0.0, max_along(best, 0) * factor, 0.0), axis=0)
+            tl.store(scores_ptr + place, tl.where(end > opened, score, empty_score))
+            best = tl.full([_ROWS, COLUMNS], float("-inf"), tl.float32)
+            place += 1
+            opened, end = end, next_end
+            next_end = _start(cu_seqlens_ptr, tl.minimum(place + 2, last) + shift, document_length, config)
+        best = larger(best, larger(first_half, second_half))
+        upper, lower = next_upper, next_lower
+    while place < last:
+        # What no token is left for is empty.
+        tl.store(scores_ptr + place, empty_score)
+        place += 1
+
+
+def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, scores: Tensor) -> None:
+    """Leave the scores, [Nq, documents of each]."""
+    n_centroids = 0 if tensors.centroids is None else len(tensors.centroids)
+    next_group = problem.n_documents if problem.groups > 1 and plan.config.documents == "run" else 0
+    _short_kernel(
+        (plan.n_runs * problem.n_queries, 1, 1),
+        (
+            tensors.queries, tensors.documents, tensors.queries_mask, tensors.documents_scale, tensors.documents_offset,
+            tensors.cu_seqlens, tensors.candidates, tensors.codes, tensors.table, tensors.values,
+            tensors.queries_scale, tensors.luts, scores,
+        ),
+        (
+            problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, problem.n_tokens,
+            n_centroids, next_group, plan.run, problem.empty_score,
+        ),
+        plan.strides[:2],
+        (plan.config, not knobs.runtime.interpret),
+        plan.config.warps,
+    )  # fmt: skip
