@@ -164,7 +164,8 @@ def from_hidden(layout: str, dtype: torch.dtype = HALF) -> Call:
 
 def of_codes(**options: Any) -> Call:
     documents = residual_codes([180, 0, 40] * 20, 128, 4).to("cuda")
-    return Call(maxsim_residual, (unit(4, 32, 128, dtype=HALF),), documents, **options)
+    # What is compiled may be asked for a gradient, and then products are not of 8 bits.
+    return Call(maxsim_residual, (unit(4, 32, 128, dtype=HALF),), documents, precision="full", **options)
 
 
 def of_8_bits(precision: str) -> Call:

@@ -100,6 +100,12 @@ def test_short_queries_in_8_bits(shape: tuple[int, ...], n_documents: int, dtype
         check_8_bits(found, queries, documents, options)
         for _ in range(20):
             assert torch.equal(maxsim_residual(queries, documents, **options), found)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = maxsim_residual(queries, documents, **options)
+        again.zero_()
+        graph.replay()
+        assert torch.equal(again, found)
 
 
 def test_nan_and_a_long_document() -> None:
