@@ -13,19 +13,14 @@ from pylate_flash.index import store
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.parts import Part
 from pylate_flash.index.ranks import Ranks
-from pylate_flash.indexes import Flat
 from tests.ranks import join_group, run_ranks
+from tests.stores import integers_of, small
 
 IDS = [f"d{i}" for i in range(60)]
 
 
-def integers_of(lengths: list[int], seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-2, 3, (length, 8), generator=generator).float() for length in lengths]
-
-
 def queries() -> list[torch.Tensor]:
-    return integers_of([4, 1, 0, 7], 1)
+    return integers_of([4, 1, 0, 7], seed=1)
 
 
 def calls() -> list[dict]:
@@ -33,15 +28,11 @@ def calls() -> list[dict]:
     return [{}, {"k": 3}, {"k": 100}, {"subset": IDS[10:25]}, {"subset": own, "k": 4}, {"subset": own, "matches": True}]
 
 
-def opened(folder: Path, **options: object) -> Flat:
-    return Flat(folder, "index", device="cpu", show_progress=False, **options)  # type: ignore[arg-type]
-
-
 def search(rank: int, world: int, folder: Path, name: str) -> None:
     join_group(rank, world, folder, name)
-    wanted = [opened(folder).search(queries(), **call) for call in calls()]
+    wanted = [small(folder).search(queries(), **call) for call in calls()]
     for memory in (0, 1 << 20):
-        index = opened(folder, group=dist.group.WORLD, device_memory=memory)
+        index = small(folder, memory, group=dist.group.WORLD)
         # What the others ask for does not count.
         own = [index.search(queries() if rank == 0 else [], **(call if rank == 0 else {})) for call in calls()]
         assert own == wanted
@@ -52,7 +43,7 @@ def search(rank: int, world: int, folder: Path, name: str) -> None:
         index.search(queries(), k=0 if rank == 0 else 5)
     assert index.search(queries()) == wanted[0]
     # So is one of another, which says who it was.
-    index = opened(folder, group=dist.group.WORLD)
+    index = small(folder, group=dist.group.WORLD)
     if rank == world - 1:
         index._search.rows.follow = lambda *_: (_ for _ in ()).throw(OSError("no such disk"))  # type: ignore[method-assign]
     message = "no such disk" if rank == world - 1 else f"rank {world - 1} could not search.*no such disk"
@@ -65,9 +56,9 @@ def search(rank: int, world: int, folder: Path, name: str) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(store, "SEGMENT_BYTES", 30 * 8 * 4)
     monkeypatch.setattr(store, "PENDING_BYTES", 0, raising=False)
-    index = opened(tmp_path)
+    index = small(tmp_path)
     for start in range(0, 60, 6):
-        index.add_documents(IDS[start : start + 6], integers_of([i % 8 for i in range(start, start + 6)], start))
+        index.add_documents(IDS[start : start + 6], integers_of([i % 8 for i in range(start, start + 6)], seed=start))
     index.remove_documents(["d3", "d40"])
     assert index.info().segments >= 4
     return tmp_path

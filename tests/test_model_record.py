@@ -13,7 +13,7 @@ import torch
 from pylate_flash import models
 from pylate_flash.encoding.model_record import ModelRecord, fingerprint
 from pylate_flash.indexes import Flat
-from tests.stores import change_state
+from tests.stores import change_state, small
 
 
 @pytest.fixture
@@ -21,19 +21,15 @@ def model(tiny_colbert_path: str) -> models.ColBERT:
     return models.ColBERT(tiny_colbert_path, device="cpu")
 
 
-def flat(path: Path, **options) -> Flat:
-    return Flat(path, "index", device="cpu", show_progress=False, **options)
-
-
 def filled(path: Path, **options) -> Flat:
-    return flat(path, **options).add_documents(["a"], [np.ones((2, 4), dtype=np.float32)])
+    return small(path, **options).add_documents(["a"], [np.ones((2, 4), dtype=np.float32)])
 
 
 def test_the_model_of_an_index_is_remembered_with_all_that_changes_embeddings(
     tmp_path: Path, model: models.ColBERT, tiny_colbert_path: str
 ) -> None:
     assert filled(tmp_path).record_model(model, tiny_colbert_path).model is not None
-    record = flat(tmp_path).model
+    record = small(tmp_path).model
     assert record is not None
     assert record.name == tiny_colbert_path
     assert record.fingerprint == fingerprint(model)
@@ -41,11 +37,11 @@ def test_the_model_of_an_index_is_remembered_with_all_that_changes_embeddings(
     assert (record.query_prefix, record.document_prefix) == (model.query_prefix, model.document_prefix)
     assert record.settings["skiplist_words"] == model.skiplist_words
     assert record.settings["do_query_expansion"] is model.do_query_expansion
-    flat(tmp_path).check_model(models.ColBERT(tiny_colbert_path, device="cpu"))
-    flat(tmp_path).check_model(torch.nn.parallel.DataParallel(model))
+    small(tmp_path).check_model(models.ColBERT(tiny_colbert_path, device="cpu"))
+    small(tmp_path).check_model(torch.nn.parallel.DataParallel(model))
     # A change of the documents leaves it.
-    index = flat(tmp_path).add_documents(["b"], [np.ones((1, 4), dtype=np.float32)])
-    assert index.remove_documents("a").compact().model == flat(tmp_path).model == record
+    index = small(tmp_path).add_documents(["b"], [np.ones((1, 4), dtype=np.float32)])
+    assert index.remove_documents("a").compact().model == small(tmp_path).model == record
 
 
 @pytest.mark.parametrize(
@@ -92,7 +88,7 @@ def test_to_record_the_same_model_again_changes_nothing_but_its_name(
 
 def test_an_index_that_remembers_no_model_takes_any(tmp_path: Path, model: models.ColBERT) -> None:
     filled(tmp_path).check_model(model)
-    assert flat(tmp_path).model is None
+    assert small(tmp_path).model is None
     with pytest.raises(ValueError, match="model must be a torch.nn.Module, .* got str"):
         filled(tmp_path / "other").record_model("name")
 
@@ -102,7 +98,7 @@ def test_a_model_folder_is_found_again_after_both_were_moved(tmp_path: Path, mod
     index = filled(tmp_path / "old").record_model(model, tmp_path / "old" / "model")
     assert index.model.locate(index.index_path) == str(tmp_path / "old" / "model")
     (tmp_path / "old").rename(tmp_path / "new")
-    index = flat(tmp_path / "new")
+    index = small(tmp_path / "new")
     assert index.model.locate(index.index_path) == str(tmp_path / "new" / "model")
     # Only the index was moved.
     (tmp_path / "old").mkdir()
@@ -122,7 +118,7 @@ def test_a_name_that_is_no_folder_is_kept_as_it_is(tmp_path: Path, model: models
 def test_an_index_of_hidden_states_may_be_searched_with_another_projection(
     tmp_path: Path, model: models.ColBERT
 ) -> None:
-    index = flat(tmp_path, projection=model).record_model(model)
+    index = small(tmp_path, projection=model).record_model(model)
     list(model.children())[1].linear.weight.data.mul_(2)
     index.check_model(model)
     next(model.parameters()).data.view(-1)[:1].add_(1e-3)
@@ -164,7 +160,7 @@ def test_a_damaged_record_is_an_error_that_names_the_catalog(
     assert index.model is not None
     change_state(index.index_path, model=replace(index.model, **change))
     with pytest.raises(ValueError, match=f"catalog.sqlite is damaged: its model's {next(iter(change))} is"):
-        flat(tmp_path)
+        small(tmp_path)
 
 
 def test_a_record_says_what_it_is_of() -> None:

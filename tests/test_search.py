@@ -26,7 +26,7 @@ from pylate_flash.index.tables import Documents
 from pylate_flash.indexes import Flat
 from pylate_flash.ops.quantization import PRECISIONS, quantize
 from pylate_flash.ops.quantized import query_precision
-from tests.stores import blocks_of_bytes, documents_of
+from tests.stores import blocks_of_bytes, documents_of, integers_of, small
 
 VALUES = [0.0, -0.0, 1.0, -1.0, 2.0, 3.5, float("inf"), -float("inf"), float("nan"), -3e38]
 
@@ -85,16 +85,6 @@ def test_the_best_of_runs_are_those_of_each(counts: list[int], k: int) -> None:
 
 
 # Where the rows are
-
-
-def integers_of(lengths: list[int], size: int = 8, seed: int = 0) -> list[torch.Tensor]:
-    """Documents or queries of small integers, whose sums are exact in whatever order, and often equal."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-2, 3, (length, size), generator=generator).float() for length in lengths]
-
-
-def small(folder: Path, memory: int | str, **options: object) -> Flat:
-    return Flat(folder, "index", device="cpu", device_memory=memory, show_progress=False, **options)  # type: ignore[arg-type]
 
 
 def assert_alike(found: list, wanted: list, error: float) -> None:
