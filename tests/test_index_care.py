@@ -13,6 +13,7 @@ import torch
 from pylate_flash.index import checksums
 from pylate_flash.index.catalog import Catalog
 from pylate_flash.indexes import Flat
+from tests.recorded import recorded
 from tests.stores import documents_of, integers_of, small
 from tests.test_indexes import flat
 
@@ -47,11 +48,9 @@ def test_a_refused_addition_changes_nothing(tmp_path: Path, ids, documents, erro
 def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = flat(tmp_path, ["a", "b", "c"], documents_of([3, 2, 4]))
     new = documents_of([5, 1])
-    commits = []
-    writing = Catalog.writing
-    monkeypatch.setattr(Catalog, "writing", lambda *arguments: (commits.append(1), writing(*arguments))[1])
+    commits = recorded(monkeypatch, Catalog, "writing")
     assert index.add_documents(["b", "d"], new, replace=True) is index
-    assert commits == [1]
+    assert len(commits) == 1
     for seen in (index, small(tmp_path)):
         assert seen.documents_ids == ["a", "c", "b", "d"]
         for found, expected in zip(seen.get_documents_embeddings([["b", "d"]])[0], new, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from types import SimpleNamespace
 
 import pylate.rank
 import pylate.scores
@@ -17,13 +18,12 @@ import pylate_flash.rank
 from pylate_flash import registered
 from pylate_flash.rank import rerank
 from pylate_flash.register import use_scorer
+from tests.recorded import recorded
 
 
-class Model:
-    """The flags of a model."""
-
-    def __init__(self, scorer: str = "auto", masking: str = "exclude") -> None:
-        self.scorer, self.masking = scorer, masking
+def flags(scorer: str = "auto", masking: str = "exclude") -> SimpleNamespace:
+    """Those of a model."""
+    return SimpleNamespace(scorer=scorer, masking=masking)
 
 
 def positive(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -102,13 +102,9 @@ def test_a_single_query(collection, convert) -> None:
 
 def test_all_is_scored_in_one_call_without_padding(collection, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, queries, documents = collection
-    calls = []
-    varlen = pylate_flash.rank.maxsim_varlen
-    monkeypatch.setattr(
-        pylate_flash.rank, "maxsim_varlen", lambda *args, **kwargs: calls.append(args) or varlen(*args, **kwargs)
-    )
+    calls = recorded(monkeypatch, pylate_flash.rank, "maxsim_varlen")
     rerank(ids, queries, documents)
-    [(packed_queries, packed_documents, *_)] = calls
+    [((packed_queries, packed_documents, *_), _)] = calls
     assert torch.equal(packed_queries, torch.cat(queries))
     assert torch.equal(packed_documents, torch.cat([document for row in documents for document in row]))
 
@@ -116,21 +112,19 @@ def test_all_is_scored_in_one_call_without_padding(collection, monkeypatch: pyte
 def test_the_cpu_packs_few_queries_at_a_time(collection, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as fit, and a query with more candidates than fit alone; their tokens are all there once."""
     ids, queries, documents = collection
-    varlen, packed = pylate_flash.rank.maxsim_varlen, []
+    calls = recorded(monkeypatch, pylate_flash.rank, "maxsim_varlen")
 
-    def recorded(queries: torch.Tensor, documents: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        packed.append((len(queries), len(documents)))
-        return varlen(queries, documents, *args, **kwargs)
+    def packed() -> list[tuple[int, int]]:
+        return [(len(args[0]), len(args[1])) for args, _ in calls]
 
-    monkeypatch.setattr(pylate_flash.rank, "maxsim_varlen", recorded)
     # The queries have 3, 1, 7 and 4 tokens, their candidates 14, 2, 29 and 8, each token of 12 float32.
     monkeypatch.setattr(pylate_flash.rank, "_BLOCK_BYTES", 16 * 12 * 4)
     assert_same(rerank(ids, queries, documents), pylate_rerank(ids, queries, documents))
-    assert packed == [(3 + 1, 14 + 2), (7, 29), (4, 8)]
-    packed.clear()
+    assert packed() == [(3 + 1, 14 + 2), (7, 29), (4, 8)]
+    calls.clear()
     monkeypatch.setattr(pylate_flash.rank, "_BLOCK_BYTES", 36 * 12 * 4)
     rerank([[], *ids], [queries[0], *queries], [[], *documents])
-    assert packed == [(3 + 3 + 1, 14 + 2), (7, 29), (4, 8)]
+    assert packed() == [(3 + 3 + 1, 14 + 2), (7, 29), (4, 8)]
 
 
 @pytest.mark.usefixtures("runs")
@@ -138,18 +132,16 @@ def test_padding_is_not_scored_and_zero_masking_scores_it_as_pylate_does() -> No
     query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     short, long = torch.tensor([[-1.0, 2.0]]), torch.tensor([[-1.0, -2.0], [-2.0, -1.0], [-3.0, -3.0]])
     arguments = [["short", "long", "empty"]], [query], [[short, long, torch.empty(0, 2)]]
-    exact = [
-        [{"id": "short", "score": 1.0}, {"id": "empty", "score": 0.0}, {"id": "long", "score": -2.0}],
-    ]
-    theirs = [
-        [{"id": "short", "score": 2.0}, {"id": "empty", "score": 0.0}, {"id": "long", "score": -2.0}],
-    ]
+    exact, theirs = (
+        [[{"id": "short", "score": short}, {"id": "empty", "score": 0.0}, {"id": "long", "score": -2.0}]]
+        for short in (1.0, 2.0)
+    )
     assert pylate_rerank(*arguments) == theirs
     assert rerank(*arguments) == exact
-    assert rerank(*arguments, model=Model(masking="zero")) == theirs
+    assert rerank(*arguments, model=flags(masking="zero")) == theirs
     with registered(masking="zero"):
         assert pylate.rank.rerank(*arguments) == theirs
-        assert rerank(*arguments, model=Model(masking="exclude")) == exact
+        assert rerank(*arguments, model=flags(masking="exclude")) == exact
     with use_scorer(masking="zero"):
         assert rerank(*arguments) == theirs
 
@@ -167,7 +159,7 @@ def test_zero_masking_equals_pylate_on_any_lengths(data: st.DataObject) -> None:
     queries = [tokens(5) for _ in counts]
     documents = [[tokens(6) for _ in range(count)] for count in counts]
     ids = [list(range(count)) for count in counts]
-    ours = rerank(ids, queries, documents, model=Model(masking="zero"))
+    ours = rerank(ids, queries, documents, model=flags(masking="zero"))
     theirs = pylate_rerank(ids, queries, documents)
     for our_row, their_row in zip(ours, theirs, strict=True):
         their_scores = {result["id"]: result["score"] for result in their_row}
@@ -197,17 +189,8 @@ def test_empty_documents_candidates_and_queries() -> None:
         [query, query, query, empty],
         [[], [empty, document, [], -document], [], [document]],
     )
-    assert results == [
-        [],
-        [
-            {"id": "b", "score": 8.0},
-            {"id": "a", "score": 0.0},
-            {"id": "c", "score": 0.0},
-            {"id": "d", "score": -8.0},
-        ],
-        [],
-        [{"id": "e", "score": 0.0}],
-    ]
+    second = [{"id": id_, "score": score} for id_, score in (("b", 8.0), ("a", 0.0), ("c", 0.0), ("d", -8.0))]
+    assert results == [[], second, [], [{"id": "e", "score": 0.0}]]
     assert rerank([["a"]], [[]], [[[]]]) == [[{"id": "a", "score": 0.0}]]
 
 
@@ -253,19 +236,19 @@ def test_the_scorer_of_the_model_and_the_backend(collection, monkeypatch: pytest
     theirs, ours = pylate_rerank(*arguments), rerank(*arguments)
     # PyLate's torch scorer rounds to half, so that the two can be told apart.
     assert theirs != ours
-    assert rerank(*arguments, model=Model("torch")) == theirs
-    assert rerank(*arguments, model=Model("torch"), backend="pylate_flash") == ours
+    assert rerank(*arguments, model=flags("torch")) == theirs
+    assert rerank(*arguments, model=flags("torch"), backend="pylate_flash") == ours
     assert rerank(*arguments, backend="torch") == theirs
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
     assert rerank(*arguments) == theirs
-    assert rerank(*arguments, model=Model("auto")) == theirs
-    assert rerank(*arguments, model=Model("pylate_flash")) == ours
+    assert rerank(*arguments, model=flags("auto")) == theirs
+    assert rerank(*arguments, model=flags("pylate_flash")) == ours
     with use_scorer("pylate_flash"):
-        assert rerank(*arguments, model=Model("auto")) == ours
+        assert rerank(*arguments, model=flags("auto")) == ours
     monkeypatch.delenv("PYLATE_SCORES_BACKEND")
     with registered():
         assert pylate.rank.rerank(*arguments) == ours
-        assert rerank(*arguments, model=Model("torch")) == theirs
+        assert rerank(*arguments, model=flags("torch")) == theirs
     with pytest.raises(RuntimeError, match="requires CUDA"):
         rerank(*arguments, backend="flash")
     with pytest.raises(ValueError, match="backend must be one of .* got 'fast'"):
@@ -349,31 +332,26 @@ def test_texts_are_scored_as_their_embeddings(
     monkeypatch.setattr(pylate_flash.rank, "_BATCHES_AT_ONCE", batches)
     embeddings = [colbert.encode(documents, is_query=False) if documents else [] for documents in CANDIDATES]
     expected = rerank(TEXT_IDS, colbert.encode(TEXTS, is_query=True), embeddings, model=colbert)
-    encoded, tokenize = [], colbert.tokenize
-    monkeypatch.setattr(
-        colbert, "tokenize", lambda texts, **options: encoded.extend(texts) or tokenize(texts, **options)
-    )
+    tokenized = recorded(monkeypatch, colbert, "tokenize")
     found = rerank(TEXT_IDS, TEXTS, CANDIDATES, model=colbert, fuse_projection=fuse_projection, batch_size=2)
     assert_same(found, expected)
     assert len({result["score"] for results in found for result in results}) == 7
     # Every document once, beside the prompt, which PyLate tokenizes for each call.
+    encoded = [text for args, options in tokenized for text in (*args, options.get("texts"))[0]]
     assert len([text for text in encoded if text != "text: "]) == len(TEXTS) + 4
     assert rerank([[]], ["a"], [[]], model=colbert, fuse_projection=fuse_projection) == [[]]
     assert rerank([], [], [], model=colbert, fuse_projection=None) == []
 
 
 def test_texts_are_scored_from_hidden_states_where_the_model_says_so(colbert, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, fused = [], pylate_flash.rank.maxsim_from_hidden
-    monkeypatch.setattr(
-        pylate_flash.rank, "maxsim_from_hidden", lambda *args, **rest: calls.append(args) or fused(*args, **rest)
-    )
+    calls = recorded(monkeypatch, pylate_flash.rank, "maxsim_from_hidden")
     arguments = TEXT_IDS, TEXTS, CANDIDATES
     unfused = rerank(*arguments, model=colbert)
     assert not calls
     monkeypatch.setitem(colbert._model_config, "fuse_projection", True)
     assert_same(rerank(*arguments, model=colbert), unfused)
     assert len(calls) == 1
-    assert calls[0][1].shape[-1] == 32
+    assert calls[0][0][1].shape[-1] == 32
     calls.clear()
     assert_same(rerank(*arguments, model=colbert, fuse_projection=False), unfused)
     # Asked for in this call, a scorer that takes no hidden states gets embeddings.

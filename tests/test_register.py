@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
-import subprocess
 import sys
 import threading
 import types
 from collections.abc import Iterator
+from contextlib import nullcontext
 from fractions import Fraction
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import pylate
@@ -33,6 +32,7 @@ from pylate_flash import register, registered, unregister
 from pylate_flash.hosts.pylate import REBOUND, RENAMED, ROUTES, SCORING_FUNCTIONS
 from pylate_flash.ops import maxsim_reference
 from pylate_flash.register import use_scorer
+from tests.stores import run_python
 
 QUERIES = torch.tensor([[[1.0, 2.0], [0.5, -1.0]]])
 DOCUMENTS = torch.tensor([[[-1.0, -2.0], [-3.0, 0.5], [9.0, 9.0]]])
@@ -45,6 +45,10 @@ ZERO = maxsim_reference(QUERIES, DOCUMENTS, documents_mask=MASK, masking="zero")
 def is_fused() -> bool:
     """Whether PyLate's default scorer is ours: it alone returns float32 for half inputs on a CPU."""
     return colbert_scores(QUERIES.half(), DOCUMENTS.half()).dtype == torch.float32
+
+
+def scores(**options) -> torch.Tensor:
+    return colbert_scores(QUERIES, DOCUMENTS, None, MASK, **options)
 
 
 def pylate_state() -> dict[tuple[str, str], object]:
@@ -89,8 +93,8 @@ import pylate_flash.losses, pylate_flash.rank, pylate_flash.models, pylate_flash
 assert all(getattr(pylate.scores, name).__code__ is value for name, value in code.items())
 assert all(getattr(getattr(pylate, m), n) is value for (m, n), value in held.items())
 """
-    root = Path(pylate_flash.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=300)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_scoring_functions_imported_before_gain_the_backend() -> None:
@@ -127,34 +131,31 @@ def test_scoring_functions_stay_the_same_objects_with_the_same_signature() -> No
 
 
 def test_arguments_arrive_by_position_and_by_name() -> None:
+    candidates, mask, queries_mask = DOCUMENTS[None], MASK[None], torch.tensor([[False, True]])
+    both = maxsim_reference(QUERIES, DOCUMENTS, queries_mask=queries_mask, documents_mask=MASK)
     with registered():
-        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK, "pylate_flash"), EXCLUDE)
-        assert torch.equal(
-            colbert_scores(queries_embeddings=QUERIES, documents_embeddings=DOCUMENTS, documents_mask=MASK), EXCLUDE
-        )
-        candidates, mask = DOCUMENTS.unsqueeze(0), MASK.unsqueeze(0)
-        assert torch.equal(colbert_kd_scores(QUERIES, candidates, None, mask), EXCLUDE)
-        assert torch.equal(colbert_kd_scores(QUERIES, candidates, documents_mask=mask, backend="torch"), ZERO)
+        named = {"queries_embeddings": QUERIES, "documents_embeddings": DOCUMENTS, "documents_mask": MASK}
+        for found, expected in (
+            (colbert_scores(QUERIES, DOCUMENTS, None, MASK, "pylate_flash"), EXCLUDE),
+            (colbert_scores(**named), EXCLUDE),
+            (colbert_scores(QUERIES, DOCUMENTS, queries_mask, MASK), both),
+            (colbert_kd_scores(QUERIES, candidates, None, mask), EXCLUDE),
+            (colbert_kd_scores(QUERIES, candidates, documents_mask=mask, backend="torch"), ZERO),
+            (colbert_kd_scores(QUERIES, candidates, queries_mask, mask), both),
+        ):
+            assert torch.equal(found, expected)
         assert colbert_scores_pairwise(QUERIES, DOCUMENTS).shape == (1,)
 
 
-def test_both_masks_arrive() -> None:
-    queries_mask = torch.tensor([[False, True]])
-    expected = maxsim_reference(QUERIES, DOCUMENTS, queries_mask=queries_mask, documents_mask=MASK)
-    with registered():
-        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, queries_mask, MASK), expected)
-        assert torch.equal(colbert_kd_scores(QUERIES, DOCUMENTS[None], queries_mask, MASK[None]), expected)
-
-
 def test_masking_and_registering_again() -> None:
-    assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+    assert torch.equal(scores(), ZERO)
     try:
         for _ in range(2):
             register()
-            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), EXCLUDE)
+            assert torch.equal(scores(), EXCLUDE)
         for _ in range(2):
             register(masking="zero")
-            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+            assert torch.equal(scores(), ZERO)
             assert is_fused()
     finally:
         unregister()
@@ -170,7 +171,7 @@ def test_unknown_masking_changes_nothing(masking: object) -> None:
     with registered(masking="zero"):
         with pytest.raises(ValueError, match="masking must be one of"):
             register(masking=masking)
-        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+        assert torch.equal(scores(), ZERO)
 
 
 def test_names_are_rebound_in_every_module_that_holds_them() -> None:
@@ -180,8 +181,6 @@ def test_names_are_rebound_in_every_module_that_holds_them() -> None:
         for name in names
     }
     with registered():
-        assert pylate.rank.rerank is pylate_flash.rank.rerank
-        assert pylate.losses.Contrastive is pylate_flash.losses.Contrastive
         assert sys.modules["pylate.retrieve.colbert"].rerank is pylate_flash.rank.rerank
         assert sys.modules["pylate.rank.rank"].rerank is pylate_flash.rank.rerank
         assert sys.modules["pylate.losses.contrastive"].ColBERTScores is pylate_flash.scores.ColBERTScores
@@ -269,9 +268,6 @@ def test_a_temperature_of_numpy(tiny_colbert_path: str) -> None:
 
 
 def test_registered_restores_the_state_before_it() -> None:
-    def scores() -> torch.Tensor:
-        return colbert_scores(QUERIES, DOCUMENTS, None, MASK)
-
     with registered():
         with registered(masking="zero"):
             assert torch.equal(scores(), ZERO)
@@ -296,10 +292,10 @@ def test_a_host_is_registered_while_anybody_holds_it() -> None:
     with registered():
         # Again: now this is the latest.
         register(masking="zero")
-        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
-    assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+        assert torch.equal(scores(), ZERO)
+    assert torch.equal(scores(), ZERO)
     with registered():
-        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), EXCLUDE)
+        assert torch.equal(scores(), EXCLUDE)
         unregister()
         assert is_fused()
         assert pylate.rank.rerank is pylate_flash.rank.rerank
@@ -312,7 +308,7 @@ def test_blocks_that_overlap() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+    assert torch.equal(scores(), ZERO)
     assert pylate.rank.rerank is pylate_flash.rank.rerank
     second.__exit__(None, None, None)
     assert not is_fused()
@@ -320,30 +316,25 @@ def test_blocks_that_overlap() -> None:
 
 
 def test_environment_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
     with registered():
-        assert not is_fused()
-        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "pylate_flash")
-        assert is_fused()
-        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "auto")
-        assert is_fused()
-        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "flash")
-        with pytest.raises(RuntimeError, match="requires CUDA"):
-            colbert_scores(QUERIES, DOCUMENTS)
-        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "fast")
-        with pytest.raises(ValueError, match="PYLATE_SCORES_BACKEND must be one of 'auto', 'pylate_flash', 'torch'"):
-            colbert_scores(QUERIES, DOCUMENTS)
+        for value, fused in (("torch", False), ("pylate_flash", True), ("auto", True)):
+            monkeypatch.setenv("PYLATE_SCORES_BACKEND", value)
+            assert is_fused() == fused
+        for value, error, message in (
+            ("flash", RuntimeError, "requires CUDA"),
+            ("fast", ValueError, "PYLATE_SCORES_BACKEND must be one of 'auto', 'pylate_flash', 'torch'"),
+        ):
+            monkeypatch.setenv("PYLATE_SCORES_BACKEND", value)
+            with pytest.raises(error, match=message):
+                colbert_scores(QUERIES, DOCUMENTS)
     monkeypatch.delenv("PYLATE_SCORES_BACKEND")
 
 
-def test_unknown_backend_names_the_known_ones() -> None:
-    with registered(), pytest.raises(ValueError, match="'auto', 'pylate_flash', 'torch', 'flash', 'lik', got 'fast'"):
-        colbert_scores(QUERIES, DOCUMENTS, backend="fast")
-
-
-def test_asked_for_by_name_there_is_no_fallback() -> None:
+def test_a_backend_asked_for_by_name_is_known_and_has_no_fallback() -> None:
     integers = QUERIES.int(), DOCUMENTS.int()
     with registered():
+        with pytest.raises(ValueError, match="'auto', 'pylate_flash', 'torch', 'flash', 'lik', got 'fast'"):
+            colbert_scores(QUERIES, DOCUMENTS, backend="fast")
         assert not colbert_scores(*integers).is_floating_point()
         with pytest.raises(TypeError, match="queries must be float16"):
             colbert_scores(*integers, backend="pylate_flash")
@@ -354,12 +345,9 @@ def test_unsupported_pylate_is_an_error_before_anything_changes(version: str, mo
     monkeypatch.setattr(pylate, "__version__", version)
     before = pylate_state()
     message = rf"supports PyLate >=1\.6,<1\.7, and PyLate {version} is installed"
-    with pytest.raises(ImportError, match=message):
-        register()
-    with pytest.raises(ImportError, match=message), registered():
-        pass
-    with pytest.raises(ImportError, match=message), use_scorer("torch"):
-        pass
+    for call in (register, registered, lambda: use_scorer("torch")):
+        with pytest.raises(ImportError, match=message), call() or nullcontext():
+            pass
     assert pylate_state() == before
     monkeypatch.undo()
 
@@ -406,27 +394,26 @@ def test_use_scorer_sets_the_default_of_the_block() -> None:
             assert not is_fused()
         assert is_fused()
         with use_scorer(masking="zero"):
-            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
-        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), EXCLUDE)
+            assert torch.equal(scores(), ZERO)
+        assert torch.equal(scores(), EXCLUDE)
 
 
 def test_use_scorer_goes_before_the_environment_unless_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
     with registered():
-        with use_scorer("pylate_flash"):
-            assert is_fused()
-        with use_scorer("auto"):
-            assert not is_fused()
+        for backend, fused in (("pylate_flash", True), ("auto", False)):
+            with use_scorer(backend):
+                assert is_fused() == fused
     monkeypatch.delenv("PYLATE_SCORES_BACKEND")
 
 
 def test_use_scorer_without_register() -> None:
     with use_scorer("pylate_flash", "zero"):
         assert is_fused()
-        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+        assert torch.equal(scores(), ZERO)
         assert pylate.rank.rerank is rerank
         with registered(masking="exclude"):
-            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+            assert torch.equal(scores(), ZERO)
         assert is_fused()
     assert not is_fused()
     with pytest.raises(KeyError), use_scorer():
@@ -459,14 +446,8 @@ def test_use_scorer_is_not_seen_by_other_threads() -> None:
             results[name] += [is_fused() for _ in range(20)]
             done.wait(30)
 
-    class Plain:
-        """No scorer: PyLate as it is, although its functions are routed for the other threads."""
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_) -> None: ...
-
-    contexts = {"plain": Plain(), "fused": use_scorer("pylate_flash"), "torch": use_scorer("torch")}
+    # No scorer: PyLate as it is, although its functions are routed for the other threads.
+    contexts = {"plain": nullcontext(), "fused": use_scorer("pylate_flash"), "torch": use_scorer("torch")}
     threads = [threading.Thread(target=run, args=item) for item in contexts.items()]
     for thread in threads:
         thread.start()
@@ -488,8 +469,8 @@ def test_threads_that_register_and_call_at_once() -> None:
     def call() -> None:
         try:
             for _ in range(200):
-                assert colbert_scores(QUERIES, DOCUMENTS, None, MASK).item() in (EXCLUDE.item(), ZERO.item())
-                assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK, backend="torch"), ZERO)
+                assert scores().item() in (EXCLUDE.item(), ZERO.item())
+                assert torch.equal(scores(backend="torch"), ZERO)
         except BaseException as error:
             errors.append(error)
 

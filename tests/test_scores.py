@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import logging
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pylate.scores
@@ -22,6 +24,8 @@ from pylate_flash.scores import (
     colbert_scores_pairwise,
     scorer_of,
 )
+from tests.recorded import recorded
+from tests.test_losses import Wrapped
 
 FUNCTIONS = ["colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores"]
 
@@ -43,12 +47,8 @@ def batch() -> dict[str, torch.Tensor]:
     documents_mask[2] = False
     candidates_mask = torch.rand(3, 4, 7, generator=generator) > 0.4
     return {
-        "queries": queries,
-        "documents": documents,
-        "candidates": candidates,
-        "queries_mask": queries_mask,
-        "documents_mask": documents_mask,
-        "candidates_mask": candidates_mask,
+        **{"queries": queries, "documents": documents, "candidates": candidates, "queries_mask": queries_mask},
+        **{"documents_mask": documents_mask, "candidates_mask": candidates_mask},
     }
 
 
@@ -80,40 +80,28 @@ def test_our_docstring_examples() -> None:
     assert result.failed == 0
 
 
+def both(batch: dict, masks: dict[str, Any], **ours: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Scores by ours and by PyLate's, of every function that takes these masks."""
+    queries, of_queries = batch["queries"], masks.get("queries_mask")
+    for name, second in (("colbert_scores", "documents"), ("colbert_kd_scores", "candidates")):
+        given = queries, batch[second], of_queries, masks.get(f"{second}_mask")
+        yield getattr(pylate_flash.scores, name)(*given, **ours), getattr(pylate.scores, name)(*given)
+    yield ColBERTScores(**ours)(*given), pylate.scores.ColBERTScores()(*given, backend="torch")
+
+
 @pytest.mark.parametrize("backend", ["pylate_flash", "auto", None])
 def test_values_of_pylate_without_masks(batch: dict, backend: str | None) -> None:
-    queries, documents, candidates = batch["queries"], batch["documents"], batch["candidates"]
-    assert_parity(colbert_scores(queries, documents, backend=backend), pylate.scores.colbert_scores(queries, documents))
-    assert_parity(
-        colbert_kd_scores(queries, candidates, backend=backend), pylate.scores.colbert_kd_scores(queries, candidates)
-    )
-    assert_parity(
-        colbert_scores_pairwise(queries, documents[:3], backend=backend),
-        pylate.scores.colbert_scores_pairwise(queries, documents[:3]),
-    )
-    assert_parity(
-        ColBERTScores(backend)(queries, candidates), pylate.scores.ColBERTScores()(queries, candidates, backend="torch")
-    )
+    for found, expected in both(batch, {}, backend=backend):
+        assert_parity(found, expected)
+    pairs = batch["queries"], batch["documents"][:3]
+    assert_parity(colbert_scores_pairwise(*pairs, backend=backend), pylate.scores.colbert_scores_pairwise(*pairs))
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64])
 def test_zero_masking_has_pylates_values(batch: dict, mask_dtype: torch.dtype) -> None:
-    queries, documents, candidates = batch["queries"], batch["documents"], batch["candidates"]
-    queries_mask = batch["queries_mask"].to(mask_dtype)
-    documents_mask = batch["documents_mask"].to(mask_dtype)
-    candidates_mask = batch["candidates_mask"].to(mask_dtype)
-    assert_parity(
-        colbert_scores(queries, documents, queries_mask, documents_mask, masking="zero"),
-        pylate.scores.colbert_scores(queries, documents, queries_mask, documents_mask),
-    )
-    assert_parity(
-        colbert_kd_scores(queries, candidates, queries_mask, candidates_mask, masking="zero"),
-        pylate.scores.colbert_kd_scores(queries, candidates, queries_mask, candidates_mask),
-    )
-    assert_parity(
-        ColBERTScores(masking="zero")(queries, candidates, queries_mask, candidates_mask),
-        pylate.scores.ColBERTScores()(queries, candidates, queries_mask, candidates_mask),
-    )
+    masks = {name: mask.to(mask_dtype) for name, mask in batch.items() if name.endswith("_mask")}
+    for found, expected in both(batch, masks, masking="zero"):
+        assert_parity(found, expected)
 
 
 def test_default_masking_excludes(batch: dict) -> None:
@@ -150,14 +138,12 @@ def test_gradients_are_pylates(batch: dict) -> None:
 
 @pytest.mark.parametrize("kind", ["list of tensors", "list of arrays", "nested list", "array"])
 def test_inputs_that_pylate_takes(batch: dict, kind: str) -> None:
-    def convert(tensor: torch.Tensor):
-        return {
-            "list of tensors": lambda: list(tensor),
-            "list of arrays": lambda: [part.numpy() for part in tensor],
-            "nested list": tensor.tolist,
-            "array": tensor.numpy,
-        }[kind]()
-
+    convert = {
+        "list of tensors": list,
+        "list of arrays": lambda tensor: [part.numpy() for part in tensor],
+        "nested list": torch.Tensor.tolist,
+        "array": torch.Tensor.numpy,
+    }[kind]
     queries, documents, mask = batch["queries"], batch["documents"], batch["documents_mask"]
     expected = colbert_scores(queries, documents, None, mask)
     result = colbert_scores(convert(queries), convert(documents), None, convert(mask) if "list" not in kind else mask)
@@ -331,13 +317,9 @@ def test_colbert_scores_class_by_name_torch(batch: dict) -> None:
 
 
 def test_colbert_scores_class_is_one_call(batch: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    maxsim = pylate_flash.scores.maxsim
-    monkeypatch.setattr(
-        pylate_flash.scores, "maxsim", lambda *args, **kwargs: calls.append(kwargs) or maxsim(*args, **kwargs)
-    )
+    calls = recorded(monkeypatch, pylate_flash.scores, "maxsim")
     ColBERTScores(masking="zero")(batch["queries"], batch["candidates"], None, batch["candidates_mask"])
-    assert [call["masking"] for call in calls] == ["zero"]
+    assert [options["masking"] for _, options in calls] == ["zero"]
 
 
 def test_environment_is_read_per_call(batch: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,14 +391,9 @@ def test_scorer_of() -> None:
     class Model(torch.nn.Module):
         scorer, masking = "torch", "zero"
 
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module: torch.nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
     assert scorer_of(Model()) == ("torch", "zero")
-    assert scorer_of(Wrapper(Wrapper(Model()))) == ("torch", "zero")
-    assert scorer_of(Wrapper(torch.nn.Linear(1, 1))) == ("auto", "exclude")
+    assert scorer_of(Wrapped(Wrapped(Model()))) == ("torch", "zero")
+    assert scorer_of(Wrapped(torch.nn.Linear(1, 1))) == ("auto", "exclude")
     assert scorer_of(None) == ("auto", "exclude")
     with use_scorer(masking="zero"):
         assert scorer_of(None) == ("auto", "zero")

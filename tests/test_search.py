@@ -26,6 +26,7 @@ from pylate_flash.index.tables import Documents
 from pylate_flash.indexes import Flat
 from pylate_flash.ops.quantization import PRECISIONS, quantize
 from pylate_flash.ops.quantized import query_precision
+from tests.recorded import recorded
 from tests.stores import blocks_of_bytes, documents_of, integers_of, small
 
 VALUES = [0.0, -0.0, 1.0, -1.0, 2.0, 3.5, float("inf"), -float("inf"), float("nan"), -3e38]
@@ -66,10 +67,9 @@ def test_the_best_are_those_of_a_stable_sort(
 def test_few_of_many_columns_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randint(50, (2, 100_003), generator=torch.Generator().manual_seed(0)).float()
     wanted = sorted_best(scores, 100)
-    sizes, sort = [], torch.sort
-    monkeypatch.setattr(torch, "sort", lambda scores, **how: sizes.append(scores.shape[1]) or sort(scores, **how))
+    sorts = recorded(monkeypatch, torch, "sort")
     assert_equal(k_best(scores, 100), wanted)
-    assert max(sizes) <= merging._SORTED + 100
+    assert max(args[0].shape[1] for args, _ in sorts) <= merging._SORTED + 100
 
 
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), k=st.integers(1, 12))
@@ -126,18 +126,14 @@ def test_what_stays_on_the_device_and_what_streams_are_found_alike(tmp_path: Pat
 def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, documents = [f"{i}" for i in range(60)], integers_of([5] * 60, 8)
     index, query = small(tmp_path, 1 << 20), integers_of([3], 8, seed=9)
-    loaded: list[tuple[int, int]] = []
-    start = resident.Loader.start
-    monkeypatch.setattr(
-        resident.Loader, "start", lambda self, runs, *others: loaded.extend(runs) or start(self, runs, *others)
-    )
+    starts = recorded(monkeypatch, resident.Loader, "start")
     index.add_documents(ids[:40], documents[:40])
     before = index(query, k=60)
     assert index(query, k=60) == before
     index.add_documents(ids[40:], documents[40:])
     index.remove_documents(["5", "50"])
     found = index(query, k=60)
-    assert loaded == [(0, 200), (200, 300)]
+    assert [run for (_, runs, *_), _ in starts for run in runs] == [(0, 200), (200, 300)]
     assert found == small(tmp_path, 0)(query, k=60)
     # What was written anew is elsewhere now.
     index.compact()

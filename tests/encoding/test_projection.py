@@ -16,6 +16,7 @@ from torch import nn
 from pylate_flash import indexes, losses, maxsim_from_hidden, models, rank, retrieve
 from pylate_flash.encoding.projection import dense_layers, encode_hidden_states, fold_dense, hidden_states
 from pylate_flash.training import contrast
+from tests.recorded import recorded
 from tests.test_losses import (
     DOCUMENTS,
     NEGATIVES,
@@ -127,11 +128,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
 )
 @pytest.mark.parametrize("masking", ["exclude", "zero"])
 def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict, masking: str, monkeypatch) -> None:
-    calls = []
-    fused = contrast.maxsim_from_hidden
-    monkeypatch.setattr(
-        contrast, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
-    )
+    calls = recorded(monkeypatch, contrast, "maxsim_from_hidden")
     for expansion in (True, False):
         model.do_query_expansion = expansion
         features, labels = batch_for(name, model)
@@ -204,19 +201,13 @@ def test_cached_hidden_states_without_gradients(bert: ColBERT) -> None:
 
 
 def test_cached_hidden_states_take_the_type_of_autocast(bert: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    fused = contrast.maxsim_from_hidden
-    monkeypatch.setattr(
-        contrast,
-        "maxsim_from_hidden",
-        lambda *args, **options: taken.append(options["hidden"].dtype) or fused(*args, **options),
-    )
+    calls = recorded(monkeypatch, contrast, "maxsim_from_hidden")
     bert = copy.deepcopy(bert).float()
     features, loss = contrastive_batch(bert), losses.CachedContrastive(bert, mini_batch_size=2, fuse_projection=True)
     value_and_gradients(loss, features)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value_and_gradients(loss, features)
-    assert taken == [torch.float32, torch.bfloat16]
+    assert [options["hidden"].dtype for _, options in calls] == [torch.float32, torch.bfloat16]
 
 
 def test_the_model_is_as_before(bert: ColBERT) -> None:
@@ -286,11 +277,7 @@ def test_the_models_flag(tiny_colbert_path: str, tmp_path: Path, monkeypatch: py
     assert loaded.fuse_projection is True
     assert models.ColBERT(str(tmp_path), device="cpu", fuse_projection=False).fuse_projection is False
     assert models.ColBERT(tiny_colbert_path, device="cpu").fuse_projection is False
-    calls = []
-    fused = contrast.maxsim_from_hidden
-    monkeypatch.setattr(
-        contrast, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
-    )
+    calls = recorded(monkeypatch, contrast, "maxsim_from_hidden")
     features = contrastive_batch(model, columns=2)
     for fuse_projection, expected in ((None, 1), (False, 0), (True, 1)):
         losses.Contrastive(model, fuse_projection=fuse_projection)(copy.deepcopy(features))

@@ -16,6 +16,7 @@ from pylate_flash import losses
 from pylate_flash.training import contrast, grad_cache
 from pylate_flash.training.mini_batches import Limits, encode, kept_tokens, mini_batches, pack_padded, unpack_padded
 from tests.encoding.test_projection import bert, modernbert  # noqa: F401  (fixtures)
+from tests.recorded import recorded
 from tests.test_losses import WordVectors, assert_same, value_and_gradients
 
 TEXT = "sort the list in place, and return: a copy! of it? else (raise) an error; then stop"
@@ -118,17 +119,11 @@ def test_padding_on_the_left_is_not_cut(model: ColBERT) -> None:
 def test_only_what_is_scored_is_kept(model: ColBERT, expansion: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither padding nor what the skiplist names; of queries with expansion, all."""
     model.do_query_expansion = expansion
-    scored = []
-    operation = contrast.maxsim_cross_entropy
-    monkeypatch.setattr(
-        contrast,
-        "maxsim_cross_entropy",
-        lambda queries, **options: scored.append((queries, options)) or operation(queries, **options),
-    )
+    scored = recorded(monkeypatch, contrast, "maxsim_cross_entropy")
     columns = batch(model)
     masks = extract_skiplist_mask(columns, model.skiplist)
     losses.CachedContrastive(model, mini_batch_size=2)(columns).backward()
-    ((queries, options),) = scored
+    (((queries,), options),) = scored
     assert len(options["documents"]) == masks[1].sum() + masks[2].sum() < columns[1]["attention_mask"].sum() * 2
     assert options["documents"].shape[1] == (32 if model[0].get_word_embedding_dimension() == 32 else 16)
     assert options["max_document_length"] == max(mask.sum(dim=1).max() for mask in masks[1:])
