@@ -5,29 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._inductor.config
-from torch import Tensor, nn
 
 from pylate_flash import losses
-
-
-class Model(nn.Module):
-    """What a loss asks of a ColBERT model, with an embedding per word for an encoder."""
-
-    skiplist: tuple[int, ...] = ()
-    do_query_expansion = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(20, 8)
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"token_embeddings": self.words(features["input_ids"])}
+from tests.test_losses import WordVectors
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_contrastive_compiles_by_default() -> None:
     torch.manual_seed(0)
-    loss = losses.Contrastive(Model())
+    model = WordVectors(torch.randn(20, 8).tolist()).float()
+    model.do_query_expansion = False
+    loss = losses.Contrastive(model)
     # No word twice in a text: which of two equal tokens wins is a matter of the last bit of a product.
     columns = [
         {"input_ids": torch.rand(3, 20).argsort(dim=1)[:, :length], "attention_mask": torch.ones(3, length).long()}
@@ -40,7 +28,7 @@ def test_contrastive_compiles_by_default() -> None:
         for function in (loss, torch.compile(loss)):
             value = function(columns)
             values.append(value.detach())
-            gradients.append(torch.autograd.grad(value, loss.model.words.weight))
+            gradients.append(torch.autograd.grad(value, loss.model.vectors))
     # Sums of 8, 4 and 6 terms in two orders.
     torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)

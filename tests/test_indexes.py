@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from unittest import mock
 
@@ -158,9 +159,12 @@ def test_equal_scores_come_in_the_order_of_insertion(tmp_path: Path) -> None:
 
 
 def test_documents_without_tokens_come_last(tmp_path: Path) -> None:
-    index = flat(tmp_path, ["empty", "far"], [torch.empty(0, 2), -torch.ones(1, 2)])
-    assert index(torch.ones(1, 1, 2)) == [[{"id": "far", "score": -2.0}, {"id": "empty", "score": EMPTY_SCORE}]]
-    assert index(torch.ones(1, 1, 2), subset=["empty"]) == [[{"id": "empty", "score": EMPTY_SCORE}]]
+    """However low the other's score, and for each way to search."""
+    index = flat(tmp_path, ["empty", "far"], [torch.empty(0, 2), torch.full((1, 2), -1e6)])
+    for subset in (None, ["empty", "far"], ["empty"]):
+        far = [] if subset == ["empty"] else [{"id": "far", "score": -8e6}]
+        assert index(torch.ones(1, 4, 2), subset=subset) == [[*far, {"id": "empty", "score": EMPTY_SCORE}]]
+    assert math.isfinite(EMPTY_SCORE)
 
 
 def test_subset_ignores_unknown_ids_and_may_be_empty(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("pylate")
 
 from pylate_flash import losses
 from tests.ops.cases import relative_error
+from tests.test_losses import WordVectors
 
 pytestmark = pytest.mark.gpu
 
@@ -24,19 +25,8 @@ WORLD, TOKENS, SIZE = 2, 300, 64
 BATCHES, LENGTHS = (24, 7), (150, 160)
 
 
-class WordVectors(nn.Module):
-    """A model that looks its embeddings up."""
-
-    skiplist: list[int] = []
-    do_query_expansion = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        random = torch.Generator().manual_seed(0)
-        self.vectors = nn.Embedding.from_pretrained(torch.randn(TOKENS, SIZE, generator=random), freeze=False)
-
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"token_embeddings": self.vectors(features["input_ids"])}
+def vectors() -> WordVectors:
+    return WordVectors(torch.randn(TOKENS, SIZE, generator=torch.Generator().manual_seed(0)).tolist()).float().cuda()
 
 
 def texts(rows: int, length: int, least: int, seed: int) -> dict[str, Tensor]:
@@ -86,7 +76,7 @@ def work(rank: int, folder: Path) -> None:
     for kind in (losses.Contrastive, losses.CachedContrastive):
         for gather in ("all_gather", "ring"):
             for half in (False, True):
-                model = DistributedDataParallel(WordVectors().cuda(), device_ids=[rank])
+                model = DistributedDataParallel(vectors(), device_ids=[rank])
                 arguments = {"gather": gather, "gather_across_devices": True}
                 results[kind.__name__, gather, half] = value_and_gradient(kind, model, batch(rank), half, **arguments)
     torch.save(results, folder / f"rank-{rank}.pt")
@@ -106,7 +96,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize("gather", ["all_gather", "ring"])
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_two_gpus_are_one_with_the_whole_batch(ranks: list[dict], name: str, gather: str, half: bool) -> None:
-    expected = value_and_gradient(getattr(losses, name), WordVectors().cuda(), whole(), half)
+    expected = value_and_gradient(getattr(losses, name), vectors(), whole(), half)
     together = sum(results[name, gather, half][0] for results in ranks) / WORLD
     assert together == pytest.approx(WORLD * expected[0], rel=1e-2 if half else 1e-5)
     for results in ranks:
