@@ -41,7 +41,10 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The options of a call; the lengths are those of the longest sequences, or more, where they are packed."""
+    """The options of a call; the lengths are those of the longest sequences, or more, where they are packed.
+
+    `max_candidates` of a query is a guess where to look would be to wait: kernels share out those that there are.
+    """
 
     max_query_length: int = 0
     max_document_length: int = 0

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS, choose
 from ..problem import Options, Tensors, empty_results, rounded_total
-from .checks import FLOATING, check, check_choice, check_differentiation, check_packing, check_tensor, checked_number
+from .checks import (
+    FLOATING,
+    check,
+    check_choice,
+    check_differentiation,
+    check_packing,
+    check_tensor,
+    checked_number,
+    is_readable,
+)
 from .compute import compute, compute_gradients, kernels
 from .norms import normalized
 from .operator import Operation, is_plain, needs_gradient
@@ -97,7 +106,11 @@ def with_lengths(
         max_document_length = rounded_total(total) if isinstance(total, int) else total
     max_document_length = longest("documents_cu_seqlens", bounds, total, "documents", max_document_length)
     if candidates is not None and max_candidates is None:
-        max_candidates = longest("candidates_cu_seqlens", candidates, bounds.shape[0] - 1, "documents", None)
+        n_documents = bounds.shape[0] - 1
+        # Kernels only have to know about how many there are of a query: the mean, where to look would be to wait.
+        max_candidates = n_documents // candidates.shape[0] + 1
+        if is_readable(candidates):
+            max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
     # By no truth of a number, which a compiler may know only when it runs.
     max_query_length = 0 if max_query_length is None else max_query_length
     max_candidates = 0 if max_candidates is None else max_candidates

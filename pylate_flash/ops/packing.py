@@ -104,18 +104,25 @@ def padded(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | None = None) -> np.ndarray:
     """The boundaries on the host, int64, after a check of their values: no sequence of `of` is longer than `most`."""
+    return _host_bounds(name, cu_seqlens, total, of, most)[0]
+
+
+def _host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | None) -> tuple[np.ndarray, int]:
+    """`host_bounds`, and the length of the longest sequence."""
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
-    lengths = np.diff(bounds)
-    counted = f"{_SEQUENCES[of][0]} of {of}" if name.startswith(of) else of
-    falling = bool((lengths < 0).any())
+    # A fifth of the time of `numpy.diff`.
+    lengths = bounds[1:] - bounds[:-1]
+    falling = lengths.min(initial=0) < 0
     if falling or bounds[0] != 0 or bounds[-1] != total:
+        counted = f"{_SEQUENCES[of][0]} of {of}" if name.startswith(of) else of
         raise ValueError(
             f"{name} must rise from 0 to the number of {counted}, {total}, got {bounds[0]} to {bounds[-1]}"
             + (", falling in between" if falling else "")
         )
-    if most is not None and lengths.max(initial=0) > most:
-        raise ValueError(f"{name} has a sequence of length {lengths.max()}, more than {_SEQUENCES[of][1]} = {most}")
-    return bounds
+    longest = int(lengths.max(initial=0))
+    if most is not None and longest > most:
+        raise ValueError(f"{name} has a sequence of length {longest}, more than {_SEQUENCES[of][1]} = {most}")
+    return bounds, longest
 
 
 # What sequences are made of, and the option that tells the length of the longest.
@@ -132,8 +139,8 @@ def longest(name: str, cu_seqlens: Tensor, total: int, of: str, bound: int | Non
     if bound is not None and (type(bound) is not int or not 0 <= bound <= LARGEST):
         check_integer(_SEQUENCES[of][1], bound)
     if is_readable(cu_seqlens):
-        lengths = np.diff(host_bounds(name, cu_seqlens, total, of, bound))
-        return bound if bound is not None else int(lengths.max(initial=0))
+        _, found = _host_bounds(name, cu_seqlens, total, of, bound)
+        return found if bound is None else bound
     if bound is not None:
         return bound
     # A single sequence is all there is. Where nothing can be looked at, any bound will do.

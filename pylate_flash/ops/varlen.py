@@ -51,7 +51,7 @@ def maxsim_varlen(
         values are checked. On a GPU they are taken as they are, because to look at them would be to wait for it.
     candidates_cu_seqlens
         None: every query meets every document. [Nq + 1]: query i meets only the documents candidates_cu_seqlens[i] to
-        candidates_cu_seqlens[i + 1]. On the CPU, or the call waits for the GPU.
+        candidates_cu_seqlens[i + 1]. As the other boundaries.
     max_query_length, max_document_length
         Tokens of the longest query and document, or more. A call that is given both waits for nothing. Without them,
         it finds them out, and waits for the GPU if the boundaries lie there; without a gradient it can do without
@@ -86,7 +86,7 @@ def maxsim_varlen(
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
     arguments = queries, documents, *others, implementation
     one = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.numel() == 2
-    if candidates_cu_seqlens is None and (one or max_query_length is not None):
+    if one or max_query_length is not None:
         # On a GPU, none of the boundaries is read.
         return scores_of_arguments(arguments, "maxsim_varlen", _with_lengths)
     return scores_of_arguments(_with_lengths(arguments), "maxsim_varlen")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pylate_flash
 from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
@@ -236,3 +237,13 @@ QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_boundaries_of_candidates_are_not_looked_at() -> None:
+    """On a GPU, as here in a graph, where none of their values is known."""
+    with FakeTensorMode():
+        tensors = torch.zeros(40, 8), torch.zeros(90, 8), torch.zeros(5).int(), torch.zeros(31).int()
+        scores = maxsim_varlen(
+            *tensors, candidates_cu_seqlens=torch.zeros(5).int(), max_query_length=10, max_document_length=9
+        )
+    assert scores.shape == (30,)

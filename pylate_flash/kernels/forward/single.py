@@ -49,7 +49,8 @@ def _single_kernel(
     """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and winners.
 
     Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
-    `candidates[i]` to `candidates[i + 1]` of the packed ones, `per_query` at most; otherwise those of its group.
+    `candidates[i]` to `candidates[i + 1]` of the packed ones, in as many runs as `per_query` would take, which is a
+    guess; otherwise those of its group.
     Under `chosen`, a run is one document, which (`shared`) the queries of neighbouring programs meet. Norms are known
     then, of which the kernel takes its own else, as every token is met once.
     Under `in_pieces`, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
@@ -79,9 +80,10 @@ def _single_kernel(
     last = n_documents
     sums_ptr += tl.program_id(1).to(tl.int64) * sums_stride
     if HAS_CANDIDATES:
-        owned = tl.load(candidates_ptr + query).to(tl.int32)
-        first += owned
+        first = tl.load(candidates_ptr + query).to(tl.int32)
         last = tl.load(candidates_ptr + query + 1).to(tl.int32)
+        run = tl.cdiv(last - first, n_runs)
+        first += program % n_runs * run
     else:
         sums_ptr += query.to(tl.int64) * n_documents
     last = tl.minimum(first + run, last)

@@ -79,7 +79,7 @@ def _stacked_kernel(
 
     `n_queries` counts the queries of one group of the layout. Programs that run together differ in their row block
     first, so they read the same documents, out of L2. `documents` says which ones are a program's: a "run" of those of
-    its group; of packed ones a "cut" (`kernels.forward.cuts`), whose size is `run`; a run of the "candidates"
+    its group; of packed ones a "cut" (`kernels.forward.cuts`), whose size is `run`; a share of the "candidates"
     [candidates[group], candidates[group + 1]) of its group, of which there are one for each query; or a run of
     `n_documents` that are "listed" for each group by their numbers, -1 for none. Of candidates, sums are
     [groups per query, Nd]. Under `in_pieces`, documents of more than `whole` tokens are in pieces.
@@ -106,8 +106,11 @@ def _stacked_kernel(
         cut_start = run_index.to(tl.int64) * run
         first, last = documents_of_cut(cu_seqlens_ptr, n_documents, cut_start, run)
     elif config.documents == "candidates":
-        first = tl.load(candidates_ptr + group).to(tl.int32) + run_index * run
-        last = tl.minimum(first + run, tl.load(candidates_ptr + group + 1).to(tl.int32))
+        first = tl.load(candidates_ptr + group).to(tl.int32)
+        last = tl.load(candidates_ptr + group + 1).to(tl.int32)
+        share = tl.cdiv(last - first, n_runs)
+        first += run_index * share
+        last = tl.minimum(first + share, last)
     else:
         first = run_index * run
         last = tl.minimum(first + run, n_documents)

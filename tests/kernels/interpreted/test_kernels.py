@@ -5,12 +5,14 @@ float16 and float32 only: the interpreter multiplies the raw bits of bfloat16.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 
 from pylate_flash.kernels import plan, rows, tables
-from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
+from pylate_flash.ops import maxsim, maxsim_operator, maxsim_reference, maxsim_varlen, pack, quantize
 from pylate_flash.ops.compute import compute
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
@@ -293,3 +295,26 @@ def test_autocast_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel(documents, leaf).sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("guess", [1, 3, 40])
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "quantized"])
+def test_how_many_candidates_a_query_has_is_a_guess(
+    quantized: bool, guess: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where their boundaries are not looked at; none of them is left out, nor met twice."""
+    lengths = torch.randint(0, 9, (23,), generator=torch.Generator().manual_seed(0)).tolist()
+    queries, documents = [torch.randn(5, 16) for _ in range(4)], [torch.randn(length, 16) for length in lengths]
+    (values, bounds), (packed_documents, documents_bounds) = pack(queries), pack(documents)
+    embeddings = quantize(packed_documents, "int8") if quantized else packed_documents
+    call = partial(
+        varlen_kernel, values, embeddings, bounds, documents_bounds,
+        candidates_cu_seqlens=torch.tensor([0, 1, 1, 21, 23]), empty_score=-3.0,
+    )  # fmt: skip
+    expected, find = call(), maxsim_operator.longest
+
+    def guessed(name: str, *others) -> int:
+        return guess if name.startswith("candidates") else find(name, *others)
+
+    monkeypatch.setattr(maxsim_operator, "longest", guessed)
+    assert torch.equal(call(), expected)
