@@ -38,6 +38,7 @@ from .indexing import (
     check_new_index,
     check_place,
     counted,
+    device_of_rank,
     escaped,
     holds_old_index,
     index_path,
@@ -47,10 +48,12 @@ from .indexing import (
     open_flat,
     open_store,
     read_ids,
+    together,
 )
 from .models import check_encoding_host, check_model_name, load_model
 
 if TYPE_CHECKING:
+    from ..index.ranks import Ranks
     from ..index.store import PackedStore
     from ..indexes import Flat
 
@@ -125,55 +128,91 @@ def build(
     After an interruption of whatever kind, the same command goes on where it stopped (then without `--overwrite`): it
     adds the documents whose ids are not in the index yet. An index that holds documents of another corpus, or was
     built with another model, is left as it is.
+
+    Under `torchrun --nproc-per-node N $(which pylate-flash) index ...`, N processes encode a share of the documents
+    each, on a GPU of their own, and the first adds them in order. If one ends, all do.
     """
     check_encoding_host("pylate-flash index build")
-    place = index_path(index)
-    check_new_index(place)
-    check_model_name(model)
-    corpus = open_corpus(data)
-    ids = read_ids(corpus)
     be_quiet()
+    with together() as ranks:
+        _build(data, model, index_path(index), batch_size, query_length, document_length, dtype, device, overwrite,
+               trust_remote_code, ranks)  # fmt: skip
+
+
+def _build(
+    data: Path,
+    model: str,
+    place: Path,
+    batch_size: int,
+    query_length: int | None,
+    document_length: int | None,
+    dtype: Dtype | None,
+    device: str | None,
+    overwrite: bool,
+    trust_remote_code: bool,
+    ranks: Ranks | None,
+) -> None:
+    """As `build`: on several ranks, of which the first has the index, and the others encode for it."""
     kept_as = None if dtype is None else dtype.value
-    if overwrite:
-        check_place(place)
-    else:
-        # Before the model is loaded, which takes longer.
-        flat = open_flat(place, device, dtype=kept_as)
-        _check_belongs(flat, corpus, set(ids))
+    flat: Flat | None = None
+
+    def check() -> tuple[Corpus, list[str]]:
+        nonlocal flat
+        check_new_index(place)
+        check_model_name(model)
+        corpus = open_corpus(data)
+        ids = read_ids(corpus)
+        if overwrite:
+            check_place(place)
+        else:
+            # Before the model is loaded, which takes longer.
+            flat = open_flat(place, device, dtype=kept_as)
+            _check_belongs(flat, corpus, set(ids))
+        return corpus, ids
+
+    def record() -> set[str]:
+        nonlocal flat
+        if overwrite:
+            flat = open_flat(place, device, dtype=kept_as, override=True)
+        assert flat is not None
+        with explained(kinds=INDEX_ERRORS):
+            # Refuses another model than that of the documents which are there.
+            flat.record_model(encoder, name=model)
+            _record_corpus(flat, data)
+        return set(flat.documents_ids)
+
+    corpus, ids = ranks.agreed(check) if ranks else check()
     loading(f"the model {model}")
     encoder = load_model(
         model,
         searching=True,
-        device=device,
+        device=device_of_rank(device, ranks),
         query_length=query_length,
         document_length=document_length,
         trust_remote_code=trust_remote_code,
     )
-    if overwrite:
-        flat = open_flat(place, device, dtype=kept_as, override=True)
-    with explained(kinds=INDEX_ERRORS):
-        # Refuses another model than that of the documents which are there.
-        flat.record_model(encoder, name=model)
-        _record_corpus(flat, data)
-    before = len(flat)
-    if before == len(ids):
+    there = ranks.agreed(record) if ranks else record()
+    before = len(there)
+    if flat is not None and before == len(ids):
         say(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
+    if before == len(ids):
         return
-    if before:
+    if flat is not None and before:
         say(f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already")
     try:
-        there = set(flat.documents_ids)
         texts = (text for text in corpus.with_metadata() if text[0].id not in there)
-        add_texts(flat, encoder, texts, len(ids) - before, batch_size)
+        add_texts(flat, encoder, texts, len(ids) - before, batch_size, ranks=ranks)
     except KeyboardInterrupt:
-        note(
-            f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
-            f"{' without --overwrite' if overwrite else ''} goes on"
-        )
+        if flat is not None:
+            note(
+                f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
+                f"{' without --overwrite' if overwrite else ''} goes on"
+            )
         raise
-    where = shlex.join(["--index", str(place)])
-    say(f"{place} holds {counted(len(flat), 'document')}")
-    print(f'Next: pylate-flash search "..." {where}')
+    if flat is not None:
+        where = shlex.join(["--index", str(place)])
+        say(f"{place} holds {counted(len(flat), 'document')}")
+        print(f'Next: pylate-flash search "..." {where}')
 
 
 @app.command(epilog="Example: `pylate-flash index add --data more.jsonl --index my-index`")

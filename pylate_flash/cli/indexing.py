@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import re
@@ -11,8 +12,11 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
 
 from ..data.files import Corpus, Text
 from ..encoding.texts import encode, read_lengths
@@ -21,6 +25,7 @@ from .files import check_file, check_new_folder
 from .models import check_model_name, document_tokens, load_model
 
 if TYPE_CHECKING:
+    from ..index.ranks import Ranks
     from ..index.store import PackedStore
     from ..indexes import Flat
     from .models import Model
@@ -191,13 +196,52 @@ def noted() -> Iterator[None]:
         note(f"Note: {warning.message}")
 
 
+@contextlib.contextmanager
+def together() -> Iterator[Ranks | None]:
+    """The processes that torchrun has started, if it has started several, each of which runs what is in the context.
+
+    The first alone says something, unless another has ended.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield None
+        return
+    import torch.distributed as dist
+
+    from ..index.ranks import RankError, Ranks
+
+    dist.init_process_group("gloo")
+    ranks = Ranks(dist.group.WORLD)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) if ranks.rank else contextlib.nullcontext():
+            yield ranks
+    except RankError as error:
+        raise UserError(str(error)) from error
+    except UserError:
+        if ranks.rank:
+            # The first says so.
+            raise typer.Exit(2) from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def device_of_rank(device: str | None, ranks: Ranks | None) -> str | None:
+    """The device that a process encodes on: of several GPUs, one of its own."""
+    if ranks is None or device not in (None, "cuda"):
+        return device
+    import torch
+
+    return f"cuda:{int(os.environ['LOCAL_RANK'])}" if torch.cuda.is_available() else device
+
+
 def add_texts(
-    flat: Flat,
+    flat: Flat | None,
     model: Model,
     texts: Iterable[tuple[Text, dict[str, Any]]],
     total: int,
     batch_size: int,
     replace: bool = False,
+    ranks: Ranks | None = None,
 ) -> None:
     """Encode texts and add them to an index, with progress on standard error.
 
@@ -207,7 +251,7 @@ def add_texts(
     Parameters
     ----------
     flat
-        The index.
+        The index; None on other ranks than the first.
     model
         Its model.
     texts
@@ -217,6 +261,8 @@ def add_texts(
         How many they are.
     batch_size
         Texts encoded at a time.
+    ranks
+        Processes that encode a share of the texts each, which are the same for all.
 
     Raises
     ------
@@ -227,6 +273,15 @@ def add_texts(
     from tqdm import tqdm
 
     from ..index.store import ADDITION_BYTES
+
+    def encoded(some_texts: list[str]) -> list[Any]:
+        if writing is not None and writing.done():
+            # So that other ranks hear of it.
+            _finish(writing)
+        try:
+            return encode(model, some_texts, is_query=False, batch_size=batch_size) if some_texts else []
+        except torch.cuda.OutOfMemoryError:
+            raise UserError(f"--batch-size {batch_size} is too large for the memory of {model.device}") from None
 
     terminal = sys.stderr.isatty()
     started = noted = written = time.monotonic()
@@ -240,16 +295,20 @@ def add_texts(
         ThreadPoolExecutor(1) as writer,
         tqdm(total=total, desc="Encoding", unit="doc", disable=not terminal) as progress,
     ):
-        for some in _steps(texts, batch_size * _BATCHES_PER_STEP):
+        step = batch_size * _BATCHES_PER_STEP
+        for some in _steps(texts, step * (ranks.size if ranks else 1)):
             some_texts = [text for (_, text), _ in some]
             if not done:
-                _note_truncation(model, some_texts)
-            try:
-                encoded = encode(model, some_texts, is_query=False, batch_size=batch_size)
-            except torch.cuda.OutOfMemoryError:
-                raise UserError(f"--batch-size {batch_size} is too large for the memory of {model.device}") from None
-            embeddings += encoded
-            nbytes += sum(array.nbytes for array in encoded)
+                _note_truncation(model, some_texts[:step])
+            if ranks is None:
+                found = encoded(some_texts)
+            else:
+                share = partial(encoded, some_texts[step * ranks.rank :][:step])
+                found = list(itertools.chain(*ranks.to_first(share, "encode")))
+            if flat is None:
+                continue
+            embeddings += found
+            nbytes += sum(array.nbytes for array in found)
             ids += [id_ for (id_, _), _ in some]
             metadata += [own for _, own in some]
             done += len(some)
@@ -264,11 +323,11 @@ def add_texts(
                 rate, noted = done / (now - started), now
                 left = tqdm.format_interval((total - done) / rate)
                 note(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left")
-        if ids:
+        if ids and flat is not None:
             _finish(writing)
             writing = writer.submit(flat.add_documents, ids, embeddings, replace=replace, metadata=metadata)
         _finish(writing)
-    seconds = time.monotonic() - started
+    seconds = max(1e-9, time.monotonic() - started)
     note(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s")
 
 

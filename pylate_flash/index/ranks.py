@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .parts import Part
 
-__all__ = ["Found", "Ranks"]
+__all__ = ["Found", "RankError", "Ranks"]
 
 T = TypeVar("T")
 _NO_SLOT = np.iinfo(np.int64).max
@@ -28,12 +28,16 @@ class Found(NamedTuple):
     counts: np.ndarray | None = None
 
 
+class RankError(RuntimeError):
+    """Another process of a group has failed or ended."""
+
+
 class Ranks:
-    """The processes of a group. What they do together, all of them must call."""
+    """The processes of a group: this one is the `rank`-th of `size`. What they do together, all of them must call."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def share(self, parts: Sequence[Part]) -> tuple[int, int]:
         """From which part to which are those of this rank: neighbouring segments, as many rows as of others."""
@@ -45,35 +49,65 @@ class Ranks:
             total += rows[-1]
         # Of the rank in whose share its middle lies.
         middles = np.cumsum(rows) - np.array(rows) / 2
-        owners = (middles * self._size // max(1, total)).astype(np.int64)
-        low, high = np.searchsorted(owners, (self._rank, self._rank + 1))
+        owners = (middles * self.size // max(1, total)).astype(np.int64)
+        low, high = np.searchsorted(owners, (self.rank, self.rank + 1))
         return firsts[low], firsts[high]
 
     def agreed(self, make: Callable[[], T]) -> T:
         """What `make` returns on the first rank, or the error that it raises there, on all ranks."""
         made: list[Any] = [None, None]
-        if not self._rank:
+        if not self.rank:
             try:
                 made[0] = make()
             except Exception as error:
                 made[1] = error
-        dist.broadcast_object_list(made, dist.get_global_rank(self._group, 0), self._group)
+        self._do(dist.broadcast_object_list, made, dist.get_global_rank(self._group, 0))
         if made[1] is not None:
             raise made[1]
         return made[0]
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks."""
-        values: list[Any] = [None] * self._size
-        dist.all_gather_object(values, value, group=self._group)
+        values: list[Any] = [None] * self.size
+        self._do(dist.all_gather_object, values, value)
         return values
+
+    def to_first(self, make: Callable[[], T], what: str) -> list[T]:
+        """On the first rank what `make` returns on each, and on the others nothing, when all have it.
+
+        Raises
+        ------
+        RankError
+            If another rank has failed: `what` it could not do, and why. On that one, it is its own error.
+        """
+        try:
+            made = make()
+        except Exception as error:
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        self._check(self.gather(None), what)
+        values: list[Any] = [None] * self.size if not self.rank else []
+        self._do(dist.gather_object, made, values or None, dst=dist.get_global_rank(self._group, 0))
+        return values
+
+    def _check(self, said: Sequence[Any], what: str) -> None:
+        """Refuse if a rank has said why it failed."""
+        for rank, value in enumerate(said):
+            if isinstance(value, str):
+                raise RankError(f"rank {rank} could not {what}: {value}")
+
+    def _do(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        try:
+            collective(*arguments, **options, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"another process of the group has ended, as rank {self.rank} sees: {error}") from error
 
     def merged(self, found: Iterable[Found], k: int) -> Found:
         """The best of what all ranks have found for all queries, each among its own documents.
 
         Raises
         ------
-        RuntimeError
+        RankError
             If another rank could not search. On that one, it is its own error.
         """
         try:
@@ -82,9 +116,7 @@ class Ranks:
             self.gather(f"{type(error).__name__}: {error}")
             raise
         everything = self.gather(own)
-        failed = [(rank, value) for rank, value in enumerate(everything) if isinstance(value, str)]
-        if failed:
-            raise RuntimeError("rank {} could not search the index: {}".format(*failed[0]))
+        self._check(everything, "search the index")
         sides = zip(*(_padded(some) for some in everything), strict=True)
         scores, slots, counts = (np.concatenate(side, axis=1) for side in sides)
         order = np.argsort(slots, axis=1, kind="stable")

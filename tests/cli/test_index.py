@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from pylate_flash import indexes, models
 from pylate_flash.cli import indexing
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.ranks import run_ranks
 from tests.stores import written_by_another
 
 CPU = ("--device", "cpu")
@@ -496,3 +498,81 @@ def test_the_group_explains_itself():
         assert command in printed
         assert "--index" in succeed("index", command, "--help")
     assert '"_id": "d1"' in " ".join(succeed("index", "build", "--help").replace("│", " ").split())
+
+
+# Built by several processes
+
+
+def build_as_rank(rank, world, port, arguments, folder, failure):
+    """Run the command as torchrun would start it; rank 1 may fail at its second share."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    encode, calls = indexing.encode, []
+
+    def failing(*some, **options):
+        calls.append(some)
+        if rank == 1 and len(calls) == 2 and failure == "it ends":
+            os._exit(0)
+        if rank == 1 and len(calls) == 2 and failure == "it fails":
+            raise ValueError("no such token")
+        return encode(*some, **options)
+
+    indexing.encode, indexing.SECONDS_BETWEEN_WRITES = failing, 0.0
+    result = invoke(*arguments)
+    (folder / f"rank-{rank}").write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
+
+
+@pytest.fixture
+def built_by_two(tmp_path, tiny_colbert_path):
+    """What two ranks have said, and the arguments; without a failure, of one or of two."""
+    corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(45)))
+    build = ["index", "build", "--data", corpus, "--model", tiny_colbert_path, "--batch-size", "1", *CPU, "--index"]
+
+    def run(failure=None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        run_ranks(build_as_rank, (2, port, [*build, tmp_path / "index"], tmp_path, failure), 2)
+        return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank-*"))], build
+
+    return run
+
+
+def test_two_processes_build_the_index_of_one(built_by_two, tmp_path):
+    (first, second), build = built_by_two()
+    assert first[0] == second[0] == 0
+    assert f"{tmp_path / 'index'} holds 45 documents" in first[1]
+    assert second[1:] == ["", ""]
+    succeed(*build, tmp_path / "one")
+    ids = ids_in(tmp_path / "one")
+    assert ids_in(tmp_path / "index") == ids == [f"d{i}" for i in range(45)]
+    found, whole = (
+        indexes.Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one")
+    )
+    for document, expected in zip(found, whole, strict=True):
+        np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-6)
+    again, _ = built_by_two()
+    assert "Nothing to do" in again[0][1]
+    assert [code for code, *_ in again] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("failure", "sentence"),
+    [
+        ("it ends", "another process of the group has ended"),
+        ("it fails", "rank 1 could not encode: ValueError: no such"),
+    ],
+)
+def test_a_process_that_fails_ends_all_in_one_sentence(failure, sentence, built_by_two, tmp_path):
+    said, build = built_by_two(failure)
+    code, _, stderr = said[0]
+    assert code == 2
+    *notes, last = stderr.strip().splitlines()
+    assert last.startswith("pylate-flash: ")
+    assert sentence in last
+    assert not any(note.startswith("pylate-flash: ") for note in notes)
+    # What was added stays, and one process goes on.
+    assert ids_in(tmp_path / "index") == [f"d{i}" for i in range(16)]
+    succeed("index", "verify", "--index", tmp_path / "index")
+    succeed(*build, tmp_path / "index")
+    assert len(ids_in(tmp_path / "index")) == 45
