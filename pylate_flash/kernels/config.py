@@ -63,6 +63,8 @@ class Config(str):
     quantize_rows: bool = False
     # Bits of residual codes.
     nbits: int = 0
+    # Of the short kernel: words of 4 bytes from a token to the next.
+    row: int = 0
     # The log-sum-exp in place of the maximum.
     soft: bool = False
     # Of the Hopper kernel: columns of a document's last product, 0 where it is no narrower.

@@ -334,15 +334,16 @@ def _with_values(problem: Problem) -> Problem:
 def _is_short(problem: Problem, nbits: int) -> bool:
     """Whether `forward.short` takes queries that are quantized, and documents of so many bits for an element."""
     kind, size, length = problem.kind, problem.size, problem.document_length
-    whole = kind.cu_seqlens is not None or problem.document_strides[1:] == (length * size, size)
-    if problem.groups > 1 and kind.cu_seqlens is None:
-        whole = whole and problem.document_strides[0] == problem.n_documents * length * size
+    next_group, next_document, row = problem.document_strides
+    follows = kind.cu_seqlens is not None or (
+        next_document == length * row and (problem.groups == 1 or next_group == problem.n_documents * next_document)
+    )
     plain = not (kind.with_winners or problem.has_candidates or kind.documents_mask is not None or kind.offset_unit)
-    few = problem.query_length <= tables.SHORT_MAX_LENGTH
-    few = few and size * config.single_columns(problem.query_length) <= tables.SHORT_MAX_ELEMENTS
-    # A row has four threads, and each of them whole words, of 8 bits two times.
-    fits = size % (64 if nbits == 2 else 32) == 0 and 16 <= problem.n_tokens < config.INT32_MAX
-    return whole and plain and few and fits and (problem.aligned or nbits > 0)
+    elements = size * config.single_columns(problem.query_length)
+    few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
+    # A row has four threads, and each of them whole words, of 8 bits two times. A step is of tokens that exist.
+    fits = size % (64 if nbits == 2 else 32) == 0 and tables.SHORT_ROWS // 2 <= problem.n_tokens < config.INT32_MAX
+    return follows and plain and few and fits and (nbits > 0 or (problem.aligned and row % 4 == 0))
 
 
 def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> ForwardPlan:
@@ -359,7 +360,7 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
     tile, blocks = Tile(tables.SHORT_ROWS, columns, 1, 1), Blocks(problem.size, 0, False)
     made = config.config_of(
         "short", kind, tile, blocks, units, tables.SHORT_REGISTERS, documents=documents, nbits=nbits,
-        quantize_rows=nbits == 0,
+        quantize_rows=nbits == 0, row=problem.size * nbits // 32 if nbits else problem.document_strides[2] // 4,
     )  # fmt: skip
     n_runs = cuts.number if documents == "cut" else -(-n_documents // run)
     reason += f", and queries of at most {tables.SHORT_MAX_LENGTH} tokens"

@@ -68,8 +68,7 @@ def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, winn
 
 def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
     """Scores of quantized documents, whose values are in the place of documents; no size is 0."""
-    offsets = None if offsets is None else offsets.contiguous()
-    return quantized_forward(*_for_kernels(problem, tensors), scales.contiguous(), offsets)
+    return quantized_forward(*_for_kernels(problem, tensors), scales, offsets)
 
 
 def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:

@@ -90,11 +90,15 @@ def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, win
 
 
 def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
-    """Scores, float32, of `problem.scores_shape`; the documents are values, with contiguous scales and offsets.
+    """Scores, float32, of `problem.scores_shape`; the documents are values, with their scales and offsets.
 
     Tensors are as `maxsim_forward` takes them; no dimension is 0, and a document may be empty.
     """
     plan, kind, queries = quantized_plan(problem), problem.kind, tensors.queries
+    # Those of packed rows may lie between their values.
+    as_they_lie = plan.kernel == "short" and not kind.normalize and scales.dim() == 1
+    if not as_they_lie or (offsets is not None and offsets.stride() != scales.stride()):
+        scales, offsets = scales.contiguous(), None if offsets is None else offsets.contiguous()
     values = queries_scale = None
     if kind.quantize_queries:
         dtype = torch.int8 if kind.quantized == torch.uint8 else kind.quantized

@@ -53,11 +53,10 @@ def _words(documents_ptr, start, part, config: tl.constexpr, J: tl.constexpr):
     """Words [4, 16, J] of the tokens from `start` on, of their second half if `part` is 1."""
     # Elements of a word, and words that a thread has of a row.
     ELEMENTS: tl.constexpr = 4 if config.values else 32 // config.nbits
-    ROW: tl.constexpr = config.size // ELEMENTS
-    HELD: tl.constexpr = ROW // (8 if config.values else 4)
-    documents_ptr += start.to(tl.int64) * ROW + part * (4 * HELD)
+    HELD: tl.constexpr = config.size // ELEMENTS // (8 if config.values else 4)
+    documents_ptr += start.to(tl.int64) * config.row + part * (4 * HELD)
     four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, J)[None, None, :]
-    at = documents_ptr + tl.arange(0, _ROWS)[None, :, None] * ROW + four * HELD + places
+    at = documents_ptr + tl.arange(0, _ROWS)[None, :, None] * config.row + four * HELD + places
     if HELD < J:
         return tl.load(at, mask=places < HELD, other=0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
@@ -65,19 +64,22 @@ def _words(documents_ptr, start, part, config: tl.constexpr, J: tl.constexpr):
 
 @triton.jit
 def _fetched(
-    documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, config: tl.constexpr, J: tl.constexpr,
+    documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, step, config: tl.constexpr, J: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What is read of 16 tokens from `start` on: words, scales, offsets, and the scores of their centroids."""
+    """What is read of 16 tokens from `start` on: words, scales, offsets, and the scores of their centroids.
+
+    Scales, and offsets, lie `step` numbers from one to the next.
+    """
     words = _words(documents_ptr, start, 0, config, J)
     second = words
     if config.values:
         second = _words(documents_ptr, start, 1, config, J)
-    rows = tl.arange(0, _ROWS)
-    scale = tl.load(scales_ptr + start + rows)
+    at = start.to(tl.int64) * step + tl.arange(0, _ROWS) * step
+    scale = tl.load(scales_ptr + at)
     offset = scale
     if config.affine:
-        offset = tl.load(offsets_ptr + start + rows)
+        offset = tl.load(offsets_ptr + at)
     entries = scale
     if config.nbits > 0:
         four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, COLUMNS // 4)[None, None, :]
@@ -152,7 +154,7 @@ def _start(cu_seqlens_ptr, document, document_length, config: tl.constexpr):
 def _short_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, scales_ptr, offsets_ptr, cu_seqlens_ptr, candidates_ptr, codes_ptr,
     table_ptr, values_ptr, queries_scale_ptr, luts_ptr, scores_ptr,
-    n_queries, query_length, n_documents, document_length, n_tokens, n_centroids, next_group, run, empty_score,
+    n_queries, query_length, n_documents, document_length, n_tokens, n_centroids, next_group, run, step, empty_score,
     stride_query, stride_query_token,
     config: tl.constexpr,
     PTX: tl.constexpr,
@@ -238,21 +240,32 @@ def _short_kernel(
     rows = tl.arange(0, _ROWS)
     at, next_at = tl.minimum(begin, final), tl.minimum(begin + 16, final)
     upper = _fetched(
-        documents_ptr, scales_ptr, offsets_ptr, table_ptr, _codes(codes_ptr, at, config), at, config, J, COLUMNS
+        documents_ptr,
+        scales_ptr,
+        offsets_ptr,
+        table_ptr,
+        _codes(codes_ptr, at, config),
+        at,
+        step,
+        config,
+        J,
+        COLUMNS,
     )
     lower = _fetched(
-        documents_ptr, scales_ptr, offsets_ptr, table_ptr, _codes(codes_ptr, next_at, config), next_at, config, J,
+        documents_ptr, scales_ptr, offsets_ptr, table_ptr, _codes(codes_ptr, next_at, config), next_at, step, config, J,
         COLUMNS,
     )  # fmt: skip
     upper_codes = _codes(codes_ptr, tl.minimum(begin + 32, final), config)
     lower_codes = _codes(codes_ptr, tl.minimum(begin + 48, final), config)
     for start in tl.range(begin, stop, 32, num_stages=1):
         next_upper = _fetched(
-            documents_ptr, scales_ptr, offsets_ptr, table_ptr, upper_codes, tl.minimum(start + 32, final), config, J,
+            documents_ptr, scales_ptr, offsets_ptr, table_ptr, upper_codes, tl.minimum(start + 32, final), step, config,
+            J,
             COLUMNS,
         )  # fmt: skip
         next_lower = _fetched(
-            documents_ptr, scales_ptr, offsets_ptr, table_ptr, lower_codes, tl.minimum(start + 48, final), config, J,
+            documents_ptr, scales_ptr, offsets_ptr, table_ptr, lower_codes, tl.minimum(start + 48, final), step, config,
+            J,
             COLUMNS,
         )  # fmt: skip
         upper_codes = _codes(codes_ptr, tl.minimum(start + 64, final), config)
@@ -295,7 +308,8 @@ def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sc
         ),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, problem.n_tokens,
-            n_centroids, next_group, plan.run, problem.empty_score,
+            n_centroids, next_group, plan.run,
+            tensors.documents_scale.stride(-1), problem.empty_score,
         ),
         plan.strides[:2],
         (plan.config, not knobs.runtime.interpret),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash import maxsim, maxsim_varlen, quantize
+from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_varlen, quantize
 from pylate_flash.kernels import tables
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
@@ -89,6 +89,15 @@ def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: p
         found = maxsim_varlen(queries[0], packed, **of_queries, empty_score=-3.0, implementation="triton")
         expected = maxsim_quantized_reference(queries[0], packed, *of_queries.values(), empty_score=-3.0)
         torch.testing.assert_close(found.double(), expected, **CLOSE)
+        # Values with scales and offsets between them, as an index keeps them.
+        rows = torch.zeros(len(packed.values), 16 + size, dtype=torch.uint8)
+        rows[:, 16:], numbers = packed.values.view(torch.uint8), rows[:, :8].view(torch.float32)
+        numbers[:, 0], numbers[:, 1] = packed.scales, 0.0 if packed.offsets is None else packed.offsets
+        between = QuantizedEmbeddings(
+            rows[:, 16:].view(packed.values.dtype), numbers[:, 0], None if packed.offsets is None else numbers[:, 1]
+        )
+        again = maxsim_varlen(queries[0], between, **of_queries, empty_score=-3.0, implementation="triton")
+        assert torch.equal(again, found)
 
 
 def test_a_token_that_is_not_a_number() -> None:
