@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -77,13 +77,14 @@ def cases(
     return Case(
         queries.to(dtype),
         documents.to(dtype),
-        _mask(draw, queries, generator, weights=True),
-        _mask(draw, documents, generator),
+        drawn_mask(draw, queries, generator, weights=True),
+        drawn_mask(draw, documents, generator),
         options,
     )
 
 
-def _mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator, weights: bool = False) -> Tensor | None:
+def drawn_mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator, weights: bool = False) -> Tensor | None:
+    """A mask of the tokens of embeddings, of any kind, or None."""
     kinds = ["none", "prefix", "random", "some rows empty", "float", "int64", *(["weights"] if weights else [])]
     kind = draw(st.sampled_from(kinds))
     shape = embeddings.shape[:-1]
@@ -100,12 +101,41 @@ def _mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator, weigh
     return mask.to({"float": torch.float32, "int64": torch.int64}.get(kind, torch.bool))
 
 
-def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, Tensor]:
-    """Gradients of queries and documents under a fixed, uneven weighting of the scores."""
-    queries, documents = case.queries.detach().requires_grad_(), case.documents.detach().requires_grad_()
-    scores = function(queries, documents, **case.keywords)
+def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, ...]:
+    """Gradients of queries and documents, as `differentiated`."""
+    return differentiated(function, case.tensors, case.keywords)
+
+
+def differentiated(
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], options: dict, *others: object
+) -> tuple[Tensor, ...]:
+    """Gradients of the tensors, a function's first arguments, under a fixed, uneven weighting of the scores."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    scores = function(*leaves, *others, **options)
     weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
-    return torch.autograd.grad((scores * weight).sum(), (queries, documents))
+    if not scores.requires_grad:
+        # The definition of an empty problem depends on none of its tensors.
+        return tuple(torch.zeros_like(leaf) for leaf in leaves)
+    return torch.autograd.grad((scores * weight).sum(), leaves, allow_unused=True, materialize_grads=True)
+
+
+def check_definition(
+    function: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    options: dict,
+    *others: object,
+    atol: float = 2e-6,
+) -> None:
+    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them."""
+    doubled, dtype = [tensor.double() for tensor in tensors], tensors[0].dtype
+    with torch.no_grad():
+        scores, expected = function(*tensors, *others, **options), reference(*doubled, *others, **options)
+    check_scores(scores, expected, dtype, atol)
+    found = differentiated(function, tensors, options, *others)
+    for gradient, right in zip(found, differentiated(reference, doubled, options, *others), strict=True):
+        assert gradient.dtype == dtype
+        assert relative_error(gradient, right) <= gradient_tolerance(dtype)
 
 
 def wrong(error: type[Exception], message: str, function: Callable[..., object], *arguments, **options):

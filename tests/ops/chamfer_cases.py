@@ -7,6 +7,7 @@ accumulates in float32, so who wins does not hang on rounding, and ties abound.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pylate_flash import chamfer, chamfer_varlen
 from pylate_flash.ops import chamfer_reference
-from tests.ops.cases import check_scores, gradient_tolerance, relative_error
+from tests.ops.cases import check_definition, differentiated, drawn_mask, gradient_tolerance, relative_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 METRICS = ("sqeuclidean", "inner_product")
@@ -34,39 +35,19 @@ def chamfer_cases(
     for name in ("x", "y"):
         length = draw(st.integers(1, max_length))
         points.append(torch.randint(-4, 5, (n, length, size), generator=generator).div(4).to(dtype))
-        kind = draw(st.sampled_from(["none", "bool", "int64", "float32", "empty"]))
-        mask = torch.rand(n, length, generator=generator) > 0.3
-        if kind == "empty":
-            mask[draw(st.integers(0, n - 1))] = False
-        elif kind != "none":
-            mask = mask.to(getattr(torch, kind))
-        options[f"{name}_mask"] = None if kind == "none" else mask
+        options[f"{name}_mask"] = drawn_mask(draw, points[-1], generator)
     options["metric"] = draw(st.sampled_from(METRICS))
     options["reduction"] = draw(st.sampled_from(["mean", "sum"]))
     options["empty_score"] = draw(st.sampled_from([0.0, -100.0]))
     return (points[0], points[1]), options
 
 
-def gradients(function: Callable[..., Tensor], sets: tuple[Tensor, Tensor], **options) -> tuple[Tensor, Tensor]:
-    """Gradients of both sets under a fixed, uneven weighting of the scores."""
-    x, y = (points.detach().requires_grad_() for points in sets)
-    scores = function(x, y, **options)
-    weight = torch.cos(torch.arange(len(scores), device=scores.device, dtype=scores.dtype))
-    return torch.autograd.grad((scores * weight).sum(), (x, y))
+def gradients(function: Callable[..., Tensor], sets: tuple[Tensor, Tensor], **options) -> tuple[Tensor, ...]:
+    return differentiated(function, sets, options)
 
 
 def check_scores_and_gradients(sets: tuple[Tensor, Tensor], options: dict, implementation: str = "auto") -> None:
-    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them."""
-    doubled = sets[0].double(), sets[1].double()
-    with torch.no_grad():
-        scores = chamfer(*sets, **options, implementation=implementation)
-        expected = chamfer_reference(*doubled, **options)
-    check_scores(scores, expected, sets[0].dtype, atol=1e-6)
-    check_gradients(
-        gradients(chamfer, sets, **options, implementation=implementation),
-        gradients(chamfer_reference, doubled, **options),
-        sets[0].dtype,
-    )
+    check_definition(partial(chamfer, implementation=implementation), chamfer_reference, sets, options, atol=1e-6)
 
 
 def check_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:

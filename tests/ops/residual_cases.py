@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pylate_flash import ResidualCodes
 from pylate_flash.ops.residual import maxsim_residual_reference
+from tests.ops.cases import differentiated, drawn_mask
 
 SIZES = st.sampled_from([8, 16, 24, 32, 40])
 
@@ -44,18 +45,13 @@ def residual_cases(
     documents = residual_codes(lengths, size, nbits, draw(st.sampled_from(codec_dtypes)), seed=seed)
     n_queries, query_length = draw(st.integers(1, 4)), draw(st.integers(1, max_length))
     queries = torch.nn.functional.normalize(torch.randn(n_queries, query_length, size, generator=generator), dim=-1)
-    kind, mask = draw(st.sampled_from(["none", "bool", "int64", "weights"])), None
-    if kind != "none":
-        mask = torch.rand(n_queries, query_length, generator=generator) > 0.4
-        mask = mask.long() if kind == "int64" else mask
-        mask = mask * (0.25 + torch.rand(mask.shape, generator=generator)) if kind == "weights" else mask
     candidates = None
     if draw(st.booleans()):
         number = draw(st.integers(1, 5))
         candidates = torch.randint(-1, len(lengths), (n_queries, number), generator=generator)
         candidates = candidates.to(draw(st.sampled_from([torch.int32, torch.int64])))
     options = {
-        "queries_mask": mask,
+        "queries_mask": drawn_mask(draw, queries, generator, weights=True),
         "candidates": candidates,
         "reduction": draw(st.sampled_from(["sum", "mean"])),
         "empty_score": draw(st.sampled_from([0.0, -5.0])),
@@ -64,11 +60,8 @@ def residual_cases(
 
 
 def residual_gradient(function, queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
-    """The gradient of the queries under a fixed, uneven weighting of the scores."""
-    queries = queries.detach().requires_grad_()
-    scores = function(queries, documents, **options)
-    weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
-    return torch.autograd.grad((scores * weight).sum(), queries)[0]
+    """The gradient of the queries, as `differentiated`."""
+    return differentiated(function, (queries,), options, documents)[0]
 
 
 def check_8_bits(found: Tensor, queries: Tensor, documents: ResidualCodes, options: dict) -> None:

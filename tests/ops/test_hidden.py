@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pylate_flash import maxsim, maxsim_from_hidden, pack
 from pylate_flash.ops import hidden, maxsim_from_hidden_reference
 from pylate_flash.ops import hidden_blocks as module
-from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error, wrong
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, differentiated, relative_error, wrong
 from tests.ops.test_varlen import packed
 
 # With one dimension, many tokens have one direction, and rounding decides which of them wins.
@@ -39,16 +39,13 @@ class Problem:
         return function(**self.tensors, **self.rest)
 
     def gradients(self, function, names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
-        """Gradients under a fixed, uneven weighting of the scores."""
+        """Gradients by their names, as `differentiated`."""
         names = tuple(self.tensors) if names is None else names
-        leaves = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
-        for name in names:
-            leaves[name].requires_grad_()
-        scores = function(**leaves, **self.rest)
-        weight = torch.cos(torch.arange(scores.numel(), dtype=scores.dtype, device=scores.device)).view(scores.shape)
-        # The definition of an empty problem depends on none of its tensors.
-        total = (scores * weight).sum() + sum(0.0 * leaves[name].sum() for name in names)
-        found = torch.autograd.grad(total, [leaves[name] for name in names])
+
+        def scores(*leaves: Tensor) -> Tensor:
+            return function(**(self.tensors | dict(zip(names, leaves, strict=True))), **self.rest)
+
+        found = differentiated(scores, [self.tensors[name] for name in names], {})
         return dict(zip(names, found, strict=True))
 
 
@@ -89,7 +86,9 @@ def problems(
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
         shape = len(queries_bounds) - 1, draw(st.integers(1, 12))
         queries = torch.randn(*shape, documents.shape[-1], generator=generator)
-        options["queries_mask"] = draw(st.sampled_from([None, torch.rand(shape, generator=generator) > 0.4]))
+        active = torch.rand(shape, generator=generator) > 0.4
+        weights = active * (0.25 + torch.rand(shape, generator=generator))
+        options["queries_mask"] = draw(st.sampled_from([None, active, weights]))
     return Problem(layers(draw, Case(queries, documents, None, None, {}), dtype, sizes), options)
 
 
@@ -347,3 +346,35 @@ P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_nan_in_an_active_token_makes_its_scores_nan() -> None:
+    queries, hidden, weight, bias = problem().tensors.values()
+    hidden[1, 3, 0] = torch.nan
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    scores = maxsim_from_hidden(queries, hidden, weight, bias, documents_mask=mask)
+    assert scores[:, 1].isnan().all()
+    assert scores[:, [0, 2, 3, 4]].isfinite().all()
+    mask[1, 3] = False
+    assert maxsim_from_hidden(queries, hidden, weight, bias, documents_mask=mask).isfinite().all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents(value: float, normalize: bool) -> None:
+    """Not even infinite ones: a query without active tokens scores 0, and what is masked has no gradient."""
+    queries, hidden, weight, bias = problem().tensors.values()
+    hidden[1, 3, 0] = value
+    mask = torch.tensor([[True, False, True, True], [False] * 4, [False, True, False, False]])
+    packed_hidden, bounds = pack(list(hidden))
+    tensors = {"queries": queries, "hidden": packed_hidden, "weight": weight, "bias": bias}
+    options = {"queries_mask": mask, "documents_cu_seqlens": bounds, "normalize": normalize}
+    masked = Problem(tensors, options)
+    expected = masked(maxsim_from_hidden_reference)
+    assert (expected[1] == 0).all()
+    for reduction in ("sum", "mean"):
+        options["reduction"] = reduction
+        torch.testing.assert_close(
+            masked(maxsim_from_hidden), masked(maxsim_from_hidden_reference), equal_nan=True, rtol=1e-5, atol=1e-5
+        )
+    assert (masked.gradients(maxsim_from_hidden)["queries"][~mask] == 0).all()

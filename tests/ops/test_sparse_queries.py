@@ -10,7 +10,11 @@ from torch import Tensor
 
 from pylate_flash import maxsim, maxsim_sparse_queries, pack
 from pylate_flash.ops import maxsim_sparse_queries_reference, products
-from tests.ops.cases import Case, Elements, check_scores, gradient_tolerance, gradients, relative_error
+from tests.ops.cases import (
+    Case,
+    Elements,
+    check_definition,
+)
 from tests.ops.sparse_cases import sparse_cases
 
 BOTH = pytest.mark.parametrize("function", [maxsim_sparse_queries, maxsim_sparse_queries_reference])
@@ -23,16 +27,7 @@ def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> 
         if blocks:
             # A document or two at a time.
             patch.setattr(products, "_BLOCK_CPU", 300)
-        with torch.no_grad():
-            scores = maxsim_sparse_queries(*case.tensors, **case.keywords)
-        found = gradients(maxsim_sparse_queries, case)
-    with torch.no_grad():
-        expected = maxsim_sparse_queries_reference(*case.doubled().tensors, **case.keywords)
-    check_scores(scores, expected, case.queries.dtype)
-    right = gradients(maxsim_sparse_queries_reference, case.doubled())
-    for gradient, expected in zip(found, right, strict=True):
-        assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, expected) <= gradient_tolerance(gradient.dtype)
+        check_definition(maxsim_sparse_queries, maxsim_sparse_queries_reference, case.tensors, case.keywords)
 
 
 QUERIES = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])

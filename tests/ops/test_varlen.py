@@ -14,7 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import pylate_flash
 from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
 from pylate_flash.ops.varlen import maxsim_varlen_reference
-from tests.ops.cases import FLOAT32_SCORES, SIZES, check_scores, gradient_tolerance, relative_error, wrong
+from tests.ops.cases import (
+    FLOAT32_SCORES,
+    SIZES,
+    check_definition,
+    differentiated,
+    wrong,
+)
 
 
 @st.composite
@@ -51,40 +57,16 @@ def packed(
 
 
 def gradients(function: Callable[..., torch.Tensor], case: tuple, dtype: torch.dtype | None = None) -> tuple:
-    """Gradients of queries and documents, in `dtype` or as they are, under a fixed, uneven weighting of the scores."""
+    """Gradients of queries and documents, in `dtype` or as they are, as `differentiated`."""
     (queries, documents, *bounds), options = case
-    queries, documents = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (queries, documents))
-    scores = function(queries, documents, *bounds, **options)
-    weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
-    loss = (scores * weight).sum()
-    return torch.autograd.grad(loss, (queries, documents)) if loss.requires_grad else (queries * 0, documents * 0)
+    return differentiated(function, [each.to(dtype or each.dtype) for each in (queries, documents)], options, *bounds)
 
 
-@settings(max_examples=60)
-@given(case=packed())
-def test_equals_one_pair_at_a_time(case: tuple) -> None:
+@settings(max_examples=80)
+@given(case=packed(dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64)))
+def test_scores_and_gradients_equal_the_definition(case: tuple) -> None:
     (queries, documents, *bounds), options = case
-    scores = maxsim_varlen(queries, documents, *bounds, **options)
-    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
-    check_scores(scores, expected, queries.dtype)
-
-
-@settings(max_examples=40)
-@given(case=packed(dtypes=(torch.float32, torch.float64)))
-def test_gradients_equal_those_of_one_pair_at_a_time(case: tuple) -> None:
-    expected = gradients(maxsim_varlen_reference, case, torch.float64)
-    for gradient, reference in zip(gradients(maxsim_varlen, case), expected, strict=True):
-        assert gradient.dtype == case[0][0].dtype
-        assert relative_error(gradient, reference) <= gradient_tolerance(gradient.dtype)
-
-
-@settings(max_examples=20)
-@given(case=packed(dtypes=(torch.bfloat16,)))
-def test_half_gradients_are_close(case: tuple) -> None:
-    expected = gradients(maxsim_varlen_reference, case, torch.float64)
-    for gradient, reference in zip(gradients(maxsim_varlen, case), expected, strict=True):
-        assert gradient.dtype == torch.bfloat16
-        assert relative_error(gradient, reference) <= 1e-2
+    check_definition(maxsim_varlen, maxsim_varlen_reference, (queries, documents), options, *bounds)
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": True, "reduction": "mean", "empty_score": -3.0}])

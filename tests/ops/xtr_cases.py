@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash.ops import xtr_scores_reference
-from tests.ops.cases import Case, check_scores, gradient_tolerance, gradients, relative_error
+from tests.ops.cases import Case, check_definition
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -64,11 +64,4 @@ def xtr_cases(
 
 
 def check_scores_and_gradients(function: Callable[..., Tensor], case: Case) -> None:
-    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them."""
-    with torch.no_grad():
-        scores = function(*case.tensors, **case.keywords)
-        expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
-    check_scores(scores, expected, case.queries.dtype, atol=1e-7)
-    for gradient, right in zip(gradients(function, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
-        assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, right) <= gradient_tolerance(gradient.dtype)
+    check_definition(function, xtr_scores_reference, case.tensors, case.keywords, atol=1e-7)
