@@ -19,7 +19,15 @@ from torch import Tensor
 from ..problem import Options, Tensors
 from .blocked import maxima
 from .call_parts import with_empty_score
-from .checks import check_choice, check_indices, check_layout, check_tensor, checked_flag, checked_problem
+from .checks import (
+    check_choice,
+    check_indices,
+    check_layout,
+    check_tensor,
+    checked_flag,
+    checked_number,
+    checked_problem,
+)
 from .compute import compute_gradients, kernels, scores_by
 from .maxsim import maxsim_reference
 from .maxsim_operator import (
@@ -143,12 +151,13 @@ def maxsim_sparse_queries(
     if reduction == "sum":
         return _sparse_queries((*tensors, query_tokens, *options), "maxsim_sparse_queries")
     # The score of an empty document is not divided.
+    empty_score = checked_number("empty_score", empty_score)
     options = options._replace(reduction="sum", empty_score=0.0)
     sums = _sparse_queries((*tensors, query_tokens, *options), "maxsim_sparse_queries")
     counted = _chosen(query_tokens, queries)
     if queries_mask is not None:
         counted = counted & (queries_mask != 0).unsqueeze(1)
-    return with_empty_score(sums / counted.sum(dim=-1).clamp(min=1), tensors, torch.sym_float(empty_score))
+    return with_empty_score(sums / counted.sum(dim=-1).clamp(min=1), tensors, empty_score)
 
 
 def _chosen(query_tokens: Tensor, queries: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,19 +26,17 @@ from pylate_flash import (
     maxsim_pairwise,
     maxsim_ragged,
     maxsim_ragged_pairwise,
-    maxsim_residual,
     maxsim_sparse_queries,
     maxsim_varlen,
-    maxsim_varlen_pairwise,
     pack,
     quantize,
     soft_maxsim,
-    soft_maxsim_varlen,
     train_residual_codec,
     xtr_scores,
 )
 from pylate_flash.ops import lists
 from tests.ops.cases import wrong
+from tests.ops.operations import calls
 from tests.ops.residual_cases import residual_codes
 
 QUERIES, DOCUMENTS, PAIRS = torch.ones(1, 2, 8), torch.ones(2, 3, 8), torch.ones(1, 3, 8)
@@ -54,26 +53,9 @@ def packed(operation: Callable[..., Tensor], **options) -> Tensor:
     return operation(TOKENS, TOKENS, BOUNDS, BOUNDS, **options)
 
 
-# Every operation that takes `empty_score`, as a call of which nothing else is wrong.
-OPERATIONS = {
-    "maxsim": lambda **options: maxsim(QUERIES, DOCUMENTS, **options),
-    "quantized": lambda **options: maxsim(QUERIES, quantize(DOCUMENTS), **options),
-    "pairwise": lambda **options: maxsim_pairwise(QUERIES, PAIRS, **options),
-    "varlen": lambda **options: packed(maxsim_varlen, **options),
-    "varlen pairwise": lambda **options: packed(maxsim_varlen_pairwise, **options),
-    "ragged": lambda **options: maxsim_ragged(LIST, LIST, **options),
-    "ragged pairwise": lambda **options: maxsim_ragged_pairwise(LIST, LIST, **options),
-    "soft": lambda **options: soft_maxsim(QUERIES, DOCUMENTS, 1.0, **options),
-    "soft varlen": lambda **options: soft_maxsim_varlen(TOKENS, TOKENS, 1.0, BOUNDS, BOUNDS, **options),
-    "sparse": lambda **options: maxsim_sparse_queries(QUERIES, DOCUMENTS, CHOSEN, **options),
-    "xtr": lambda **options: xtr_scores(QUERIES, DOCUMENTS, k=2, **options),
-    "hidden": lambda **options: maxsim_from_hidden(QUERIES, DOCUMENTS, torch.eye(8), **options),
-    "residual": lambda **options: maxsim_residual(QUERIES, CODES, **options),
-    "cross entropy": lambda **options: maxsim_cross_entropy(QUERIES, DOCUMENTS, **options),
-    "divergence": lambda **options: maxsim_kl_divergence(QUERIES, DOCUMENTS, TEACHER, **options),
-    "chamfer": lambda **options: chamfer(PAIRS, PAIRS, **options),
-    "chamfer varlen": lambda **options: packed(chamfer_varlen, **options),
-}
+# Every operation, as a call of which nothing else is wrong.
+OPERATIONS = {name: partial(call.function, *call.tensors, **call.options) for name, call in calls().items()}
+OPERATIONS["quantized"] = partial(maxsim, QUERIES, quantize(DOCUMENTS))
 
 
 @pytest.fixture(params=OPERATIONS)
@@ -103,8 +85,10 @@ def test_the_empty_score_is_a_number(operation, value: object, error: type[Excep
 
 
 SEVERAL = torch.tensor([True, False]), np.array([True, False])
-WITH_MASKING = ("maxsim", "quantized", "pairwise", "soft", "sparse", "hidden", "cross entropy", "divergence")
-WITHOUT_NORMALIZE = ("xtr", "residual", "chamfer", "chamfer varlen")
+WITH_MASKING = (
+    "in-batch", "quantized", "pairs", "soft", "sparse", "from hidden states", "cross entropy", "divergence",
+)  # fmt: skip
+WITHOUT_NORMALIZE = ("XTR", "residual", "Chamfer", "packed Chamfer")
 FLAGS = [
     *(("normalize", call) for name, call in OPERATIONS.items() if name not in WITHOUT_NORMALIZE),
     ("normalize", lambda **options: maxsim_margin_mse(QUERIES, DOCUMENTS, TEACHER, **options)),
@@ -135,10 +119,10 @@ def test_flags_may_be_numpys(flag: str, call: Callable[..., object]) -> None:
     ("choice", "call"),
     [
         *(("implementation", call) for call in OPERATIONS.values()),
-        *(("reduction", call) for name, call in OPERATIONS.items() if name != "xtr"),
+        *(("reduction", call) for name, call in OPERATIONS.items() if name != "XTR"),
         *(("masking", OPERATIONS[name]) for name in WITH_MASKING),
-        ("metric", OPERATIONS["chamfer"]),
-        ("normalizer", OPERATIONS["xtr"]),
+        ("metric", OPERATIONS["Chamfer"]),
+        ("normalizer", OPERATIONS["XTR"]),
         ("loss_reduction", OPERATIONS["cross entropy"]),
         ("precision", lambda precision: quantize(DOCUMENTS, precision)),
     ],

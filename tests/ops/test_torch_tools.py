@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,13 @@ from pylate_flash import (
     maxsim_from_hidden,
     maxsim_ragged,
     maxsim_ragged_pairwise,
+    maxsim_sparse_queries,
     maxsim_varlen,
+    quantize,
+    soft_maxsim,
 )
 from pylate_flash.ops import blocked, hidden_blocks, products
+from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.operations import OF_TENSORS, Call, Operation, Operators, calls, check_changed_in_place, operations
 
@@ -122,6 +127,37 @@ def test_blocks_do_not_change_the_result(name: str, monkeypatch: pytest.MonkeyPa
     for scratch in (1, 400):
         monkeypatch.setattr(hidden_blocks, "SCRATCH_BYTES", scratch)
         torch.testing.assert_close(gradients(call, tensors), expected, **FLOAT32_SCORES)
+
+
+NONE, NO_BOUNDS = torch.zeros(3, 0, 4), torch.zeros(3, dtype=torch.int64)
+OF_NOTHING = {
+    "in-batch of nothing": lambda: maxsim(QUERIES, NONE),
+    "packed of nothing": lambda: maxsim_varlen(QUERIES.flatten(0, 1), NONE.flatten(0, 1), BOUNDS[0], NO_BOUNDS),
+    "its definition": lambda: maxsim_varlen_reference(QUERIES[0], NONE.flatten(0, 1), BOUNDS[0][:2], NO_BOUNDS[:1]),
+    "soft of nothing": lambda: soft_maxsim(QUERIES, NONE, 2.0),
+    "sparse of nothing": lambda: maxsim_sparse_queries(QUERIES, NONE, torch.zeros(3, 1, dtype=torch.int64)),
+    "cross entropy of nothing": lambda: maxsim_cross_entropy(QUERIES, NONE),
+    "quantized": lambda: maxsim(QUERIES, quantize(DOCUMENTS)),
+}
+
+
+@pytest.fixture
+def set_default() -> Iterator[Callable[[torch.dtype], None]]:
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *OF_NOTHING])
+def test_results_do_not_depend_on_the_default_type(name: str, set_default: Callable[[torch.dtype], None]) -> None:
+    call = OF_NOTHING[name] if name in OF_NOTHING else partial(CALLS[name], *CALLS[name].tensors)
+    expected = call()
+    assert expected.dtype == torch.float32
+    for dtype in (torch.bfloat16, torch.float64):
+        set_default(dtype)
+        found = call()
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", CALLS)
