@@ -166,14 +166,10 @@ def _caption(found: dict[str, dict[str, Any]]) -> str:
 
 def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
     """Draw both panels; ``path`` becomes a PNG, which holds ``contents`` as text."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
 
     figure = Figure(figsize=(8.6, 6), dpi=150, facecolor=theme.background)
-    canvas = FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     figure.subplots_adjust(left=0.02, right=0.98, top=0.89, bottom=0.1, wspace=0.06)
     names = contents["names"]
@@ -207,6 +203,16 @@ def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
         label=lambda value, ratio: f"{value / 2**20:.1f}",
     )
     figure.text(0.02, 0.083, contents["caption"], color=theme.muted, fontsize=7, va="top", linespacing=1.5)
+    save(figure, contents, path)
+
+
+def save(figure: Any, contents: dict[str, Any], path: Path) -> None:
+    """Write a figure to a PNG, which holds ``contents`` as text."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    canvas = FigureCanvasAgg(figure)
     canvas.draw()
     # So few colours need no more than a byte each, which makes the file a quarter as large.
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)
