@@ -64,7 +64,7 @@ def text_lengths(model: Any) -> TextLengths:
     if not is_multi_vector_encoder(model):
         return TextLengths(getattr(model, "query_length", None), getattr(model, "document_length", None))
     encoder = model[0]
-    expansion = getattr(encoder, "query_expansion", None)
+    expansion: Any = getattr(encoder, "query_expansion", None)
     fixed = expansion is not None and expansion["strategy"] == "fixed"
     query_length = expansion["length"] if fixed else getattr(encoder, "query_length", None)
     return TextLengths(query_length, getattr(encoder, "document_length", None))

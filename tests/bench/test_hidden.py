@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench.suite import Unavailable
 from pylate_flash.ops import maxsim_from_hidden_reference
 from suites import hidden
 from suites.hidden import States
@@ -40,11 +39,3 @@ def test_an_error_in_any_part_is_seen(part, factor):
     found[part] = found[part] * factor
     assert hidden.error(tuple(found), reference) == pytest.approx(0.02 if factor == 1.02 else float("inf"))
     assert hidden.error(reference[:1], reference) == float("inf")
-
-
-def test_lik_is_not_given_packed_states():
-    pytest.importorskip("late_interaction_kernels")
-    inputs = hidden.make_inputs(TINY[2], CPU, torch.float32)
-    for candidates in (inputs.lik, inputs.lik_unfused):
-        with pytest.raises(Unavailable, match="no packed hidden states"):
-            candidates()

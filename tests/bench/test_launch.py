@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -154,92 +153,6 @@ def test_wrong_scores_are_wrong_and_wrong_gradients_have_their_own_error():
     assert error(step._replace(grad_queries=expected * 1.1), step) == pytest.approx(0.1)
     assert error(step._replace(loss=expected[0] * 1.1), step) == float("inf")
     assert error(step._replace(grad_documents=expected[:1]), step) == float("inf")
-
-
-@pytest.mark.usefixtures("few_in_turn")
-@each_row
-def test_lik_is_called_as_it_declares(row, monkeypatch):
-    package = pytest.importorskip("late_interaction_kernels")
-    import late_interaction_kernels.forward as kernels
-    import late_interaction_kernels.fused_head as fused
-
-    def from_hidden(Q, H, W, d_mask=None):
-        embeddings = torch.nn.functional.normalize(H @ W.T, dim=-1)
-        return exact.einsum_scores(Q, embeddings, None, d_mask)
-
-    def pairs(Q, D, q_mask=None, d_mask=None):
-        return exact.einsum_scores(Q, D.unsqueeze(1), q_mask, d_mask.unsqueeze(1)).squeeze(1)
-
-    def packed(Q, D, cu_q, cu_d, max_q=None, max_d=None, **longest):
-        documents = D.split(cu_d.diff().tolist())
-        return torch.cat([exact.einsum_scores(Q.unsqueeze(0), document.unsqueeze(0)) for document in documents], 1)
-
-    def scores(Q, D, q_mask=None, d_mask=None):
-        return exact.einsum_scores(Q, D, q_mask, d_mask)
-
-    stand_in(monkeypatch, package, "maxsim", scores)
-    stand_in(monkeypatch, package, "maxsim_pairs", pairs)
-    stand_in(monkeypatch, package, "maxsim_varlen", packed)
-    stand_in(monkeypatch, kernels, "maxsim_forward", lambda *given, **masks: (scores(*given, **masks), None))
-    stand_in(monkeypatch, fused, "maxsim_from_hidden", from_hidden)
-    check_peer(row, "lik", missing=("varlen-candidates", "hidden-masks"))
-
-
-@pytest.mark.usefixtures("few_in_turn")
-@each_row
-def test_flash_maxsim_is_called_as_it_declares(row, monkeypatch):
-    package = pytest.importorskip("flash_maxsim")
-
-    def batched(Q, D, doc_lengths=None, shared_docs=True, query_lengths=None):
-        mask = None if doc_lengths is None else prefix(doc_lengths, D.shape[-2]).view(D.shape[:-1])
-        queries_mask = None if query_lengths is None else prefix(query_lengths, Q.shape[1])
-        assert shared_docs == (D.dim() == 3)
-        return exact.einsum_scores(Q, D, queries_mask, mask)
-
-    def train(Q, D, shared_docs=True, doc_lengths=None, query_lengths=None):
-        return batched(Q, D, doc_lengths, shared_docs, query_lengths)
-
-    def packed(Q, D, cu_d, longest):
-        documents = D.split(cu_d.diff().tolist())
-        assert longest == max(map(len, documents))
-        return torch.cat([exact.einsum_scores(Q[None], document[None])[0] for document in documents])
-
-    def prefix(lengths, longest):
-        assert lengths.dtype == torch.int32
-        return torch.arange(longest) < lengths.unsqueeze(1)
-
-    stand_in(monkeypatch, package, "flash_maxsim", lambda Q, D, lengths: batched(Q[None], D, lengths)[0])
-
-    def persistent(Q, D, lengths):
-        return batched(Q.view(-1, *Q.shape[-2:]), D, lengths)
-
-    stand_in(monkeypatch, package, "flash_maxsim_persistent", persistent)
-    stand_in(monkeypatch, package, "flash_maxsim_batched", batched)
-    stand_in(monkeypatch, package, "flash_maxsim_batched_train", train)
-    stand_in(monkeypatch, package, "flash_maxsim_packed", packed)
-    check_peer(row, "flash_maxsim", missing=("varlen-candidates", "hidden", "hidden-documents-mask", "hidden-masks"))
-
-
-def stand_in(monkeypatch, module, name, function):
-    """Replace a peer's function by one of the same signature that computes here."""
-    monkeypatch.setattr(module, name, create_autospec(getattr(module, name), side_effect=function))
-
-
-def check_peer(row, system, missing):
-    """Check that a peer's calls give the right result, or that they are said to be missing."""
-    if row.name in ("step-contrastive", "rerank"):
-        pytest.skip("through PyLate, which calls the peer")
-    inputs = inputs_of(row)
-    if row.name in missing:
-        with pytest.raises(suite.Unavailable):
-            getattr(inputs, system)()
-        return
-    with torch.no_grad():
-        reference = inputs.reference()
-        candidates = getattr(inputs, system)()
-        assert candidates
-        for candidate in candidates:
-            assert launch.suite().error(candidate.read(candidate.call()), reference) < launch.GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(("system", "backend"), [("lik", "lik"), ("flash_maxsim", "flash"), ("torch", "torch")])

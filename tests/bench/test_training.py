@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from pylate_flash.bench.exact import Step
 from pylate_flash.bench.protocol import Ceilings, Rounds, floor_of
 from pylate_flash.bench.training import Batch
 from pylate_flash.ops import maxsim_reference
+from tests.bench import stand_ins
 
 CPU = torch.device("cpu")
 IN_BATCH = Batch("in-batch", 6, 6, 5, 20, d=16)
@@ -141,42 +140,12 @@ def test_a_smaller_row_keeps_its_kind():
     assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
 
 
-@pytest.fixture
-def stand_ins(monkeypatch):
-    """The two other packages' functions, as they are declared, by the definition."""
-    calls = []
-
-    def lik_maxsim(Q, D, q_mask=None, d_mask=None, *, normalize=False, backward=None):
-        calls.append(backward)
-        return maxsim_reference(Q, D)
-
-    def flash_maxsim_batched_train(Q, D, shared_docs=True, doc_lengths=None, query_lengths=None):
-        calls.append(shared_docs)
-        assert doc_lengths.shape == (D.shape[0] if shared_docs else D.shape[0] * D.shape[1],)
-        assert D.dim() == (3 if shared_docs else 4)
-        return maxsim_reference(Q, D)
-
-    for name, function in (("late_interaction_kernels", lik_maxsim), ("flash_maxsim", flash_maxsim_batched_train)):
-        module = ModuleType(name)
-        setattr(module, "maxsim" if function is lik_maxsim else function.__name__, function)
-        monkeypatch.setitem(sys.modules, name, module)
-    return calls
-
-
-@pytest.mark.parametrize("row", [IN_BATCH, CANDIDATES], ids=lambda row: row.name)
-def test_the_peers_are_called_as_they_are_declared(row, stand_ins):
-    inputs = training.make_inputs(row, CPU, torch.float32)
-    reference = inputs.reference()
+def test_lik_is_tried_with_each_of_its_backwards(monkeypatch):
+    stand_ins.put_in_place(monkeypatch)
+    inputs = training.make_inputs(IN_BATCH, CPU, torch.float32)
     systems = {system.name: system for system in training.suite().systems}
-    for name, expected in (
-        ("lik", ["auto", "unified"]),
-        ("lik_lowmem", ["lowmem"]),
-        ("flash_maxsim", [not row.own]),
-    ):
-        stand_ins.clear()
-        for candidate in systems[name].candidates(inputs):
-            assert exact.error(candidate.call(), reference) < 1e-4
-        assert stand_ins == expected
+    labels = [[way.label for way in systems[name].candidates(inputs)] for name in ("lik", "lik_lowmem")]
+    assert labels == [["maxsim, auto", "maxsim, unified"], ["maxsim, lowmem"]]
 
 
 def test_the_peers_as_installed_take_these_arguments():

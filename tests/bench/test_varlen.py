@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from pylate_flash.bench.rerank import scores_by_id
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import Unavailable
 from pylate_flash.bench.varlen import Arrays
+from tests.bench import stand_ins
 
 CPU = torch.device("cpu")
 ONE = Row("one", 1, 9, 4, 11, d=16, shortest=3)
@@ -132,59 +132,12 @@ def test_rankings_are_read_by_id_and_must_be_sorted_and_complete(rankings, score
     np.testing.assert_array_equal(scores_by_id(rankings, 3).numpy(), scores)
 
 
-def recorded(monkeypatch, module, name, answer):
-    """Replace a peer's function by one of the same signature that gives an answer for its arguments."""
-    fake = create_autospec(getattr(module, name), side_effect=answer)
-    monkeypatch.setattr(module, name, fake)
-    return fake
-
-
-@pytest.mark.parametrize("row", [ONE, SEVERAL], ids=lambda row: row.name)
-def test_lik_is_called_as_it_declares(monkeypatch, row):
-    package = pytest.importorskip("late_interaction_kernels")
-    kernels = pytest.importorskip("late_interaction_kernels.forward")
-    inputs = varlen.make_inputs(row, CPU, torch.float32)
-    scores = inputs.reference()
-    packed = recorded(monkeypatch, package, "maxsim_varlen", lambda *arguments, **options: scores)
-    padded = [
-        recorded(monkeypatch, package, "maxsim", lambda *arguments, **options: scores),
-        recorded(monkeypatch, kernels, "maxsim_forward", lambda *arguments, **options: (scores, None)),
-    ]
-    candidates = inputs.lik()
-    assert len(candidates) == 4
-    for candidate in candidates:
-        assert relative_error(candidate.call(), scores) == 0
-    assert packed.call_count == 2
-    assert packed.call_args.kwargs == {"max_seqlen_q": row.Lq, "max_seqlen_d": int(row.lengths().max())}
-    for call in packed.call_args_list:
-        assert all(torch.equal(given, wanted) for given, wanted in zip(call.args, inputs.packed(), strict=True))
-    whole = inputs.padded()
-    for fake in padded:
-        assert fake.call_args.args[0] is inputs.queries
-        assert torch.equal(fake.call_args.args[1], whole.documents)
-        assert torch.equal(fake.call_args.kwargs["d_mask"], whole.documents_mask)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("row", [ONE, SEVERAL], ids=lambda row: row.name)
-def test_flash_maxsim_is_called_as_it_declares(monkeypatch, row, dtype):
-    package = pytest.importorskip("flash_maxsim")
-    inputs = varlen.make_inputs(row, CPU, dtype)
-    reference = inputs.reference()
-    batch = reference if row.Nq > 1 else reference[0]
-    for name in ("flash_maxsim", "flash_maxsim_batched", "flash_maxsim_persistent"):
-        recorded(monkeypatch, package, name, lambda *arguments, **options: batch)
-
-    def one(query, documents, boundaries, longest):
-        assert query.dtype == documents.dtype
-        assert torch.equal(boundaries, inputs.packed()[3])
-        assert longest == int(row.lengths().max())
-        return by_hand([query], documents.split(boundaries.diff().tolist()))[0]
-
-    recorded(monkeypatch, package, "flash_maxsim_packed", one)
-    candidates = inputs.flash_maxsim()
-    assert ("flash_maxsim_packed, from float16" in [candidate.label for candidate in candidates]) == (
-        dtype != torch.float16
-    )
-    for candidate in candidates:
-        assert relative_error(candidate.call(), reference) < 1e-3
+def test_other_packages_are_given_packed_and_padded(dtype, monkeypatch):
+    stand_ins.put_in_place(monkeypatch)
+    inputs = varlen.make_inputs(SEVERAL, CPU, dtype)
+    packed, told = "maxsim_varlen", "maxsim_varlen, longest lengths given"
+    assert [candidate.label for candidate in inputs.lik()] == [packed, told, "maxsim, padded", "maxsim_forward, padded"]
+    labels = [candidate.label for candidate in inputs.flash_maxsim()]
+    assert labels[0] == "flash_maxsim_packed"
+    assert ("flash_maxsim_packed, from float16" in labels) == (dtype != torch.float16)
