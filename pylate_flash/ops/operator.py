@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from ..kernels.recording import local
 from ..problem import rounded_total
 from .checks import no_second_derivative
 
@@ -37,12 +38,15 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these can be computed with at once: no compiler, subclass, mode, transform, tangent or meta tensor."""
+    """Whether these can be computed with at once: no compiler, subclass, mode, transform, tangent or meta tensor.
+
+    The mode that records a call computes as ever.
+    """
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_meta):
             return False
     return (
-        _len_torch_dispatch_stack() == 0
+        _len_torch_dispatch_stack() == (local.recorder is not None)
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not is_dynamo_compiling()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import maxsim, maxsim_cross_entropy
-from pylate_flash.kernels import recording
+from pylate_flash.kernels import recording, rows
 from pylate_flash.ops import operator
 from pylate_flash.ops.operator import repeated
 from tests.ops.operations import operations
@@ -167,3 +167,15 @@ def test_a_changed_table_is_seen_after_forgetting(repeats: list, monkeypatch: py
     with pytest.raises(TypeError, match="NoneType"):
         maxsim(queries, documents, implementation="triton")
     assert len(repeats) == before
+
+
+def test_casts_of_autocast_are_repeated_as_one_launch(repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    casts, cast = [], rows._cast_kernel
+    monkeypatch.setattr(rows, "_cast_kernel", lambda *arguments: casts.append(1) or cast(*arguments))
+    embeddings = torch.randn(2, 3, 4), torch.randn(5, 6, 4)
+    with torch.autocast("cpu", torch.float16):
+        scores = [maxsim(*embeddings, implementation="triton") for _ in range(4)]
+    assert len(repeats) == 2
+    # The first call, and the one that is recorded.
+    assert len(casts) == 2
+    assert all(torch.equal(found, scores[0]) for found in scores[1:])
