@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .ids import Ids, packed_ids
 from .layout import Layout, is_finite
 from .scorers import Queries
 
@@ -86,8 +85,8 @@ def check_distinct(name: str, ids: list[str]) -> None:
             seen.add(id_)
 
 
-def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, tuple[Ids, np.ndarray] | None]:
-    """Ids to search among: those for all queries; or those of each, and how many each has; or neither."""
+def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, list[Sequence[str]] | None]:
+    """Ids to search among: those for all queries, or a list for each, whose ids are looked at later; or neither."""
     if subset is None:
         return None, None
     if isinstance(subset, str) or not isinstance(subset, (Sequence, np.ndarray)):
@@ -98,12 +97,10 @@ def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, tuple[Id
         raise TypeError("subset must be a list of ids or a list of such lists, got a mixture of the two")
     if len(subset) != queries:
         raise ValueError(f"subset must have one list of ids per query, got {len(subset)} for {queries} queries")
-    try:
-        return None, packed_ids(subset)  # type: ignore[arg-type]
-    except TypeError:
-        for i, ids in enumerate(subset):
+    for i, ids in enumerate(subset):
+        if isinstance(ids, str) or not isinstance(ids, Sequence):
             ids_of(f"subset[{i}]", ids)
-        raise
+    return None, list(subset)
 
 
 def sequences_of(name: str, embeddings: object) -> list[Tensor]:

@@ -133,18 +133,23 @@ def _places_of_words(lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarr
         yield left, np.minimum(start, lengths[left] - _WORD)
 
 
-def packed_ids(lists: Sequence[Sequence[str]]) -> tuple[Ids, np.ndarray]:
+def packed_ids(lists: Sequence[Sequence[str]], first: int = 0) -> tuple[Ids, np.ndarray]:
     """The ids of all lists, one list after the other, and how many each has.
 
     Raises
     ------
     TypeError
-        If one is no string.
+        If one is no string. The message names the list by its number, that of the first being `first`.
     """
     counts = np.array([len(ids) for ids in lists], np.int64)
     total = int(counts.sum())
-    # One call for a list, as a look at each of very many ids would take longer than their search.
-    text = encoded_id("\0".join(["\0".join(ids) for ids in lists if len(ids)]))
+    try:
+        # One call for a list, as a look at each of very many ids would take longer than their search.
+        text = encoded_id("\0".join(["\0".join(ids) for ids in lists if len(ids)]))
+    except TypeError:
+        i, j, id_ = next((i, j, x) for i, ids in enumerate(lists) for j, x in enumerate(ids) if not isinstance(x, str))
+        kind = type(id_).__name__
+        raise TypeError(f"subset[{first + i}][{j}] must be a string, got {id_!r:.100} of type {kind}") from None
     raw = np.frombuffer(text + bytes(_WORD), np.uint8)
     ends = np.append(np.flatnonzero(raw[:-_WORD] == 0), len(text))
     if len(ends) == total:

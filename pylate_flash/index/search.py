@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..ops import QuantizedEmbeddings
 from .arguments import check_finite
-from .ids import Ids
+from .ids import packed_ids
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
@@ -95,7 +95,7 @@ class Search:
         k: int,
         scorer: Scorer,
         positions: np.ndarray | None = None,
-        subsets: tuple[Ids, np.ndarray] | None = None,
+        subsets: Sequence[Sequence[str]] | None = None,
         show_progress: bool = False,
     ) -> Iterator[Found]:
         """The `k` best for every query, of some queries after the other; equal scores in their own order.
@@ -113,7 +113,7 @@ class Search:
         positions
             Those of the documents to look among, ascending. Shape: [N].
         subsets
-            The ids to look among, those of each query, and how many each has. What is none of the store's is left out.
+            The ids to look among, those of each query. What is none of the store's is left out.
         show_progress
             Draw a progress bar over several blocks, and over a long load to a GPU.
 
@@ -219,7 +219,7 @@ class Search:
         queries: Queries,
         k: int,
         scorer: Scorer,
-        subsets: tuple[Ids, np.ndarray],
+        subsets: Sequence[Sequence[str]],
         positions: np.ndarray | None,
         show_progress: bool,
     ) -> Iterator[Found]:
@@ -230,7 +230,7 @@ class Search:
         ranges = cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS)
         with ThreadPoolExecutor(1) as beside:
             # Those of the next queries are looked up meanwhile.
-            looked_up = beside.map(lambda some: self._slots_of(subsets, some[0], some[1], allowed), ranges)
+            looked_up = beside.map(lambda some: self._slots_of(subsets[slice(*some)], some[0], allowed), ranges)
             for (first, last), (slots, counts) in zip(ranges, looked_up, strict=True):
                 some = queries[first:last]
                 if not len(slots):
@@ -285,12 +285,15 @@ class Search:
                 hits[hit]["matches"] = matched
 
     def _slots_of(
-        self, subsets: tuple[Ids, np.ndarray], first: int, last: int, allowed: np.ndarray | None = None
+        self, subsets: Sequence[Sequence[str]], first: int, allowed: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The slots of the ids of some queries, ascending, one query's after the other's, and how many each has."""
-        (ids, counts), documents = subsets, self.store.documents
-        before, through = int(counts[:first].sum()), int(counts[:last].sum())
-        positions = documents.positions_of(ids.some(slice(before, through)))
+        """The slots of each query's ids, ascending, one query's after the other's, and how many each has.
+
+        The queries are those from number `first` on.
+        """
+        ids, counts = packed_ids(subsets, first)
+        documents = self.store.documents
+        positions = documents.positions_of(ids)
         there = positions >= 0
         if allowed is not None:
             there &= allowed[positions]
@@ -298,10 +301,10 @@ class Search:
         if self.ranks is not None:
             there &= (slots >= 0) & (slots < self.rows.documents)
         bits = self.rows.documents.bit_length()
-        keys = np.repeat(np.arange(last - first) << bits, counts[first:last]) | slots
+        keys = np.repeat(np.arange(len(counts)) << bits, counts) | slots
         keys = np.sort(keys[there])
         keys = keys[np.diff(keys, prepend=-1) > 0]
-        edges = np.searchsorted(keys, np.arange(last - first + 1) << bits)
+        edges = np.searchsorted(keys, np.arange(len(counts) + 1) << bits)
         return keys & ((1 << bits) - 1), np.diff(edges)
 
     def _gathered(self, slots: np.ndarray, documents: int, show_progress: bool) -> Iterator[Block]:
