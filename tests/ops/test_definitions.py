@@ -41,7 +41,7 @@ def unit(x: list[float]) -> list[float]:
 
 def score(
     query: list, document: list, query_on: list, document_on: list, *, normalize=False, reduction="sum",
-    masking="exclude", empty_score=0.0,
+    masking="exclude", empty_score=0.0, beta=None,
 ) -> float:  # fmt: skip
     """Of lists of embeddings, of the weight of each query token, and of whether each document token is active."""
     if normalize:
@@ -54,9 +54,12 @@ def score(
             continue
         active += 1
         similarities = [dot(x, y) for y, there in zip(document, document_on, strict=True) if there]
-        if masking == "zero" and not all(document_on):
-            similarities.append(0.0)
-        total += weight * max(similarities)
+        if masking == "zero":
+            similarities += [0.0] * (len(document) - len(similarities))
+        best = (
+            max(similarities) if beta is None else math.log(sum(math.exp(beta * each) for each in similarities)) / beta
+        )
+        total += weight * best
     return total / max(active, 1) if reduction == "mean" else total
 
 
@@ -65,12 +68,12 @@ def lists(tensor: Tensor | None, like: Tensor) -> list:
     return (torch.ones(like.shape[:-1]) if tensor is None else tensor).tolist()
 
 
-def looped(case: Case) -> list[list[float]]:
+def looped(case: Case, **options) -> list[list[float]]:
     queries, documents = case.queries.tolist(), case.documents.tolist()
     queries_on, documents_on = lists(case.queries_mask, case.queries), lists(case.documents_mask, case.documents)
     return [
         [
-            score(query, document, query_on, on, **case.options)
+            score(query, document, query_on, on, **case.options, **options)
             for document, on in zip(
                 *((documents, documents_on) if case.documents.dim() == 3 else (documents[i], documents_on[i])),
                 strict=True,
@@ -81,11 +84,12 @@ def looped(case: Case) -> list[list[float]]:
 
 
 @settings(**OPTIONS)
-@given(case=cases(dtypes=(torch.float64,), **SMALL))
-def test_maxsim(case: Case) -> None:
-    torch.testing.assert_close(
-        maxsim_reference(*case.tensors, **case.keywords), torch.tensor(looped(case), dtype=torch.float64)
-    )
+@given(case=cases(dtypes=(torch.float64,), **SMALL), beta=st.sampled_from([0.3, 2.0, 30.0]))
+def test_maxsim_and_soft_maxsim(case: Case, beta: float) -> None:
+    found = maxsim_reference(*case.tensors, **case.keywords)
+    torch.testing.assert_close(found, torch.tensor(looped(case), dtype=torch.float64))
+    found = soft_maxsim_reference(*case.tensors, beta, **case.keywords)
+    torch.testing.assert_close(found, torch.tensor(looped(case, beta=beta), dtype=torch.float64))
 
 
 @settings(**OPTIONS)

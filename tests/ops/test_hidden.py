@@ -293,18 +293,6 @@ def test_autocast_casts_each_tensor_once() -> None:
         assert casts.shapes.count(tensor.shape) == times
 
 
-@pytest.mark.parametrize(
-    ("queries_shape", "hidden_shape"),
-    [((0, 3, 4), (2, 5, 6)), ((2, 3, 4), (0, 5, 6)), ((2, 0, 4), (3, 5, 6)), ((2, 3, 4), (3, 0, 6)),
-     ((0, 3, 4), (0, 2, 5, 6)), ((2, 3, 4), (2, 0, 5, 6))],
-)  # fmt: skip
-def test_empty_batches(queries_shape: tuple[int, ...], hidden_shape: tuple[int, ...]) -> None:
-    tensors = {"queries": torch.randn(queries_shape), "hidden": torch.randn(hidden_shape), "weight": torch.ones(4, 6)}
-    empty = Problem(tensors, {"empty_score": -7.0})
-    assert torch.equal(empty(maxsim_from_hidden), empty(maxsim_from_hidden_reference))
-    assert all((gradient == 0).all() for gradient in empty.gradients(maxsim_from_hidden).values())
-
-
 Q, H, W, B = problem().tensors.values()
 P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
 
@@ -346,17 +334,6 @@ P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-def test_nan_in_an_active_token_makes_its_scores_nan() -> None:
-    queries, hidden, weight, bias = problem().tensors.values()
-    hidden[1, 3, 0] = torch.nan
-    mask = torch.ones(5, 7, dtype=torch.bool)
-    scores = maxsim_from_hidden(queries, hidden, weight, bias, documents_mask=mask)
-    assert scores[:, 1].isnan().all()
-    assert scores[:, [0, 2, 3, 4]].isfinite().all()
-    mask[1, 3] = False
-    assert maxsim_from_hidden(queries, hidden, weight, bias, documents_mask=mask).isfinite().all()
 
 
 @pytest.mark.parametrize("normalize", [True, False])

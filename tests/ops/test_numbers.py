@@ -22,7 +22,13 @@ from pylate_flash import (
     soft_maxsim,
     xtr_scores,
 )
-from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference, maxsim_reference
+from pylate_flash.ops import (
+    cross_entropy_reference,
+    kl_divergence_reference,
+    maxsim_from_hidden_reference,
+    maxsim_reference,
+    soft_maxsim_reference,
+)
 from tests.ops.cases import relative_error
 
 
@@ -91,14 +97,54 @@ def test_huge_quantized_documents_are_normalized(precision: str, quantize_querie
 
 @by_operation
 @pytest.mark.parametrize("side", [0, 1])
-def test_an_infinite_token_has_no_direction(operation: Callable, side: int) -> None:
-    """So that whatever it takes part in is NaN, and nothing else is."""
+@pytest.mark.parametrize(("value", "normalize"), [(torch.nan, False), (torch.nan, True), (torch.inf, True)])
+def test_what_is_not_a_number_stays_in_its_scores(
+    operation: Callable, value: float, normalize: bool, side: int
+) -> None:
+    """And reaches their gradient; an infinite token has no direction."""
     given = embeddings(torch.float32)
-    given[side][1, 2, 3] = torch.inf
-    scores = operation(*given, normalize=True)
+    given[side][1, 2, 3] = value
+    scores = operation(*[values.requires_grad_() for values in given], normalize=normalize)
     nan = torch.zeros_like(scores, dtype=torch.bool)
     nan[1 if side == 0 or scores.dim() == 1 else (slice(None), 1)] = True
     assert torch.equal(scores.isnan(), nan)
+    assert torch.autograd.grad(scores[nan].sum(), given[1 - side], retain_graph=True)[0].isnan().any()
+    if operation not in (projected, soft) and not normalize:
+        # A score that is NaN, of weight 0, gives 0 times NaN to no other element.
+        (gradient,) = torch.autograd.grad(scores[~nan].sum(), given[1 - side])
+        assert gradient[..., [0, 1, 2, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("operation", [maxsim, candidates, maxsim_pairwise, packed, ragged, sparse])
+def test_infinities_behave_as_in_torch(operation: Callable) -> None:
+    queries, documents = (values.abs() for values in embeddings(torch.float32))
+    queries[2, 1, 0], documents[0, 0, 0], documents[1], documents[2, 1, 2] = 0.0, torch.inf, -torch.inf, -torch.inf
+    scores, expected = operation(queries, documents.requires_grad_()), maxsim_reference(queries, documents)
+    torch.testing.assert_close(scores, expected.diagonal() if scores.dim() == 1 else expected, equal_nan=True)
+    assert expected[0, :2].tolist() == [torch.inf, -torch.inf]
+    assert expected[2, 0].isnan()
+    # Where the best similarity is -inf, no gradient flows.
+    (gradient,) = torch.autograd.grad(scores[1 if scores.dim() == 1 else (0, 1)], documents)
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents"),
+    [((0, 3), (2, 5)), ((2, 3), (0, 5)), ((2, 0), (3, 5)), ((2, 3), (3, 0)), ((0, 3), (0, 2, 5)), ((2, 3), (2, 0, 5))],
+)
+@pytest.mark.parametrize(
+    ("operation", "definition", "others"),
+    [
+        (maxsim, maxsim_reference, ()),
+        (maxsim_from_hidden, maxsim_from_hidden_reference, (torch.eye(4),)),
+        (soft_maxsim, soft_maxsim_reference, (2.0,)),
+    ],
+)
+def test_of_nothing(operation: Callable, definition: Callable, others: tuple, queries: tuple, documents: tuple) -> None:
+    given = [torch.randn(*shape, 4, requires_grad=True) for shape in (queries, documents)]
+    scores = operation(*given, *others, empty_score=-7.0)
+    assert torch.equal(scores, definition(*given, *others, empty_score=-7.0))
+    assert not any(gradient.any() for gradient in torch.autograd.grad(scores.sum(), given))
 
 
 @pytest.mark.parametrize("masking", ["exclude", "zero"])

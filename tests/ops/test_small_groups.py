@@ -51,29 +51,6 @@ def test_groups_of_few_similarities_are_one_product(monkeypatch: pytest.MonkeyPa
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 48, 128])
-@pytest.mark.parametrize("length", [2, 7, 33, 130])
-def test_ties_go_to_the_lowest_index(size: int, length: int) -> None:
-    """In a product of several groups, too. Of small integers, whose products are exact in whatever order."""
-    documents = torch.randint(1, 9, (5, 3, 1, size)).float().expand(-1, -1, length, -1).contiguous().requires_grad_()
-    queries = torch.randint(-8, 9, (5, 9, size)).float()
-    (gradient,) = torch.autograd.grad(maxsim(queries, documents).sum(), documents)
-    assert (gradient[:, :, 1:] == 0).all()
-    assert (gradient[:, :, 0] != 0).any()
-
-
-def test_nan_stays_in_its_document_and_its_group() -> None:
-    queries, documents = torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 2, 5, 8)
-    documents[1, 0, 2] = torch.nan
-    documents.requires_grad_()
-    scores = maxsim(queries, documents)
-    assert scores.isnan().nonzero().tolist() == [[1, 0]]
-    grad_queries, grad_documents = torch.autograd.grad(scores[:, 1].sum(), (queries, documents))
-    assert grad_documents.isfinite().all()
-    # The weight 0 of a score that is NaN is not 0 times NaN for the other queries.
-    assert grad_queries[[0, 2, 3]].isfinite().all()
-
-
 @pytest.mark.parametrize("budget", [1 << 20, 3000, 600, 40])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_packed_pairs_go_together(budget: int, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:

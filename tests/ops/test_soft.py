@@ -13,7 +13,6 @@ from torch import Tensor
 from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
 from pylate_flash.ops import soft_maxsim_reference
 from tests.ops.cases import Case, cases, check_scores, differentiated, gradient_tolerance, relative_error
-from tests.ops.test_definitions import dot, lists, unit
 from tests.ops.test_varlen import packed
 
 OPTIONS = {"max_examples": 30}
@@ -45,35 +44,6 @@ def check_gradients(
     assert abs(found[0] - expected[0]) <= tolerance * max(beta_scale, abs(expected[0]))
     for gradient, reference in zip(found[1:], expected[1:], strict=True):
         assert relative_error(gradient, reference) <= tolerance
-
-
-@settings(**OPTIONS)
-@given(case=cases(dtypes=(torch.float64,), max_batch=3, max_length=6, sizes=st.integers(1, 4)), beta=BETAS)
-def test_the_definition_is_a_loop_over_numbers(case: Case, beta: float) -> None:
-    def score(query: list, document: list, query_on: list, on: list) -> float:
-        options = case.options
-        if not any(on):
-            return options["empty_score"]
-        if options["normalize"]:
-            query, document = [unit(x) for x in query], [unit(y) for y in document]
-        total = 0.0
-        for x, weight in zip(query, query_on, strict=True):
-            exponents = [beta * dot(x, y) for y, there in zip(document, on, strict=True) if there]
-            exponents += [0.0] * (len(document) - len(exponents)) if options["masking"] == "zero" else []
-            total += weight * math.log(sum(map(math.exp, exponents))) / beta
-        active = sum(weight != 0 for weight in query_on)
-        return total / max(active, 1) if options["reduction"] == "mean" else total
-
-    queries, documents = case.queries.tolist(), case.documents.tolist()
-    queries_on, on = lists(case.queries_mask, case.queries), lists(case.documents_mask, case.documents)
-    if case.documents.dim() == 3:
-        documents, on = [documents] * len(queries), [on] * len(queries)
-    expected = [
-        [score(query, document, weights, there) for document, there in zip(own, own_on, strict=True)]
-        for query, weights, own, own_on in zip(queries, queries_on, documents, on, strict=True)
-    ]
-    found = soft_maxsim_reference(*case.tensors, beta, **case.keywords)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 @settings(max_examples=60)

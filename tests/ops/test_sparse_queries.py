@@ -72,13 +72,6 @@ def test_all_tokens_in_any_order_are_maxsim() -> None:
         torch.testing.assert_close(found, maxsim(queries, documents, reduction=reduction))
 
 
-@BOTH
-def test_nan_reaches_the_scores_that_chose_it(function) -> None:
-    queries = QUERIES.clone()
-    queries[0, 1] = torch.nan
-    assert function(queries, DOCUMENTS, torch.tensor([[0, 2], [0, 1]])).isnan().tolist() == [[False, True]]
-
-
 def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gathered and multiplied at a time stays within the budget of a block."""
     largest = 0

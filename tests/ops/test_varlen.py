@@ -103,42 +103,6 @@ def _packed(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> tuple
     return queries_values, documents_values, queries_bounds, documents_bounds
 
 
-def test_nan_stays_in_its_document_and_reaches_the_gradient() -> None:
-    documents = [torch.randn(2, 4), torch.randn(3, 4)]
-    documents[0][1, 2] = torch.nan
-    queries, documents, *bounds = _packed([torch.randn(3, 4, requires_grad=True)], documents)
-    scores = maxsim_varlen(queries, documents, *bounds)
-    assert scores[0, 0].isnan()
-    assert scores[0, 1].isfinite()
-    (gradient,) = torch.autograd.grad(scores[0, 0], queries, retain_graph=True)
-    assert gradient[:, 2].isnan().all()
-    assert gradient[:, 0].isfinite().all()
-    (gradient,) = torch.autograd.grad((scores * torch.tensor([0.0, 1.0])).sum(), queries)
-    assert gradient[:, 0].isfinite().all()
-
-
-def test_infinities_behave_as_in_torch() -> None:
-    documents = torch.tensor([[torch.inf, 1.0], [2.0, 2.0], [-torch.inf, 0.0]])
-    arguments = _packed([torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 1.0]])], [documents[:2], documents[2:]])
-    expected = maxsim_varlen_reference(*arguments)
-    torch.testing.assert_close(maxsim_varlen(*arguments), expected, equal_nan=True)
-    assert expected[0].tolist() == [torch.inf, -torch.inf]
-    # Where the best similarity is -inf, no gradient flows, as in `maxsim`.
-    documents = arguments[1].requires_grad_()
-    scores = maxsim_varlen(arguments[0], documents, *arguments[2:])
-    (gradient,) = torch.autograd.grad(scores[0, 1], documents)
-    assert (gradient == 0).all()
-
-
-def test_ties_go_to_the_lowest_index() -> None:
-    # Of small integers, whose products are exact in whatever order.
-    documents = [torch.tensor([[3.0, -2.0, 5.0, 1.0]]).repeat(6, 1), torch.tensor([[-1.0, 4.0, 2.0, 7.0]]).repeat(3, 1)]
-    queries, documents, *bounds = _packed([torch.arange(12.0).view(3, 4), torch.arange(8.0).view(2, 4)], documents)
-    documents.requires_grad_()
-    (gradient,) = torch.autograd.grad(maxsim_varlen(queries, documents, *bounds).sum(), documents)
-    assert (gradient != 0).any(dim=1).tolist() == [True, *[False] * 5, True, False, False]
-
-
 @pytest.mark.parametrize(("query_lengths", "document_lengths"), [((0,), (3,)), ((2,), (0, 0)), ((0, 0), (0,))])
 def test_nothing_but_empty_sequences(query_lengths: tuple[int, ...], document_lengths: tuple[int, ...]) -> None:
     arguments = _packed([torch.randn(n, 4) for n in query_lengths], [torch.randn(n, 4) for n in document_lengths])
