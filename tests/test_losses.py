@@ -28,12 +28,7 @@ from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
 from pylate_flash.training import contrast
 
-PYLATE = {
-    "Contrastive": PyLateContrastive,
-    "CachedContrastive": PyLateCachedContrastive,
-    "Distillation": PyLateDistillation,
-}
-
+PYLATE = {kind.__name__: kind for kind in (PyLateContrastive, PyLateCachedContrastive, PyLateDistillation)}
 QUERIES = ["how to sort a list?", "open a file", "what is a hash table", "sum of squares", "trim white space"]
 DOCUMENTS = [
     "Sort the list in place; the sort is stable: equal items keep their order.",
@@ -88,10 +83,7 @@ def least_spread(model: ColBERT, features: list[dict[str, torch.Tensor]]) -> flo
 
 def distillation_batch(model: ColBERT) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
     candidates = [text for pair in zip(DOCUMENTS, NEGATIVES, reversed(DOCUMENTS), strict=True) for text in pair]
-    features = [
-        model.tokenize(QUERIES, is_query=True, pad=True),
-        model.tokenize(candidates, is_query=False, pad=True),
-    ]
+    features = [model.tokenize(texts, is_query=texts is QUERIES, pad=True) for texts in (QUERIES, candidates)]
     return features, torch.linspace(0, 3, 15).reshape(5, 3).sin()
 
 
@@ -255,12 +247,16 @@ def test_the_tokens_that_are_scored_are_pylates(skiplist: list[int], expansion: 
         assert torch.equal(found, mask)
 
 
-@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
-def test_masking_decides_where_a_masked_token_would_win(name: str) -> None:
+def two_documents() -> tuple[WordVectors, list[dict[str, torch.Tensor]]]:
     """Document 0 has similarity -1 and a masked token: -1 under "exclude", 0 under "zero"; document 1 has 0.6."""
-    model = WordVectors([[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
     batch = [tokens([0], [0]), tokens([1, 9], [2, 2], masked=9)]
     batch[1]["input_ids"].clamp_(max=2)
+    return WordVectors([[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]]), batch
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_masking_decides_where_a_masked_token_would_win(name: str) -> None:
+    model, batch = two_documents()
 
     def expected(first: float) -> float:
         scores = torch.tensor([first, 0.6], dtype=torch.float64)
@@ -273,24 +269,19 @@ def test_masking_decides_where_a_masked_token_would_win(name: str) -> None:
 
 
 def test_masking_decides_in_distillation() -> None:
-    model = WordVectors([[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
-    batch = [tokens([0]), tokens([1, 9], [2, 2], masked=9)]
-    batch[1]["input_ids"].clamp_(max=2)
-    teacher = torch.tensor([[-1.0, 0.6]])
+    model, (_, documents) = two_documents()
+    given = [tokens([0]), documents], torch.tensor([[-1.0, 0.6]])
     arguments = {"normalize_scores": False}
-    assert abs(losses.Distillation(model, **arguments)(batch, teacher).item()) < 1e-6
-    zero = losses.Distillation(model, **arguments, masking="zero")(batch, teacher).item()
+    assert abs(losses.Distillation(model, **arguments)(*given).item()) < 1e-6
+    zero = losses.Distillation(model, **arguments, masking="zero")(*given).item()
     assert zero > 0.05
-    assert math.isclose(zero, PyLateDistillation(model, **arguments)(batch, teacher).item(), rel_tol=1e-5)
+    assert math.isclose(zero, PyLateDistillation(model, **arguments)(*given).item(), rel_tol=1e-5)
 
 
 @pytest.mark.parametrize("name", PYLATE)
 def test_the_models_flags_are_followed_when_the_loss_is_called(name: str) -> None:
     """The flag changes after the loss is made, and the model gets wrapped; the loss's own keywords come first."""
-    model = WordVectors([[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
-    batch = [tokens([0], [0]), tokens([1, 9], [2, 2], masked=9)]
-    batch[1]["input_ids"].clamp_(max=2)
-    labels = torch.tensor([[0.0], [1.0]]) if name == "Distillation" else None
+    (model, batch), labels = two_documents(), None
     if name == "Distillation":
         batch[1] = {key: value.repeat(2, 1) for key, value in batch[1].items()}
         labels = torch.tensor([[0.0, 1.0], [2.0, 1.0]])
@@ -446,15 +437,15 @@ def test_wrong_batches(model: ColBERT) -> None:
         with pytest.raises(ValueError, match=r"sentence_features: columns of \[5, 4\] texts"):
             loss([query, {key: value[:4] for key, value in documents.items()}])
     features, labels = distillation_batch(model)
-    loss = losses.Distillation(model)
-    with pytest.raises(ValueError, match="sentence_features: 3 columns"):
-        loss([*features, documents], labels)
-    with pytest.raises(ValueError, match=r"labels: shape \(5,\)"):
-        loss(features, labels[:, 0])
-    with pytest.raises(ValueError, match="labels: NoneType"):
-        loss(features, None)
-    with pytest.raises(ValueError, match="for 5 queries and 14 candidates"):
-        loss([features[0], {key: value[:14] for key, value in features[1].items()}], labels)
+    fewer = [features[0], {key: value[:14] for key, value in features[1].items()}]
+    for given, message in (
+        (([*features, documents], labels), "sentence_features: 3 columns"),
+        ((features, labels[:, 0]), r"labels: shape \(5,\)"),
+        ((features, None), "labels: NoneType"),
+        ((fewer, labels), "for 5 queries and 14 candidates"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            losses.Distillation(model)(*given)
 
 
 class Launches(TorchDispatchMode):

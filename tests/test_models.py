@@ -202,35 +202,27 @@ def encoder(tiny_colbert_path: str) -> str:
     return str(Path(tiny_colbert_path).with_name("bert"))
 
 
-def test_a_projection_drawn_at_loading_is_random_until_it_is_trained(encoder: str) -> None:
+def test_a_projection_drawn_at_loading_is_random_until_it_is_trained_replaced_or_saved(
+    encoder: str, tiny_colbert_path: str, tmp_path: Path
+) -> None:
     model = ColBERT(encoder, device="cpu")
     assert model.projection_is_random
     assert copy.deepcopy(model).projection_is_random
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert not ColBERT(str(tmp_path / "saved"), device="cpu").projection_is_random
+    # In half precision, it is no less random.
+    assert copy.deepcopy(model).half().projection_is_random
+    replaced = copy.deepcopy(model)
+    replaced[1] = models.Dense(32, 4)
+    assert not replaced.projection_is_random
     with torch.no_grad():
         model[1].linear.weight.add_(1e-3)
     assert not model.projection_is_random
-
-
-def test_a_projection_drawn_at_loading_is_random_until_it_is_replaced(encoder: str) -> None:
-    model = ColBERT(encoder, device="cpu")
-    model[1] = models.Dense(32, 4)
-    assert not model.projection_is_random
-
-
-def test_a_projection_of_half_precision_is_no_less_random(encoder: str) -> None:
-    assert ColBERT(encoder, device="cpu").half().projection_is_random
-
-
-def test_a_saved_projection_is_not_random(encoder: str, tiny_colbert_path: str, tmp_path: Path) -> None:
     assert not ColBERT(tiny_colbert_path, device="cpu").projection_is_random
-    ColBERT(encoder, device="cpu").save_pretrained(str(tmp_path / "saved"))
-    assert not ColBERT(str(tmp_path / "saved"), device="cpu").projection_is_random
-
-
-def test_a_layer_added_for_another_embedding_size_is_random(tiny_colbert_path: str) -> None:
-    model = ColBERT(tiny_colbert_path, embedding_size=8, device="cpu")
-    assert len(model) == 3
-    assert model.projection_is_random
+    # A layer that is added for another embedding size.
+    wider = ColBERT(tiny_colbert_path, embedding_size=8, device="cpu")
+    assert len(wider) == 3
+    assert wider.projection_is_random
 
 
 def test_the_projection_in_a_checkpoint_of_stanford_is_not_random(encoder: str, tmp_path: Path) -> None:
@@ -246,17 +238,9 @@ def test_the_projection_in_a_checkpoint_of_stanford_is_not_random(encoder: str, 
 
 def test_the_longest_input_is_what_the_encoder_has_positions_for(model: ColBERT, tmp_path: Path) -> None:
     assert model.longest_input == 128
-    encoder = transformers.RobertaModel(
-        transformers.RobertaConfig(
-            vocab_size=50,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            intermediate_size=8,
-            max_position_embeddings=20,
-            pad_token_id=1,
-        )
-    )
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = transformers.RobertaConfig(vocab_size=50, max_position_embeddings=20, pad_token_id=1, **small)
+    encoder = transformers.RobertaModel(config)
     other = copy.copy(model)
     other._modules = {"0": types.SimpleNamespace(auto_model=encoder)}
     assert other.longest_input == 18

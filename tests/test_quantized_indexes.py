@@ -22,7 +22,7 @@ from pylate_flash.index.store import PackedStore
 from pylate_flash.indexes import EMPTY_SCORE, Flat
 from pylate_flash.ops.quantization import PRECISIONS
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.stores import blocks_of_bytes, documents_of
+from tests.stores import blocks_of_bytes, documents_of, small
 
 EACH = pytest.mark.parametrize("precision", PRECISIONS)
 
@@ -121,17 +121,11 @@ def score(query: torch.Tensor, document: torch.Tensor, precision: str, quantize_
     k=st.integers(1, 14),
 )
 def test_search_equals_the_definition_of_what_is_kept(
-    tmp_path_factory: pytest.TempPathFactory,
-    query_lengths: list[int],
-    lengths: list[int],
-    size: int,
-    precision: str,
-    block_tokens: int,
-    k: int,
+    tmp_path_factory: pytest.TempPathFactory, query_lengths, lengths, size, precision, block_tokens, k
 ) -> None:
     queries, documents = documents_of(query_lengths, size, seed=1), documents_of(lengths, size, seed=2)
     ids = [str(i) for i in range(len(documents))]
-    index = Flat(tmp_path_factory.mktemp("flat"), dtype=precision, device="cpu", show_progress=False)
+    index = small(tmp_path_factory.mktemp("flat"), dtype=precision)
     index.add_documents(ids, documents)
     own = [ids[i:] for i in range(len(queries))]
     with blocks_of_bytes(block_tokens * Layout(precision, size).nbytes):
@@ -148,17 +142,17 @@ def test_search_equals_the_definition_of_what_is_kept(
 @EACH
 def test_embeddings_come_back_as_they_were_kept(tmp_path: Path, precision: str) -> None:
     documents = documents_of([3, 0, 5], 8)
-    index = Flat(tmp_path, dtype=precision, device="cpu").add_documents(list("abc"), documents, batch_size=2)
+    index = small(tmp_path, dtype=precision).add_documents(list("abc"), documents, batch_size=2)
     for found, document in zip(index.get_documents_embeddings([list("abc")])[0], documents, strict=True):
         assert torch.equal(found, quantize(document, precision).dequantize())
     assert index.info().dtype == precision
-    assert Flat(tmp_path, device="cpu").verify().tokens == 8
+    assert small(tmp_path).verify().tokens == 8
 
 
 @EACH
 def test_the_scorer_of_a_host_scores_what_was_kept(tmp_path: Path, precision: str) -> None:
     queries, documents = documents_of([4, 2], 8, seed=1), documents_of([3, 6], 8)
-    index = Flat(tmp_path, dtype=precision, device="cpu", scorer="torch", show_progress=False)
+    index = small(tmp_path, dtype=precision, scorer="torch")
     index.add_documents(["a", "b"], documents)
     for query, found in zip(queries, index(queries), strict=True):
         for result in found:
@@ -218,11 +212,7 @@ def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
 def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
     Flat(tmp_path, "eight", dtype="int8", device="cpu").add_documents(["a"], documents_of([2]))
     Flat(tmp_path, "half", dtype="bfloat16", device="cpu").add_documents(["a"], documents_of([2]))
-    for name, asked, kept in (
-        ("eight", "uint8", "int8"),
-        ("eight", "float32", "int8"),
-        ("half", "int8", "bfloat16"),
-    ):
+    for name, asked, kept in (("eight", "uint8", "int8"), ("eight", "float32", "int8"), ("half", "int8", "bfloat16")):
         with pytest.raises(ValueError, match=f"dtype='{asked}' was asked for, but the index in .* keeps '{kept}'"):
             Flat(tmp_path, name, dtype=asked, device="cpu")
     with pytest.raises(ValueError, match="projection: the index in .* keeps 'int8', and hidden states are kept in"):
@@ -251,7 +241,7 @@ def test_a_scale_that_is_not_finite_is_found(tmp_path: Path, monkeypatch: pytest
         rows.view(torch.uint8)[3, :4] = torch.tensor([torch.nan]).view(torch.uint8)
         return rows
 
-    index = Flat(tmp_path, "index", dtype="int8", device="cpu", show_progress=False)
+    index = small(tmp_path, dtype="int8")
     monkeypatch.setattr(store, "joined", spoiled)
     index.add_documents(["a", "b"], documents_of([2, 3], 5))
     with pytest.raises(ValueError, match="NaN or infinite values, first in its document 1"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pylate_flash.beir import load_beir_folder
 from pylate_flash.data.files import Corpus, Text, read_queries
 
 GOOD = '{"_id": "a", "title": "One", "text": "first"}\n\n{"_id": "b", "title": null, "text": "second"}\n'
@@ -77,15 +79,24 @@ BAD_LINES = {
     b'{"_id": "x", "text": null}': '"text" must be a string, got None',
     b'{"_id": "x\\ud800", "text": "t"}': '"_id" holds half of a surrogate pair',
     b'{"_id": "x", "text": "t \\udfff"}': '"text" holds half of a surrogate pair',
-    b'{"_id": "a", "text": "t"}': "was given before",
+    b'{"_id": "a", "text": "t"}': """the "_id" 'a' was given before, in line 1""",
+    b'{"_id": "x", "text": "", "title": []}': '"title" must be a string',
+    b'{"_id": "x", "text": [' + b"1," * 9999 + b"1]}": '"text" must be a string, got [1, 1, 1, 1, 1, 1, ...]',
 }
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
 def test_a_bad_line_is_named(line: bytes, tmp_path: Path) -> None:
+    """By every reader: of a corpus, of queries, and of a folder of BEIR."""
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(GOOD.encode() + line + b"\n")
-    for read in (lambda: list(Corpus(path)), lambda: read_queries(path.read_bytes().splitlines(), path)):
+    (tmp_path / "queries.jsonl").write_text(GOOD)
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "test.tsv").write_text("a\tb\t1\n")
+    readers: list[Callable[[], object]] = [lambda: list(Corpus(path)), lambda: load_beir_folder(tmp_path)]
+    if b"title" not in line:
+        readers.append(lambda: read_queries(path.read_bytes().splitlines(), path))
+    for read in readers:
         with pytest.raises(ValueError, match=r"corpus\.jsonl, line 4: ") as error:
             read()
         assert BAD_LINES[line] in str(error.value)
