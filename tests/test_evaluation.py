@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,9 +14,10 @@ import pylate.models
 import pytest
 import torch
 
-from pylate_flash import beir, evaluation, indexes, models, register, registered, scores, unregister
+from pylate_flash import beir, evaluation, models, register, registered, scores, unregister
 from pylate_flash.encoding.texts import encode
 from pylate_flash.evaluation import evaluate_retrieval, load_beir_folder
+from tests.stores import small
 
 CORPUS = [
     {"_id": "d1", "title": "First", "text": "one"},
@@ -29,8 +31,8 @@ QRELS = "query-id\tcorpus-id\tscore\nq2\td1\t1\nq1\td3\t2\nq1\td2\t1\n"
 
 def write_folder(path: Path, corpus=CORPUS, queries=QUERIES, qrels: str = QRELS) -> Path:
     (path / "qrels").mkdir(parents=True)
-    (path / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in corpus), encoding="utf-8")
-    (path / "queries.jsonl").write_text("".join(json.dumps(record) + "\n" for record in queries), encoding="utf-8")
+    for name, records in (("corpus.jsonl", corpus), ("queries.jsonl", queries)):
+        (path / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     (path / "qrels" / "test.tsv").write_text(qrels, encoding="utf-8")
     return path
 
@@ -148,17 +150,19 @@ METRICS = {
 }
 
 
+def evaluated(model: Any = None, documents: list = DOCUMENTS, queries: dict = TEXTS, qrels: dict = JUDGED, **options):
+    return evaluate_retrieval(model or OneHot(), documents, queries, qrels, **options, show_progress=False)
+
+
 @pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
 def test_metrics_are_those_of_a_ranking_worked_out_by_hand(scorer: str) -> None:
     model = OneHot(scorer=scorer)
     with mock.patch.object(scores, "colbert_scores", wraps=scores.colbert_scores) as theirs:
-        result = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, show_progress=False)
+        result = evaluated(model)
     assert result.scorer == scorer
     assert theirs.called == (scorer == "torch")
-    assert {query_id: [r["id"] for r in found] for query_id, found in result.run.items()} == {
-        "q1": ["c", "b", "a", "d"],
-        "q2": ["d", "a", "b", "c"],
-    }
+    ranked = {query_id: "".join(r["id"] for r in found) for query_id, found in result.run.items()}
+    assert ranked == {"q1": "cbad", "q2": "dabc"}
     for name in ("ndcg@10", "map", "recall@100", "mrr@10"):
         expected = {query_id: METRICS[query_id][name] for query_id in JUDGED}
         assert result.per_query[name] == pytest.approx(expected)
@@ -173,49 +177,44 @@ def test_metrics_are_those_of_a_ranking_worked_out_by_hand(scorer: str) -> None:
 def test_equal_scores_count_in_the_order_of_insertion(relevant: str) -> None:
     ids = ["m", "a", "z", *(f"x{i}" for i in range(40))]
     documents = [{"id": id_, "text": "0"} for id_ in ids]
-    result = evaluate_retrieval(
-        OneHot(), documents, {"q": "0"}, {"q": {relevant: 1}}, metrics=["mrr"], show_progress=False
-    )
+    result = evaluated(None, documents, {"q": "0"}, {"q": {relevant: 1}}, metrics=["mrr"])
     assert result.metrics == {"mrr": pytest.approx(1 / (1 + ids.index(relevant)))}
 
 
 def test_a_query_that_finds_nothing_relevant_counts_as_zero() -> None:
     documents = [{"id": "a", "text": "0"}, {"id": "b", "text": "1"}]
     qrels = {"q1": {"b": 1}, "q2": {"b": 1}}
-    result = evaluate_retrieval(
-        OneHot(), documents, {"q1": "0", "q2": "1"}, qrels, k=1, metrics=["map"], show_progress=False
-    )
+    result = evaluated(None, documents, {"q1": "0", "q2": "1"}, qrels, k=1, metrics=["map"])
     assert result.per_query == {"map": {"q1": 0.0, "q2": 1.0}}
     assert result.metrics == {"map": 0.5}
 
 
 def test_a_filled_index_is_searched_without_encoding_again(tmp_path: Path) -> None:
-    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
-    first = evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+    index = small(tmp_path)
+    first = evaluated(index=index)
     assert len(index) == 4
     model = OneHot()
-    second = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, scorer="torch", show_progress=False)
+    second = evaluated(model, index=index, scorer="torch")
     assert model.encoded == ["0 1 2", "3"]
     assert (first.scorer, second.scorer, index.scorer) == ("pylate_flash", "torch", "pylate_flash")
     assert second.run == first.run
     assert second.metrics == first.metrics
     assert list(second.timings) == ["encode_queries", "search", "prepare_metrics", "metrics"]
     with pytest.raises(ValueError, match="holds 4 documents that are not the 3 documents to evaluate on"):
-        evaluate_retrieval(OneHot(), DOCUMENTS[:3], TEXTS, JUDGED, index=index, show_progress=False)
+        evaluated(documents=DOCUMENTS[:3], index=index)
 
 
 def test_queries_that_are_encoded_already_are_searched_with(tmp_path: Path) -> None:
-    first = evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
+    first = evaluated(index=tmp_path / "index")
     model = OneHot()
     embeddings = encode(model, [TEXTS[query_id] for query_id in JUDGED], is_query=True)
     model.encoded.clear()
-    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
-    given = {"index": index, "show_progress": False}
-    second = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, queries_embeddings=embeddings, **given)
+    index = small(tmp_path)
+    second = evaluated(model, index=index, queries_embeddings=embeddings)
     assert model.encoded == []
     assert (second.run, second.metrics) == (first.run, first.metrics)
     with pytest.raises(ValueError, match="queries_embeddings: 1; expected those of the 2 queries of qrels"):
-        evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, queries_embeddings=embeddings[:1], **given)
+        evaluated(model, index=index, queries_embeddings=embeddings[:1])
 
 
 def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,37 +226,37 @@ def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureF
     long, longer = "d" * 37, "e" * 41
     with event.install_recorder("numba:compile") as recorder:
         run = {"q1": [{"id": longer, "score": 2.0}, {"id": long, "score": 1.0}], "query 2": []}
-        means, per_query = beir._compute(run, {"q1": {long: 1}, "query 2": {longer: 3}}, beir.METRICS)
+        means, per_query = beir.evaluate_run(run, {"q1": {long: 1}, "query 2": {longer: 3}}, beir.METRICS)
     assert recorder.buffer == []
     assert per_query["mrr@10"] == {"q1": 0.5, "query 2": 0.0}
     assert means["map"] == 0.25
 
 
 def test_an_index_folder_is_built_once_and_never_overwritten(tmp_path: Path) -> None:
-    evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
-    assert indexes.Flat(tmp_path, "index", device="cpu").documents_ids == ["a", "b", "c", "d"]
+    evaluated(index=tmp_path / "index")
+    assert small(tmp_path).documents_ids == ["a", "b", "c", "d"]
     with pytest.raises(ValueError, match="already holds an index of 4 documents"):
-        evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
+        evaluated(index=tmp_path / "index")
 
 
 def test_an_index_remembers_the_model_and_another_one_is_refused(tiny_colbert_path: str, tmp_path: Path) -> None:
     model = models.ColBERT(tiny_colbert_path, device="cpu")
-    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
-    evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
-    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    index = small(tmp_path)
+    evaluated(model, index=index)
+    index = small(tmp_path)
     assert index.model is not None
-    evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+    evaluated(model, index=index)
     next(model.parameters()).data.view(-1)[:1].add_(1e-3)
     with pytest.raises(ValueError, match="was built with the model .* differs in weights"):
-        evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+        evaluated(model, index=index)
 
 
 def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(beir, "ADDITION_BYTES", 100)
     monkeypatch.setattr(beir, "_BATCHES_PER_STEP", 1)
-    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    index = small(tmp_path)
     with mock.patch.object(index, "add_documents", wraps=index.add_documents) as add:
-        evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=index, batch_size=1, show_progress=False)
+        evaluated(index=index, batch_size=1)
     # 32 bytes a token: 1 + 2 tokens are not 100 bytes yet, 1 + 2 + 3 are.
     assert [call.args[0] for call in add.call_args_list] == [["a", "b", "c"], ["d"]]
 
@@ -277,9 +276,8 @@ def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.Mo
     ],
 )
 def test_refused_evaluations(arguments: dict, message: str) -> None:
-    given = {"documents": DOCUMENTS, "queries": TEXTS, "qrels": JUDGED, "show_progress": False, **arguments}
     with pytest.raises(ValueError, match=message):
-        evaluate_retrieval(OneHot(), **given)
+        evaluated(**arguments)
 
 
 def test_a_real_model_gives_the_same_metrics_by_both_scorers(tiny_colbert_path: str, tmp_path: Path) -> None:
@@ -288,17 +286,14 @@ def test_a_real_model_gives_the_same_metrics_by_both_scorers(tiny_colbert_path: 
     queries = {f"q{i}": f"{words[i]} {words[i - 3]}" for i in range(6)}
     qrels = {f"q{i}": {f"d{i}": 1, f"d{i + 10}": 2} for i in range(6)}
     model = models.ColBERT(tiny_colbert_path, device="cpu")
-    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
-    results = [
-        evaluate_retrieval(model, documents, queries, qrels, index=index, scorer=scorer, k=100, show_progress=False)
-        for scorer in ("torch", "pylate_flash")
-    ]
-    assert {name: round(value, 4) for name, value in results[0].metrics.items()} == {
-        name: round(value, 4) for name, value in results[1].metrics.items()
-    }
+    index = small(tmp_path)
+    given = model, documents, queries, qrels
+    results = [evaluated(*given, index=index, scorer=scorer, k=100) for scorer in ("torch", "pylate_flash")]
+    rounded = [{name: round(value, 4) for name, value in result.metrics.items()} for result in results]
+    assert rounded[0] == rounded[1]
     # An index with a projection gets hidden states, and finds the same in them.
-    index = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=model)
-    results.append(evaluate_retrieval(model, documents, queries, qrels, index=index, k=100, show_progress=False))
+    index = small(tmp_path / "states", projection=model)
+    results.append(evaluated(*given, index=index, k=100))
     assert results[2].metrics == pytest.approx(results[0].metrics, abs=1e-4)
     for query_id in queries:
         theirs, ours, from_states = (result.run[query_id] for result in results)

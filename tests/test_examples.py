@@ -185,33 +185,33 @@ def test_readme_snippet(folder: Path, snippet: str, capsys: pytest.CaptureFixtur
         )
 
 
-def test_the_notebook_runs_at_a_small_size(
-    folder: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def executed(path: Path, parameters: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """A notebook with other parameters in a folder: how many pictures it draws, and what it prints."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     # It would take the place of the notebook's own backend, which shows the pictures.
     monkeypatch.delenv("MPLBACKEND", raising=False)
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    parameters = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    assert len(parameters) == 1
-    parameters[0].source = TINY_PARAMETERS.format(model=tiny_colbert_path)
+    notebook = nbformat.read(path, as_version=4)
+    (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    cell.source = parameters
     done = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
-    pictures = [o for cell in done.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 2
+    outputs = [output for cell in done.cells for output in cell.get("outputs", [])]
+    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+    return pictures, "".join(output.get("text", "") for output in outputs)
+
+
+def test_the_notebook_runs_at_a_small_size(
+    folder: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = TINY_PARAMETERS.format(model=tiny_colbert_path)
+    assert executed(NOTEBOOK, parameters, folder, monkeypatch)[0] == 2
 
 
 def test_the_notebook_about_large_batches_measures_where_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("MPLBACKEND", raising=False)
-    notebook = nbformat.read(LARGE_BATCHES, as_version=4)
-    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    parameters.source = "folder, sizes = Path('.'), (4, 8)"
-    done = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in done.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
-    printed = "".join(output.get("text", "") for output in outputs)
+    parameters = "folder, sizes = Path('.'), (4, 8)"
+    pictures, printed = executed(LARGE_BATCHES, parameters, tmp_path, monkeypatch)
+    assert pictures == 1
     assert re.search(r"batch-8\n +pylate_flash +[0-9.]+ s +maxsim_cross_entropy", printed)
     assert re.search(r"gradients one query at a time: differ by at most [0-9]e-0[6-9]", printed)
     assert "not trained yet" in printed
@@ -289,18 +289,19 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
     assert "2048 examples, batch of 64: nDCG@10 0.574, 0.584" in printed
 
 
-@pytest.mark.parametrize("path", [NOTEBOOK, LARGE_BATCHES], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [NOTEBOOK, LARGE_BATCHES, NOTEBOOK.with_name("walkthrough.ipynb")], ids=lambda path: path.stem
+)
 def test_the_notebook_is_committed_with_outputs_and_without_machine_paths(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     trained = (RESULTS / "batches" / "sizes.json").exists()
-    expected = 2 if path == NOTEBOOK else 1 + trained
+    expected = {"quickstart": 2, "large_batches": 1 + trained, "walkthrough": 6}[path.stem]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == expected
     assert not any(output.output_type == "error" for output in outputs)
-    text = path.read_text(encoding="utf-8")
-    assert not re.search(r"/(?:home|root|Users|tmp|work|usr)/|[A-Z]:\\\\", text)
+    assert not re.search(r"/(?:home|root|Users|tmp|work|usr)/|[A-Z]:\\\\", path.read_text(encoding="utf-8"))
 
 
 def test_the_notebook_about_large_batches_shows_what_is_committed() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pylate.losses
 import pytest
@@ -164,6 +166,21 @@ class Wrapped(nn.Module):
 
     def forward(self, features: dict) -> dict:
         return self.module(features)
+
+
+@contextmanager
+def with_dropout(model: nn.Module) -> Iterator[None]:
+    """While it is trained with."""
+    dropouts = {module: module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+    try:
+        for dropout in dropouts:
+            dropout.p = 0.3
+        model.train()
+        yield
+    finally:
+        model.eval()
+        for dropout, rate in dropouts.items():
+            dropout.p = rate
 
 
 CONFIGURATIONS = [

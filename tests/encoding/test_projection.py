@@ -28,6 +28,7 @@ from tests.test_losses import (
     least_spread,
     no_masked_token_wins,
     value_and_gradients,
+    with_dropout,
 )
 
 
@@ -173,12 +174,7 @@ def test_cached_hidden_states_give_the_gradients_of_what_is_trained(model: ColBE
 
 def test_cached_hidden_states_are_encoded_again_with_the_same_dropout(model: ColBERT) -> None:
     features, found = contrastive_batch(model), []
-    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    rates = [dropout.p for dropout in dropouts]
-    try:
-        for dropout in dropouts:
-            dropout.p = 0.3
-        model.train()
+    with with_dropout(model):
         for fuse_projection in (False, True):
             torch.manual_seed(0)
             loss = losses.CachedContrastive(model, mini_batch_size=2, fuse_projection=fuse_projection)
@@ -186,10 +182,6 @@ def test_cached_hidden_states_are_encoded_again_with_the_same_dropout(model: Col
         assert_same(*found)
         torch.manual_seed(1)
         assert loss(features) != found[0][0], "the dropout must matter"
-    finally:
-        model.eval()
-        for dropout, rate in zip(dropouts, rates, strict=True):
-            dropout.p = rate
 
 
 def test_cached_hidden_states_without_gradients(bert: ColBERT) -> None:
@@ -418,15 +410,9 @@ def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
     encoder = modernbert[0].auto_model
     states = encoder(**queries).last_hidden_state
     active = documents["attention_mask"].bool()
-    padded = maxsim_from_hidden(
-        states,
-        encoder(**documents).last_hidden_state,
-        weight,
-        bias,
-        documents_mask=active,
-        queries_weight=weight,
-        queries_bias=bias,
-    )
+    layers = {"queries_weight": weight, "queries_bias": bias}
+    states_of_documents = encoder(**documents).last_hidden_state
+    padded = maxsim_from_hidden(states, states_of_documents, weight, bias, documents_mask=active, **layers)
     lengths = active.sum(dim=1)
     assert len(set(lengths.tolist())) > 1
     owners = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -436,15 +422,8 @@ def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         attention_mask={"full_attention": own, "sliding_attention": own},
     ).last_hidden_state[0]
-    packed = maxsim_from_hidden(
-        states,
-        unpadded,
-        weight,
-        bias,
-        queries_weight=weight,
-        queries_bias=bias,
-        documents_cu_seqlens=nn.functional.pad(lengths.cumsum(0), (1, 0)),
-    )
+    bounds = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    packed = maxsim_from_hidden(states, unpadded, weight, bias, documents_cu_seqlens=bounds, **layers)
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
     parameters = [encoder.layers[0].attn.Wqkv.weight, *modernbert[1].parameters()]
     gradients = [torch.autograd.grad(scores.sin().sum(), parameters, retain_graph=True) for scores in (packed, padded)]

@@ -17,7 +17,7 @@ from pylate_flash.training import contrast, grad_cache
 from pylate_flash.training.mini_batches import Limits, encode, kept_tokens, mini_batches, pack_padded, unpack_padded
 from tests.encoding.test_projection import bert, modernbert  # noqa: F401  (fixtures)
 from tests.recorded import recorded
-from tests.test_losses import WordVectors, assert_same, value_and_gradients
+from tests.test_losses import WordVectors, assert_same, value_and_gradients, with_dropout
 
 TEXT = "sort the list in place, and return: a copy! of it? else (raise) an error; then stop"
 WORDS = TEXT.split()
@@ -131,12 +131,7 @@ def test_only_what_is_scored_is_kept(model: ColBERT, expansion: bool, monkeypatc
 
 
 def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
-    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-    rates = [dropout.p for dropout in dropouts]
-    try:
-        for dropout in dropouts:
-            dropout.p = 0.3
-        model.train()
+    with with_dropout(model):
         loss = losses.CachedContrastive(model, mini_batch_num_tokens=60)
         with Watch(model) as watch:
             torch.manual_seed(0)
@@ -150,10 +145,6 @@ def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
             assert torch.equal(first, second)
         torch.manual_seed(1)
         assert loss(batch(model)) != before, "the dropout must matter"
-    finally:
-        model.eval()
-        for dropout, rate in zip(dropouts, rates, strict=True):
-            dropout.p = rate
 
 
 def test_embeddings_are_freed_before_the_second_pass(model: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
