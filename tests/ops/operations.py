@@ -56,37 +56,48 @@ def flat(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _ragged(queries: Tensor, documents: Tensor, **options) -> Tensor:
-    return maxsim_ragged([queries[0], queries[1, :2]], [documents[:3], documents[3:8]], **options)
+    return maxsim_ragged(
+        [query[: 3 - i] for i, query in enumerate(queries)], [documents[:3], documents[3:8]], **options
+    )
 
 
 def _ragged_pairs(queries: Tensor, documents: Tensor, **options) -> Tensor:
-    return maxsim_ragged_pairwise([*queries], [documents[:3], documents[3:8]], **options)
+    return maxsim_ragged_pairwise([*queries], [documents[:3], documents[3:8]][: len(queries)], **options)
 
 
 def _residual(queries: Tensor, **options) -> Tensor:
-    return maxsim_residual(pad(queries, (0, 4)), **options)
+    return maxsim_residual(pad(queries, (0, 8 - queries.shape[-1])), **options)
 
 
-def calls(device: str = "cpu", implementation: str = "auto", length: int = 5, masked: bool = False) -> dict[str, Call]:
-    """Calls in float32 with documents of that length on that device, with masks where that can be."""
+def calls(
+    device: str = "cpu", implementation: str = "auto", length: int = 5, masked: bool = False, one: bool = False
+) -> dict[str, Call]:
+    """Calls in float32 with documents of that length on that device, with masks where that can be.
+
+    `one`: of one query and one document of one token of one element, where the shortest ways lead.
+    """
     generator = torch.Generator().manual_seed(0)
+    n, n_documents, length, size = (1, 1, 1, 1) if one else (2, 3, length, 4)
     queries, documents, candidates, weight, teacher, mask = (
         torch.randn(shape, generator=generator).to(device)
-        for shape in ((2, 3, 4), (3, length, 4), (2, 3, length, 4), (4, 4), (2, 3), (2, 3, length))
-    )
+        for shape in (
+            (n, 1 if one else 3, size), (n_documents, length, size), (n, n_documents, length, size), (size, size),
+            (n, n_documents), (n, n_documents, length),
+        )
+    )  # fmt: skip
     rows, beta = documents.flatten(0, 1), torch.tensor(2.0, device=device)
     both = queries, documents
-    bounds = torch.tensor([0, 3, 6], device=device), torch.arange(4, device=device) * length
+    bounds = [torch.arange(len(each) + 1, device=device) * each.shape[1] for each in both]
     longest = {"max_query_length": 3, "max_document_length": length}
     if masked:
         # Of several lengths, and one that has no token.
         bounds[0][1], bounds[1][1] = 1, 0
         longest = {"max_query_length": 5, "max_document_length": 2 * length}
     packed = dict(zip(("queries_cu_seqlens", "documents_cu_seqlens"), bounds, strict=True))
-    pairs = packed | {"documents_cu_seqlens": bounds[1][:3]}
-    sets = {"x_cu_seqlens": bounds[0], "y_cu_seqlens": bounds[1][:3]}
-    owned = {"candidates_cu_seqlens": torch.tensor([0, 1, 3], device=device)}
-    places = {"query_tokens": torch.tensor([[0], [1], [0]], device=device)}
+    pairs = packed | {"documents_cu_seqlens": bounds[1][: n + 1]}
+    sets = {"x_cu_seqlens": bounds[0], "y_cu_seqlens": bounds[1][: n + 1]}
+    owned = {"candidates_cu_seqlens": torch.tensor([0, 1] if one else [0, 1, 3], device=device)}
+    places = {"query_tokens": torch.tensor([[0], [1], [0]], device=device)[:n_documents]}
     compared, by = {"teacher_scores": teacher}, {"implementation": implementation}
     of_queries = {"queries_mask": queries[..., 0].abs()} if masked else {}
     masks = of_queries | ({"documents_mask": mask[0, :, :length] > -0.5} if masked else {})
@@ -97,14 +108,14 @@ def calls(device: str = "cpu", implementation: str = "auto", length: int = 5, ma
     found = {
         "in-batch": Call(maxsim, both, masks),
         "candidates": Call(maxsim, (queries, candidates), {"normalize": True, **own}),
-        "pairs": Call(maxsim_pairwise, (queries, documents[:2]), of_queries),
+        "pairs": Call(maxsim_pairwise, (queries, documents[:n]), of_queries),
         "packed": Call(flat(maxsim_varlen), (queries, rows), packed | longest),
         "packed candidates": Call(flat(maxsim_varlen), (queries, rows), packed | owned),
-        "packed pairs": Call(flat(maxsim_varlen_pairwise), (queries, rows[: 2 * length]), pairs),
+        "packed pairs": Call(flat(maxsim_varlen_pairwise), (queries, rows[: n * length]), pairs),
         "ragged": Call(_ragged, (queries, rows), {}),
         "ragged pairs": Call(_ragged_pairs, (queries, rows), {}),
-        "Chamfer": Call(chamfer, (queries, documents[:2]), of_sets),
-        "packed Chamfer": Call(flat(chamfer_varlen), (queries, rows[: 2 * length]), sets),
+        "Chamfer": Call(chamfer, (queries, documents[:n]), of_sets),
+        "packed Chamfer": Call(flat(chamfer_varlen), (queries, rows[: n * length]), sets),
         "XTR": Call(xtr_scores, both, {"k": 4, **masks}),
         "from hidden states": Call(maxsim_from_hidden, (*both, weight), masks),
         "packed from hidden states": Call(
@@ -123,6 +134,9 @@ def calls(device: str = "cpu", implementation: str = "auto", length: int = 5, ma
         "divergence": Call(maxsim_kl_divergence, (queries, candidates), compared | own),
         "margin MSE": Call(maxsim_margin_mse, (queries, candidates), compared | own),
     }
+    if one:
+        # There is no negative.
+        del found["margin MSE"]
     if masked:
         found["residual candidates"] = Call(_residual, (queries,), codes | own_codes | {"empty_score": -1.0})
     return {name: call._replace(options=call.options | by) for name, call in found.items()}
