@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from pylate_flash.kernels import plan, tables
-from pylate_flash.kernels.plan import forward_plan
-from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
-from pylate_flash.ops.varlen import maxsim_varlen_reference
-from pylate_flash.problem import Options, Problem, Tensors, problem_of
-from tests.ops.cases import Case, gradients, relative_error
-from tests.ops.test_varlen import gradients as varlen_gradients
+from pylate_flash.ops import maxsim, maxsim_varlen, pack
+from pylate_flash.problem import Problem
+from tests.ops.cases import Case
+from tests.ops.mask_checks import (
+    ALL_OPTIONS,
+    check_empty_score,
+    check_packed,
+    check_types,
+    check_weights,
+    masked,
+    plan_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -27,79 +33,35 @@ PADDED = [
 ]
 
 
-def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
-    return maxsim(*tensors, **options, implementation="triton")
+kernel = partial(maxsim, implementation="triton")
 
 
-def masked(name: str, sums: int, queries: tuple[int, ...], documents: tuple[int, ...], **options) -> Case:
-    """Masks with a query and documents of which no token is active."""
+def case_of(name: str, sums: int, queries: tuple[int, ...], documents: tuple[int, ...], **options) -> Case:
     generator = torch.Generator().manual_seed(0)
-    embeddings = [torch.randn(shape, generator=generator) for shape in (queries, documents)]
-    queries_mask, documents_mask = (torch.rand(t.shape[:-1], generator=generator) > 0.3 for t in embeddings)
-    if queries[0] > 1:
-        queries_mask[1] = False
-    documents_mask[..., 1, :] = False
-    documents_mask[..., -1, :] = False
-    documents_mask[..., 0, :] = True
-    case = Case(*embeddings, queries_mask, documents_mask, options)
-    plan = forward_plan(problem_of(Tensors(*embeddings, queries_mask, documents_mask), Options(**options)))
-    assert plan.kernel == name
-
-    assert plan.n_sums == sums
+    case = masked(*(torch.randn(shape, generator=generator) for shape in (queries, documents)), **options)
+    assert plan_of(case).kernel == name
+    assert plan_of(case).n_sums == sums
     return case
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": True, "masking": "zero", "reduction": "mean"}], ids=str)
-@pytest.mark.parametrize(("name", "sums", "queries", "documents"), PADDED)
-def test_zeros_and_ones_of_any_type_give_the_same_bits(name, sums, queries, documents, options: dict) -> None:
-    case = masked(name, sums, queries, documents, **options)
-    with torch.no_grad():
-        expected = kernel(*case.tensors, **case.keywords)
-    expected_gradients = gradients(kernel, case)
-    for of_queries, of_documents in ((torch.int64, torch.uint8), (torch.float32, torch.float64)):
-        masks = {
-            "queries_mask": case.queries_mask.to(of_queries),
-            "documents_mask": case.documents_mask.to(of_documents),
-        }
-        other = replace(case, **masks)
-        with torch.no_grad():
-            assert torch.equal(kernel(*other.tensors, **other.keywords), expected)
-        assert all(torch.equal(a, b) for a, b in zip(gradients(kernel, other), expected_gradients, strict=True))
+@pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
+@pytest.mark.parametrize("padded", PADDED)
+def test_zeros_and_ones_of_any_type_give_the_same_bits(padded: tuple, options: dict) -> None:
+    types = [(torch.int64, torch.uint8), (torch.float32, torch.float64)]
+    check_types(kernel, case_of(*padded, **options), types)
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": True, "masking": "zero", "reduction": "mean"}], ids=str)
-@pytest.mark.parametrize(("name", "sums", "queries", "documents"), PADDED)
-def test_weights(name, sums, queries, documents, options: dict) -> None:
-    case = masked(name, sums, queries, documents, **options)
-    weights = 0.25 + 3 * torch.rand(queries[:2], generator=torch.Generator().manual_seed(1))
-    case = replace(case, queries_mask=weights * case.queries_mask)
-    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
-    with torch.no_grad():
-        assert relative_error(kernel(*case.tensors, **case.keywords), expected) <= 2e-6
-    for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled()), strict=True):
-        assert relative_error(gradient, reference) <= 1e-5
+@pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
+@pytest.mark.parametrize("padded", PADDED)
+def test_weights(padded: tuple, options: dict) -> None:
+    check_weights(kernel, case_of(*padded, **options))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("masking", ["exclude", "zero"])
-@pytest.mark.parametrize(("name", "sums", "queries", "documents"), PADDED)
-def test_empty_score(name, sums, queries, documents, masking: str, reduction: str) -> None:
-    case = masked(name, sums, queries, documents, masking=masking, reduction=reduction, empty_score=-7.5)
-    with torch.no_grad():
-        scores = kernel(*case.tensors, **case.keywords)
-        plain = kernel(*case.tensors, **(case.keywords | {"empty_score": 0.0}))
-    empty = ~case.documents_mask.any(-1).expand(scores.shape)
-    assert empty.sum() == 2 * queries[0]
-    assert (scores[empty] == -7.5).all()
-    assert torch.equal(scores[~empty], plain[~empty])
-    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-5)
-    leaves = [tensor.detach().requires_grad_() for tensor in case.tensors]
-    with_winners = kernel(*leaves, **case.keywords)
-    # Other tiles score where something has to win, and a BLAS adds up products in an order that may depend on them.
-    torch.testing.assert_close(with_winners.detach(), scores, rtol=2e-6, atol=2e-5)
-    _, grad_documents = torch.autograd.grad(with_winners.sum(), leaves)
-    assert not grad_documents[~case.documents_mask].any()
+@pytest.mark.parametrize("padded", PADDED)
+def test_empty_score(padded: tuple, masking: str, reduction: str) -> None:
+    check_empty_score(kernel, case_of(*padded, masking=masking, reduction=reduction), atol=2e-5)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -109,7 +71,6 @@ def test_empty_score(name, sums, queries, documents, masking: str, reduction: st
 )
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, reduction: str, monkeypatch) -> None:
-    """Empty documents and queries of unequal lengths, with gradients."""
     if in_pieces:
 
         def cuts(problem: Problem, *_: int, **__: int) -> plan.Cuts:
@@ -118,26 +79,11 @@ def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, red
 
         monkeypatch.setattr(plan, "cuts_of", cuts)
     generator = torch.Generator().manual_seed(0)
-    lengths = [71, 0, 30, 150, 0]
     queries, documents = (
-        pack([torch.randn(n, 8, generator=generator) for n in sizes]) for sizes in (query_lengths, lengths)
+        pack([torch.randn(n, 8, generator=generator) for n in sizes]) for sizes in (query_lengths, [71, 0, 30, 150, 0])
     )
     arguments = queries[0], documents[0], queries[1], documents[1]
     owned = None if candidates is None else torch.tensor(candidates)
-    options = {
-        "candidates_cu_seqlens": owned, "normalize": normalize, "reduction": reduction, "empty_score": -7.5
-    }  # fmt: skip
-    tensors = Tensors(*arguments[:2], None, None, *arguments[2:], owned)
-    assert forward_plan(problem_of(tensors, Options(max(query_lengths), 150, 3, normalize))).in_pieces == in_pieces
-
-    def function(*tensors: torch.Tensor, **options) -> torch.Tensor:
-        return maxsim_varlen(*tensors, **options, implementation="triton")
-
-    expected = maxsim_varlen_reference(*(t.double() for t in arguments[:2]), *arguments[2:], **options)
-    scores = function(*arguments, **options)
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=1e-5)
-    assert (scores[..., [1, 4]] == -7.5).all()
-    found = varlen_gradients(function, (arguments, options))
-    references = varlen_gradients(maxsim_varlen_reference, (arguments, options), torch.float64)
-    for gradient, reference in zip(found, references, strict=True):
-        assert relative_error(gradient, reference) <= 1e-5
+    options = {"candidates_cu_seqlens": owned, "normalize": normalize, "reduction": reduction}
+    function = partial(maxsim_varlen, implementation="triton")
+    assert check_packed(function, arguments, options, rtol=2e-6, atol=1e-5).in_pieces == in_pieces
