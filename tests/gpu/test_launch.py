@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pylate_flash import maxsim
+from tests.gpu.tools import captured, equal
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -138,14 +139,11 @@ def test_what_starts_early_reads_what_the_kernel_before_it_wrote(in_a_graph: boo
 
     call()
     assert ways(late) == [WAY]
-    graph = torch.cuda.CUDAGraph()
-    if in_a_graph:
-        with torch.cuda.graph(graph):
-            call()
+    _, replay = captured(call) if in_a_graph else (None, call)
     for value in range(1, 20):
         # The regions still have the values of the call before.
         source.fill_(value)
-        graph.replay() if in_a_graph else call()
+        replay()
         assert torch.equal(target, source + n_launches)
 
 
@@ -203,13 +201,11 @@ def test_in_a_cuda_graph(tensors) -> None:
         scale(kernel, (source, weights, target))
 
     call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    _, replay = captured(call)
     source.mul_(2)
     target.zero_()
     region.zero_()
-    graph.replay()
+    replay()
     assert torch.equal(target, expected(source, weights))
     assert torch.equal(region, target)
 
@@ -225,4 +221,4 @@ def test_each_device_has_its_own_function() -> None:
             found = torch.autograd.grad(scores.square().sum(), leaves)
             # While another device is the current one.
             others = torch.autograd.grad(maxsim(*leaves).square().sum(), leaves)
-            assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
+            assert equal(found, others)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pylate_flash.ops import pack
 from pylate_flash.ops.tensor_files import TensorContainer
-from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.cases import Case, check_definition, gradient_tolerance, gradients, relative_error
 from tests.ops.test_quantized import PRECISIONS as EVERY_PRECISION
 
 HALF, FLOAT = torch.bfloat16, torch.float32
@@ -64,21 +64,17 @@ def equal(found: Any, expected: Any) -> bool:
 
 
 def check(function: Callable[..., Tensor], definition: Callable[..., Tensor], case: Case, large: bool = False) -> None:
-    """Scores and gradients equal those of the definition in float64 on the same, already rounded, inputs.
-
-    Those of a large case as a whole, whose gradients have one direction too.
-    """
+    """As `check_definition`; of a large case scores are compared as a whole, and gradients have one direction too."""
+    if not large:
+        check_definition(function, definition, case.tensors, case.keywords)
+        return
     with torch.no_grad():
         scores = function(*case.tensors, **case.keywords)
-        expected = definition(*case.doubled().tensors, **case.keywords)
-    if large:
-        assert relative_error(scores, expected) <= 2e-6
-    else:
-        torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+        assert relative_error(scores, definition(*case.doubled().tensors, **case.keywords)) <= 2e-6
     for gradient, right in zip(gradients(function, case), gradients(definition, case.doubled()), strict=True):
         assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, right) <= (1e-5 if gradient.dtype == FLOAT else 1e-2)
-        assert not large or F.cosine_similarity(gradient.double().flatten(), right.flatten(), dim=0) >= 0.9999
+        assert relative_error(gradient, right) <= gradient_tolerance(gradient.dtype)
+        assert F.cosine_similarity(gradient.double().flatten(), right.flatten(), dim=0) >= 0.9999
 
 
 @contextmanager
