@@ -360,7 +360,7 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
     tile, blocks = Tile(tables.SHORT_ROWS, columns, 1, 1), Blocks(problem.size, 0, False)
     made = config.config_of(
         "short", kind, tile, blocks, units, tables.SHORT_REGISTERS, documents=documents, nbits=nbits,
-        quantize_rows=nbits == 0, row=problem.size * nbits // 32 if nbits else problem.document_strides[2] // 4,
+        row=problem.size * nbits // 32 if nbits else problem.document_strides[2] // 4,
     )  # fmt: skip
     n_runs = cuts.number if documents == "cut" else -(-n_documents // run)
     reason += f", and queries of at most {tables.SHORT_MAX_LENGTH} tokens"

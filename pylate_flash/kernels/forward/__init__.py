@@ -22,7 +22,7 @@ from ..plan import ForwardPlan, forward_plan, quantized_plan, residual_plan, sof
 from ..rows import Norms, active_tokens, inverse_norms
 from .common import add_sums
 from .cuts import merge_pieces
-from .few_bits import values_size, with_table
+from .few_bits import with_table
 from .quantized_rows import divided_by_norms, quantize_rows
 from .short import score_short
 from .single import score_single
@@ -100,17 +100,15 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
     if not as_they_lie or (offsets is not None and offsets.stride() != scales.stride()):
         scales, offsets = scales.contiguous(), None if offsets is None else offsets.contiguous()
     values = queries_scale = None
-    if kind.quantize_queries:
+    if kind.quantize_queries and plan.kernel != "short":
         dtype = torch.int8 if kind.quantized == torch.uint8 else kind.quantized
-        length, size = problem.query_length, problem.size
-        if plan.kernel == "short":
-            length, size = plan.tile.columns, values_size(size, 0)
-        values = torch.empty(problem.n_queries, length, size, dtype=dtype, device=problem.device)
-        queries_scale = torch.empty(problem.n_queries, length, dtype=torch.float32, device=problem.device)
+        shape = problem.n_queries, problem.query_length
+        values = torch.empty(*shape, problem.size, dtype=dtype, device=problem.device)
+        queries_scale = torch.empty(*shape, dtype=torch.float32, device=problem.device)
         if not plan.config.quantize_rows:
             quantize_rows(queries, problem.query_strides, values, queries_scale, kind.normalize)
             queries, values = values, None
-    elif kind.normalize:
+    elif kind.normalize and not kind.quantize_queries:
         queries_scale = inverse_norms(queries)
     if kind.normalize:
         scales, offsets = divided_by_norms(tensors.documents, problem.document_strides, scales, offsets)

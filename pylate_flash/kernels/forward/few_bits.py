@@ -13,8 +13,8 @@ from .quantized_rows import divided_rows, rounded_rows
 from .tensors import ForwardTensors
 
 # The largest entry of the table of a centroid of norm 1, far from the largest float16.
-LARGEST_ENTRY = tl.constexpr(64.0)
-LARGEST_VALUE = tl.constexpr(127.0)
+_LARGEST_ENTRY = tl.constexpr(64.0)
+_LARGEST_VALUE = tl.constexpr(127.0)
 # Centroids of a program of the table.
 _CENTROIDS = 64
 # Bytes of 4 bits are 0 to 127: of an index that is not its own, a permute leaves the sign of another byte, which is 0.
@@ -164,58 +164,81 @@ def operand(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr, DTYPE: tl.constexpr):
-    """[16 * J, columns] of what `leave_query` has left: every thread loads what tensor cores take of it."""
+def query_values(
+    query_ptr, query_length, stride_token,
+    EMBEDDING: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NBITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """A query in 8 bits [columns, elements], an element for each that words have room for; and the columns' scales."""
+    J: tl.constexpr = words_of(EMBEDDING, NBITS)
+    ELEMENTS: tl.constexpr = 4 if NBITS == 0 else 32 // NBITS
+    GROUPS: tl.constexpr = 8 if NBITS == 0 else 4
+    HELD: tl.constexpr = EMBEDDING // (ELEMENTS * GROUPS)
+    tokens = token_of_columns(COLUMNS)
+    if HELD == J:
+        # Of what is computed, Triton knows not that it is contiguous.
+        places = tl.arange(0, EMBEDDING)
+        exists = (tokens < query_length)[:, None]
+    else:
+        places = tl.arange(0, GROUPS * ELEMENTS * J)
+        word = places // ELEMENTS % J
+        exists = (tokens < query_length)[:, None] & (word < HELD)[None, :]
+        places = (places // (ELEMENTS * J) * HELD + word) * ELEMENTS + places % ELEMENTS
+    rows = tl.load(query_ptr + tokens[:, None] * stride_token + places[None, :], mask=exists, other=0.0)
+    values, scale = rounded_rows(rows.to(tl.float32), DTYPE, NORMALIZE)
+    return values, scale
+
+
+@triton.jit
+def operands_of(values, J: tl.constexpr):
+    """The operands [16 * J, columns] of both halves of a query [columns, elements], in the order of `operand`."""
+    COLUMNS: tl.constexpr = values.shape[0]
+    values = tl.permute(tl.reshape(values, [COLUMNS, 2, 4, J // 2, 2, 4]), (3, 2, 4, 5, 0, 1))
+    first, second = tl.split(tl.reshape(values, [16 * J, COLUMNS, 2]))
+    return first, second
+
+
+@triton.jit
+def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr):
+    """[16 * J, columns] of what `_leave_query` has left: every thread loads what tensor cores take of it."""
     EIGHTS: tl.constexpr = COLUMNS // 8
     # Triton gives neighbours along the first dimension to neighbouring threads, where it takes nothing for contiguous.
     four, lanes = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None]
     at = ((part * EIGHTS + tl.arange(0, EIGHTS)[None, None, :]) * 8 + lanes) * 4 + four
     values_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(values_ptr + at[:, :, :, None] * J + tl.arange(0, J)[None, None, None, :])
-    bytes_ = tl.reshape(_bytes(words, DTYPE), [4, 8, EIGHTS, J // 2, 8])
+    bytes_ = tl.reshape(_bytes(words, tl.int8), [4, 8, EIGHTS, J // 2, 8])
     return tl.reshape(tl.permute(bytes_, (3, 0, 4, 2, 1)), [16 * J, COLUMNS])
 
 
 @triton.jit
-def leave_query(
+def _leave_query(
     query_ptr, values_ptr, scales_ptr, query_length, stride_token,
     EMBEDDING: tl.constexpr,
     COLUMNS: tl.constexpr,
     NBITS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Leave a query in 8 bits, in the order of `query_operand`, and the scales of its columns.
+    """Leave a query in int8, in the order of `query_operand`, and the scales of its columns times a factor.
 
-    An element for each that a document's words have room for. In memory the first of the elements of a byte of codes is
-    in its highest bits, and the first byte of a word in its lowest; `four_bits` and `two_bits` begin at the lowest.
+    In memory the first of the elements of a byte of codes is in its highest bits, and the first byte of a word in its
+    lowest; `four_bits` and `two_bits` begin at the lowest.
     """
     J: tl.constexpr = words_of(EMBEDDING, NBITS)
-    ELEMENTS: tl.constexpr = 4 if NBITS == 0 else 32 // NBITS
-    GROUPS: tl.constexpr = 8 if NBITS == 0 else 4
-    HELD: tl.constexpr = EMBEDDING // (ELEMENTS * GROUPS)
-    tokens = token_of_columns(COLUMNS)
-    places = tl.arange(0, GROUPS * ELEMENTS * J)
+    ELEMENTS: tl.constexpr = 32 // NBITS
+    values, scale = query_values(query_ptr, query_length, stride_token, EMBEDDING, COLUMNS, NBITS, tl.int8, False)
+    columns, places = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
     word, element = places // ELEMENTS % J, places % ELEMENTS
-    group = places // (ELEMENTS * J)
-    dims = (group * HELD + word) * ELEMENTS + element
-    at = query_ptr + tokens[:, None] * stride_token + dims[None, :]
-    rows = tl.load(at, mask=(tokens < query_length)[:, None] & (word < HELD)[None, :], other=0.0).to(tl.float32)
-    values, scale = rounded_rows(rows, values_ptr.dtype.element_ty, NORMALIZE)
-    columns = tl.arange(0, COLUMNS)
-    tl.store(scales_ptr + columns, scale)
-    if NBITS == 0:
-        # Of a group, the words lie as they do.
-        values = tl.reshape(values, [COLUMNS, 2, 4, 4 * J])
-        at = tl.arange(0, 2)[None, :, None] * COLUMNS + columns[:, None, None]
-        at = at * 4 + tl.arange(0, 4)[None, None, :]
-        tl.store(values_ptr + at[:, :, :, None] * (4 * J) + tl.arange(0, 4 * J)[None, None, None, :], values)
+    if NBITS == 4:
+        part, byte = element // 4, element % 4 ^ 1
     else:
-        if NBITS == 4:
-            part, byte = element // 4, element % 4 ^ 1
-        else:
-            part, byte = element // 8 * 2 + 1 - element % 2, element // 4 % 2 * 2 + 1 - element // 2 % 2
-        at = (part[None, :] * COLUMNS + columns[:, None]) * 4 + group[None, :]
-        tl.store(values_ptr + at * (4 * J) + (word * 4 + byte)[None, :], values)
+        part, byte = element // 8 * 2 + 1 - element % 2, element // 4 % 2 * 2 + 1 - element // 2 % 2
+    at = (part[None, :] * COLUMNS + columns[:, None]) * 4 + (places // (ELEMENTS * J))[None, :]
+    tl.store(values_ptr + at * (4 * J) + (word * 4 + byte)[None, :], values)
+    tl.store(scales_ptr + columns, scale * FACTOR)
 
 
 @kernel(follows=True)
@@ -228,13 +251,13 @@ def _table_kernel(
     CENTROIDS: tl.constexpr,
     QUERY_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """<centroid, v> [queries, centroids, columns], float16, scaled so that norms of 1 make at most `LARGEST_ENTRY`.
+    """<centroid, v> [queries, centroids, columns], float16, scaled so that norms of 1 make at most `_LARGEST_ENTRY`.
 
     Less what bytes of 4 bits, which are not negative, add to <w, v>. Besides, queries in 8 bits, bucket weights in
     bytes, and what a unit of these is in the table.
     """
     wait_for_previous_kernel()
-    LARGEST: tl.constexpr = LARGEST_VALUE * EMBEDDING**0.5
+    LARGEST: tl.constexpr = _LARGEST_VALUE * EMBEDDING**0.5
     n_blocks = tl.cdiv(n_centroids, CENTROIDS)
     query = (tl.program_id(0) // n_blocks).to(tl.int64)
     block = tl.program_id(0) % n_blocks
@@ -246,24 +269,25 @@ def _table_kernel(
         SIZE: tl.constexpr = values_size(EMBEDDING, NBITS)
         values_ptr += query * COLUMNS * SIZE
         scales_ptr += query * COLUMNS
-        leave_query(
-            queries_ptr, values_ptr, scales_ptr, query_length, stride_query_token, EMBEDDING, COLUMNS, NBITS, False
-        )
+        _leave_query(
+            queries_ptr, values_ptr, scales_ptr, query_length, stride_query_token, EMBEDDING, COLUMNS, NBITS,
+            LARGEST / _LARGEST_ENTRY,
+        )  # fmt: skip
         for word in tl.static_range(4):
             tl.store(luts_ptr + word, _word(bytes_, 4 * word))
-        tl.store(luts_ptr + 4, (unit * (LARGEST_ENTRY / LARGEST)).to(tl.int32, bitcast=True))
+        tl.store(luts_ptr + 4, (unit * (_LARGEST_ENTRY / LARGEST)).to(tl.int32, bitcast=True))
     dims = tl.arange(0, triton.next_power_of_2(EMBEDDING))
     inside = dims < EMBEDDING
     at = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
     rows = tl.load(at, mask=(tokens < query_length)[:, None] & inside[None, :], other=0.0)
-    rows, _ = divided_rows(rows.to(tl.float32), LARGEST_VALUE)
+    rows, _ = divided_rows(rows.to(tl.float32), _LARGEST_VALUE)
     # What bytes are more than weights, of all elements.
     more = tl.sum(tl.floor(rows + 0.5), axis=1) * zero * unit
     centroids = block * CENTROIDS + tl.arange(0, CENTROIDS)
     exists = centroids < n_centroids
     at = centroids_ptr + centroids[:, None] * EMBEDDING + dims[None, :]
     tile = tl.load(at, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float16)
-    entries = (tl.dot(tile, tl.trans(rows.to(tl.float16))) - more[None, :]) * (LARGEST_ENTRY / LARGEST)
+    entries = (tl.dot(tile, tl.trans(rows.to(tl.float16))) - more[None, :]) * (_LARGEST_ENTRY / LARGEST)
     at = (query * n_centroids + centroids[:, None]) * COLUMNS + tokens[None, :]
     tl.store(table_ptr + at, entries.to(tl.float16), mask=exists[:, None])
 

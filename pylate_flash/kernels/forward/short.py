@@ -30,12 +30,11 @@ from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from .cuts import documents_of_cut
 from .few_bits import (
-    LARGEST_ENTRY,
-    LARGEST_VALUE,
     four_bits,
-    leave_query,
     operand,
+    operands_of,
     query_operand,
+    query_values,
     token_of_columns,
     two_bits,
     values_size,
@@ -49,33 +48,36 @@ _SUM = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def _words(documents_ptr, start, part, config: tl.constexpr, J: tl.constexpr):
-    """Words [4, 16, J] of the tokens from `start` on, of their second half if `part` is 1."""
+def _words(documents_ptr, tokens, part, config: tl.constexpr, J: tl.constexpr):
+    """Words [4, 16, J] of these tokens, of their second half if `part` is 1."""
     # Elements of a word, and words that a thread has of a row.
     ELEMENTS: tl.constexpr = 4 if config.values else 32 // config.nbits
     HELD: tl.constexpr = config.size // ELEMENTS // (8 if config.values else 4)
-    documents_ptr += start.to(tl.int64) * config.row + part * (4 * HELD)
     four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, J)[None, None, :]
-    at = documents_ptr + tl.arange(0, _ROWS)[None, :, None] * config.row + four * HELD + places
+    at = tokens[None, :, None].to(tl.int64) * config.row + part * (4 * HELD) + four * HELD + places
     if HELD < J:
-        return tl.load(at, mask=places < HELD, other=0, eviction_policy="evict_first")
-    return tl.load(at, eviction_policy="evict_first")
+        return tl.load(documents_ptr + at, mask=places < HELD, other=0)
+    return tl.load(documents_ptr + at)
 
 
 @triton.jit
 def _fetched(
-    documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, step, config: tl.constexpr, J: tl.constexpr,
+    documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, last_token,
+    config: tl.constexpr,
+    J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """What is read of 16 tokens from `start` on: words, scales, offsets, and the scores of their centroids.
 
-    Scales, and offsets, lie `step` numbers from one to the next.
+    Scales, and offsets, lie STEP numbers from one to the next.
     """
-    words = _words(documents_ptr, start, 0, config, J)
+    tokens = tl.minimum(tl.arange(0, _ROWS) + start, last_token)
+    words = _words(documents_ptr, tokens, 0, config, J)
     second = words
     if config.values:
-        second = _words(documents_ptr, start, 1, config, J)
-    at = start.to(tl.int64) * step + tl.arange(0, _ROWS) * step
+        second = _words(documents_ptr, tokens, 1, config, J)
+    at = tokens if STEP == 1 else tokens.to(tl.int64) * STEP
     scale = tl.load(scales_ptr + at)
     offset = scale
     if config.affine:
@@ -83,17 +85,16 @@ def _fetched(
     entries = scale
     if config.nbits > 0:
         four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, COLUMNS // 4)[None, None, :]
-        at = table_ptr + codes[None, :, None] * COLUMNS + four * (COLUMNS // 4) + places
-        entries = tl.load(at, eviction_policy="evict_last")
+        entries = tl.load(table_ptr + codes[None, :, None] * COLUMNS + four * (COLUMNS // 4) + places)
     return words, second, scale, offset, entries
 
 
 @triton.jit
-def _codes(codes_ptr, start, config: tl.constexpr):
-    rows = tl.arange(0, _ROWS)
+def _codes(codes_ptr, start, last_token, config: tl.constexpr):
+    tokens = tl.minimum(tl.arange(0, _ROWS) + start, last_token)
     if config.nbits > 0:
-        rows = tl.load(codes_ptr + start + rows)
-    return rows
+        tokens = tl.load(codes_ptr + tokens)
+    return tokens
 
 
 @triton.jit
@@ -143,6 +144,13 @@ def _similarities(fetched, operands, luts, row_sums, unit, config: tl.constexpr,
 
 
 @triton.jit
+def _best(best, first_half, second_half):
+    """The maxima [8, columns] so far, of rows that one thread has; those of 16 and 16 others included."""
+    halves = tl.reshape(larger(first_half, second_half), [2, 8, first_half.shape[1]])
+    return larger(best, max_along(halves, 0))
+
+
+@triton.jit
 def _start(cu_seqlens_ptr, document, document_length, config: tl.constexpr):
     """Where a document begins among all tokens."""
     if config.packed:
@@ -154,17 +162,19 @@ def _start(cu_seqlens_ptr, document, document_length, config: tl.constexpr):
 def _short_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, scales_ptr, offsets_ptr, cu_seqlens_ptr, candidates_ptr, codes_ptr,
     table_ptr, values_ptr, queries_scale_ptr, luts_ptr, scores_ptr,
-    n_queries, query_length, n_documents, document_length, n_tokens, n_centroids, next_group, run, step, empty_score,
+    n_queries, query_length, n_documents, document_length, n_tokens, n_centroids, next_group, run, empty_score,
     stride_query, stride_query_token,
     config: tl.constexpr,
     PTX: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Scores [n_queries, n_documents] of the documents of all, or of each query's own.
 
     Grid: runs of documents x queries; programs that run together meet the same documents. Of padded documents, query i
     meets `n_documents` from i * `next_group` on; "listed" ones are a program's one by one.
     """
-    wait_for_previous_kernel()
+    if config.nbits == 0:
+        wait_for_previous_kernel()
     J: tl.constexpr = words_of(config.size, config.nbits)
     SIZE: tl.constexpr = values_size(config.size, config.nbits)
     COLUMNS: tl.constexpr = config.tile.columns
@@ -175,16 +185,29 @@ def _short_kernel(
     query = tl.program_id(0) % n_queries
     index = tl.program_id(0) // n_queries
     # Of the documents of the program, the first, and one past the last, and what is added to one for its number.
-    shift = query * next_group
+    shift = 0
     first = index * run
     last = tl.minimum(first + run, n_documents)
     exists = True
     if config.documents == "cut":
         first, last = documents_of_cut(cu_seqlens_ptr, n_documents, index.to(tl.int64) * run, run)
+    elif config.documents == "run":
+        shift = query * next_group
     elif config.documents == "listed":
         listed = tl.load(candidates_ptr + query.to(tl.int64) * n_documents + index).to(tl.int32)
         shift = tl.maximum(listed, 0) - index
         exists = listed >= 0
+    begin = _start(cu_seqlens_ptr, first + shift, document_length, config)
+    stop = _start(cu_seqlens_ptr, last + shift, document_length, config)
+    if config.documents == "listed":
+        stop = tl.where(exists, stop, begin)
+    final = n_tokens - 1
+    place, opened = first, begin
+    end = _start(cu_seqlens_ptr, tl.minimum(first + 1, last) + shift, document_length, config)
+    next_end = _start(cu_seqlens_ptr, tl.minimum(first + 2, last) + shift, document_length, config)
+    if config.nbits > 0:
+        # What comes first is none of the table's.
+        wait_for_previous_kernel()
     scores_ptr += query.to(tl.int64) * n_documents
     if config.nbits > 0:
         table_ptr += query.to(tl.int64) * n_centroids * COLUMNS
@@ -200,94 +223,67 @@ def _short_kernel(
     luts = (0, 0, 0, 0)
     unit = 1.0
     row_sums = tl.zeros([COLUMNS], tl.float32)
-    values_ptr += query.to(tl.int64) * COLUMNS * SIZE
-    queries_scale_ptr += query.to(tl.int64) * COLUMNS
     if config.nbits > 0:
+        values_ptr += query.to(tl.int64) * COLUMNS * SIZE
+        queries_scale_ptr += query.to(tl.int64) * COLUMNS
         luts = tl.load(luts_ptr), tl.load(luts_ptr + 1), tl.load(luts_ptr + 2), tl.load(luts_ptr + 3)
         unit = tl.load(luts_ptr + 4).to(tl.float32, bitcast=True)
+        first_operand = query_operand(values_ptr, 0, COLUMNS, J)
+        second_operand = query_operand(values_ptr, 1, COLUMNS, J)
+        operands = first_operand, second_operand, first_operand, second_operand
+        if config.nbits == 2:
+            third, fourth = query_operand(values_ptr, 2, COLUMNS, J), query_operand(values_ptr, 3, COLUMNS, J)
+            operands = first_operand, second_operand, third, fourth
+        scale = tl.load(queries_scale_ptr + tl.arange(0, COLUMNS))
     else:
-        # Programs of the same query leave the same.
-        leave_query(
-            queries_ptr + query.to(tl.int64) * stride_query, values_ptr, queries_scale_ptr, query_length,
-            stride_query_token, config.size, COLUMNS, 0, config.normalize,
+        # Left in memory by one program for the others, values would wait for a launch; by all, for each other.
+        values, scale = query_values(
+            queries_ptr + query.to(tl.int64) * stride_query, query_length, stride_query_token, config.size, COLUMNS, 0,
+            DTYPE, config.normalize,
         )  # fmt: skip
-        tl.debug_barrier()
-    first_operand = query_operand(values_ptr, 0, COLUMNS, J, DTYPE)
-    second_operand = query_operand(values_ptr, 1, COLUMNS, J, DTYPE)
-    operands = first_operand, second_operand, first_operand, second_operand
-    if config.nbits == 2:
-        third = query_operand(values_ptr, 2, COLUMNS, J, DTYPE)
-        fourth = query_operand(values_ptr, 3, COLUMNS, J, DTYPE)
-        operands = first_operand, second_operand, third, fourth
-    if config.affine:
-        row_sums = tl.sum(first_operand.to(tl.int32), axis=0) + tl.sum(second_operand.to(tl.int32), axis=0)
-        row_sums = row_sums.to(tl.float32)
-    scale = tl.load(queries_scale_ptr + tl.arange(0, COLUMNS))
-    if config.nbits > 0:
-        scale *= LARGEST_VALUE * config.size**0.5 / LARGEST_ENTRY
+        first_operand, second_operand = operands_of(values, J)
+        operands = first_operand, second_operand, first_operand, second_operand
+        if config.affine:
+            row_sums = tl.sum(values.to(tl.int32), axis=1).to(tl.float32)
     factor *= scale
 
-    begin = _start(cu_seqlens_ptr, first + shift, document_length, config)
-    stop = _start(cu_seqlens_ptr, last + shift, document_length, config)
-    if config.documents == "listed":
-        stop = tl.where(exists, stop, begin)
-    # The last 16 tokens, which may have been seen before: those of documents that have ended count no more.
-    final = n_tokens - 16
-    place, opened = first, begin
-    end = _start(cu_seqlens_ptr, tl.minimum(first + 1, last) + shift, document_length, config)
-    next_end = _start(cu_seqlens_ptr, tl.minimum(first + 2, last) + shift, document_length, config)
-    best = tl.full([_ROWS, COLUMNS], float("-inf"), tl.float32)
+    best = tl.full([8, COLUMNS], float("-inf"), tl.float32)
     rows = tl.arange(0, _ROWS)
-    at, next_at = tl.minimum(begin, final), tl.minimum(begin + 16, final)
-    upper = _fetched(
-        documents_ptr,
-        scales_ptr,
-        offsets_ptr,
-        table_ptr,
-        _codes(codes_ptr, at, config),
-        at,
-        step,
-        config,
-        J,
-        COLUMNS,
-    )
+    codes = _codes(codes_ptr, begin, final, config)
+    upper = _fetched(documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, begin, final, config, J, COLUMNS, STEP)
+    codes = _codes(codes_ptr, begin + 16, final, config)
     lower = _fetched(
-        documents_ptr, scales_ptr, offsets_ptr, table_ptr, _codes(codes_ptr, next_at, config), next_at, step, config, J,
-        COLUMNS,
-    )  # fmt: skip
-    upper_codes = _codes(codes_ptr, tl.minimum(begin + 32, final), config)
-    lower_codes = _codes(codes_ptr, tl.minimum(begin + 48, final), config)
+        documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, begin + 16, final, config, J, COLUMNS, STEP
+    )
+    upper_codes = _codes(codes_ptr, begin + 32, final, config)
+    lower_codes = _codes(codes_ptr, begin + 48, final, config)
     for start in tl.range(begin, stop, 32, num_stages=1):
         next_upper = _fetched(
-            documents_ptr, scales_ptr, offsets_ptr, table_ptr, upper_codes, tl.minimum(start + 32, final), step, config,
-            J,
-            COLUMNS,
-        )  # fmt: skip
+            documents_ptr, scales_ptr, offsets_ptr, table_ptr, upper_codes, start + 32, final, config, J, COLUMNS, STEP
+        )
         next_lower = _fetched(
-            documents_ptr, scales_ptr, offsets_ptr, table_ptr, lower_codes, tl.minimum(start + 48, final), step, config,
-            J,
-            COLUMNS,
-        )  # fmt: skip
-        upper_codes = _codes(codes_ptr, tl.minimum(start + 64, final), config)
-        lower_codes = _codes(codes_ptr, tl.minimum(start + 80, final), config)
+            documents_ptr, scales_ptr, offsets_ptr, table_ptr, lower_codes, start + 48, final, config, J, COLUMNS, STEP
+        )
+        upper_codes = _codes(codes_ptr, start + 64, final, config)
+        lower_codes = _codes(codes_ptr, start + 80, final, config)
         first_half = _similarities(upper, operands, luts, row_sums, unit, config, PTX)
         second_half = _similarities(lower, operands, luts, row_sums, unit, config, PTX)
         while (end <= start + 32) & (place < last):
-            token = rows + tl.minimum(start, final)
-            own = ((token >= opened) & (token < end))[:, None]
-            best = larger(best, tl.where(own, first_half, float("-inf")))
-            first_half = tl.where(own, float("-inf"), first_half)
-            token = rows + tl.minimum(start + 16, final)
-            own = ((token >= opened) & (token < end))[:, None]
-            best = larger(best, tl.where(own, second_half, float("-inf")))
-            second_half = tl.where(own, float("-inf"), second_half)
+            upper_ended, lower_ended = (rows + start < end)[:, None], (rows + start + 16 < end)[:, None]
+            best = _best(
+                best,
+                tl.where(upper_ended, first_half, float("-inf")),
+                tl.where(lower_ended, second_half, float("-inf")),
+            )
+            first_half = tl.where(upper_ended, float("-inf"), first_half)
+            second_half = tl.where(lower_ended, float("-inf"), second_half)
             score = tl.sum(tl.where(factor != 0.0, max_along(best, 0) * factor, 0.0), axis=0)
             tl.store(scores_ptr + place, tl.where(end > opened, score, empty_score))
-            best = tl.full([_ROWS, COLUMNS], float("-inf"), tl.float32)
+            best = tl.full([8, COLUMNS], float("-inf"), tl.float32)
             place += 1
             opened, end = end, next_end
             next_end = _start(cu_seqlens_ptr, tl.minimum(place + 2, last) + shift, document_length, config)
-        best = larger(best, larger(first_half, second_half))
+        best = _best(best, first_half, second_half)
         upper, lower = next_upper, next_lower
     while place < last:
         # What no token is left for is empty.
@@ -308,10 +304,9 @@ def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sc
         ),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, problem.n_tokens,
-            n_centroids, next_group, plan.run,
-            tensors.documents_scale.stride(-1), problem.empty_score,
+            n_centroids, next_group, plan.run, problem.empty_score,
         ),
         plan.strides[:2],
-        (plan.config, not knobs.runtime.interpret),
+        (plan.config, not knobs.runtime.interpret, tensors.documents_scale.stride(-1)),
         plan.config.warps,
     )  # fmt: skip
