@@ -10,6 +10,8 @@ The model is one of PyLate's or of sentence-transformers'; importing this module
 
 from __future__ import annotations
 
+import importlib.util
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +40,7 @@ class Token(NamedTuple):
         return self.end > self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What a query's tokens have chosen in one document.
 
@@ -75,8 +77,7 @@ class Explanation:
     def heat_map(self) -> Figure:
         """Draw which tokens have chosen which, and how much each token of the query carries, as a figure of matplotlib.
 
-        It shows the document's tokens that were chosen, in their order. A notebook shows the figure;
-        `figure.savefig("found.png")` keeps it.
+        It shows the document's tokens that were chosen, in their order. A notebook shows an explanation so.
 
         Raises
         ------
@@ -113,6 +114,22 @@ class Explanation:
             axes.tick_params(which="both", length=0, labelsize=8)
         figure.suptitle(f"{self.id}  {self.score:.2f}", fontsize=10, fontweight="bold")
         return figure
+
+    def __repr__(self) -> str:
+        words = [
+            f"{token.word} → {chosen.word} {similarity:.2f}"
+            for token, chosen, similarity in self.strongest()
+            if token.in_text
+        ]
+        return f"<{self.id!r}, {self.score:.2f}: {', '.join(words)}>"
+
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: the heat map."""
+        if not self.choices or importlib.util.find_spec("matplotlib") is None:
+            return None
+        picture = io.BytesIO()
+        self.heat_map().savefig(picture, format="png", dpi=100)
+        return picture.getvalue()
 
 
 def explain(

@@ -203,7 +203,7 @@ def test_the_notebook_runs_at_a_small_size(
     folder: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = TINY_PARAMETERS.format(model=tiny_colbert_path)
-    assert executed(NOTEBOOK, parameters, folder, monkeypatch)[0] == 2
+    assert executed(NOTEBOOK, parameters, folder, monkeypatch)[0] == 3
 
 
 def test_the_notebook_about_large_batches_measures_where_nothing_is_kept(
@@ -298,7 +298,7 @@ def test_the_notebook_is_committed_with_outputs_and_without_machine_paths(path: 
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     trained = (RESULTS / "batches" / "sizes.json").exists()
-    expected = {"quickstart": 2, "large_batches": 1 + trained, "walkthrough": 6}[path.stem]
+    expected = {"quickstart": 3, "large_batches": 1 + trained, "walkthrough": 6}[path.stem]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == expected
     assert not any(output.output_type == "error" for output in outputs)
     assert not re.search(r"/(?:home|root|Users|tmp|work|usr)/|[A-Z]:\\\\", path.read_text(encoding="utf-8"))
