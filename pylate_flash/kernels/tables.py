@@ -285,6 +285,8 @@ GATHER_SHARE = 1024
 # Programs per SM at which the documents of a gather are split no more, and documents of a split at least.
 SPLIT_PROGRAMS = 8
 SPLIT_DOCUMENTS = 32
+# Documents at most that are listed by the launch that gathers, no more than there are SMs.
+GATHERED_BESIDE = 128
 
 # Memory of the lists of a block of documents: at least so many bytes, or half of what the winners take.
 LISTS_MEMORY = 12 << 20

@@ -66,16 +66,17 @@ def write_gradients(
         grad_strides = (0, *grad_strides)
     scales, boundaries = (queries_scale, documents_scale), (tensors.documents_cu_seqlens, tensors.candidates_cu_seqlens)
     inputs = BackwardTensors(grad_scores, queries, documents, *scales, *boundaries, winners, weight, grad_strides)
+    gathered = False
     if destination.documents is not None:
         weighted = inputs
         if weight is not None:
             scale = weight if queries_scale is None else queries_scale * weight
             weighted = inputs._replace(queries_scale=scale)
         if plan_backward.backward_plan(problem).kernel == "lists":
-            sum_by_lists(problem, weighted, destination)
+            gathered = sum_by_lists(problem, weighted, destination, inputs)
         else:
             if not destination.adds:
                 destination.documents.zero_()
             compare_winners(problem, weighted, destination)
-    if destination.queries is not None:
+    if destination.queries is not None and not gathered:
         gather_queries(problem, inputs, destination.queries)

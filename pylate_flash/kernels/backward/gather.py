@@ -7,18 +7,21 @@ the GPU, several programs share the documents, and `_finish_kernel` adds up thei
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
 from .. import plan_backward
 from ..launch import kernel, wait_for_previous_kernel
+from ..plan_backward import GatherPlan
 from ..rows import through_norm
 from .common import BackwardTensors, finish_queries, joined
 
 
-@kernel(follows=True)
-def _gather_kernel(
+@triton.jit
+def gathered(
+    program, split, n_programs,
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
     n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
@@ -32,17 +35,16 @@ def _gather_kernel(
 ):  # fmt: skip
     """grad_queries[row] = sum over documents of grad_score * documents[winner], [Nq * Lq, d]; the rows of one group.
 
-    Grid: (blocks of rows x groups, splits of the documents). BLOCK_DOCUMENTS documents are in flight at once. Under
-    SPLIT the sums stay in float32, [splits, Nq * Lq, d], and their Jacobian and weights are `_finish_kernel`'s. NARROW:
-    an offset within a document, or among the scores of one, fits into 32 bits.
+    BLOCK_DOCUMENTS documents are in flight at once. Under SPLIT the sums stay in float32, [splits, Nq * Lq, d], and
+    their Jacobian and weights are `_finish_kernel`'s. NARROW: an offset within a document, or among the scores of one,
+    fits into 32 bits.
 
     A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
     which takes as many instructions as summing them does.
     """
-    wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
-    group = (tl.program_id(0) // n_blocks).to(tl.int64)
-    first_row = tl.program_id(0) % n_blocks * BLOCK_ROWS
+    group = (program // n_blocks).to(tl.int64)
+    first_row = program % n_blocks * BLOCK_ROWS
     slots = tl.arange(0, BLOCK_ROWS * BLOCK_DOCUMENTS)
     rows = first_row + slots % BLOCK_ROWS
     row_exists = rows < n_rows
@@ -58,7 +60,7 @@ def _gather_kernel(
         first = tl.load(candidates_ptr + group).to(tl.int64)
         last = tl.load(candidates_ptr + group + 1).to(tl.int64)
     share = tl.cdiv(last - first, n_splits)
-    first += tl.program_id(1) * share
+    first += split * share
     count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
     to_query = query * next_query
     if NARROW:
@@ -116,7 +118,7 @@ def _gather_kernel(
         total *= tl.load(queries_weight_ptr + group * n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
     offset = group * n_rows + rows
     if SPLIT:
-        offset += tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // n_blocks) * n_rows
+        offset += split.to(tl.int64) * (n_programs // n_blocks) * n_rows
     tl.store(
         grad_queries_ptr + offset[:, None] * EMBEDDING + dims[None, :],
         total.to(grad_queries_ptr.dtype.element_ty),
@@ -124,22 +126,56 @@ def _gather_kernel(
     )
 
 
+@kernel(follows=True)
+def _gather_kernel(
+    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
+    n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DOCUMENTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """What `gathered` says; grid: (blocks of rows x groups, splits of the documents)."""
+    wait_for_previous_kernel()
+    gathered(
+        tl.program_id(0), tl.program_id(1), tl.num_programs(0), grad_scores_ptr, queries_ptr, documents_ptr,
+        queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, candidates_ptr, winners_ptr, queries_weight_ptr,
+        grad_queries_ptr, n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
+        stride_query, stride_query_token, stride_group, stride_document, stride_token, EMBEDDING, BLOCK_EMBEDDING,
+        BLOCK_ROWS, BLOCK_DOCUMENTS, SPLIT, NARROW,
+    )  # fmt: skip
+
+
+def gather_arguments(problem: Problem, inputs: BackwardTensors, plan: GatherPlan) -> tuple[tuple, tuple, tuple]:
+    """Numbers, strides and constants of a kernel that gathers."""
+    sizes = problem.rows, problem.query_length, problem.n_documents, problem.document_length
+    return (
+        (*sizes, plan.n_splits, *inputs.grad_strides),
+        (*problem.query_strides, *problem.document_strides),
+        (
+            problem.size, plan.block_embedding, plan.rows, plan.documents, plan.n_splits > 1,
+            _is_narrow(problem, inputs),
+        ),
+    )  # fmt: skip
+
+
 def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tensor) -> None:
     """Compute the gradient of the queries."""
-    block_embedding, rows, documents, num_warps, programs, n_splits, registers = plan_backward.gather_plan(problem)
-    split = n_splits > 1
+    plan = plan_backward.gather_plan(problem)
+    n_splits, split = plan.n_splits, plan.n_splits > 1
     sums, weight = grad_queries, inputs.queries_weight
     if split:
         shape, weight = (n_splits, problem.n_queries * problem.query_length, problem.size), None
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    sizes = problem.rows, problem.query_length, problem.n_documents, problem.document_length
     _gather_kernel(
-        (programs, n_splits, 1),
+        (plan.programs, n_splits, 1),
         (*inputs[:8], weight, sums),
-        (*sizes, n_splits, *inputs.grad_strides),
-        (*problem.query_strides, *problem.document_strides),
-        (problem.size, block_embedding, rows, documents, split, _is_narrow(problem, inputs)),
-        (num_warps, 3, registers),
+        *gather_arguments(problem, inputs, plan),
+        (plan.num_warps, 3, plan.registers),
     )
     if split:
         finish_queries(problem, inputs.queries, inputs.queries_scale, inputs.queries_weight, sums, grad_queries)

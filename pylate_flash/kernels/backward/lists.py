@@ -20,8 +20,9 @@ from torch import Tensor
 from ...problem import Problem
 from .. import plan_backward, tables
 from ..launch import Region, Scratch, kernel, wait_for_previous_kernel
-from ..plan_backward import ListsPlan
+from ..plan_backward import GatherPlan, ListsPlan
 from .common import BackwardTensors, Destination
+from .gather import gather_arguments, gathered
 from .sums import Lists, sum_lists
 
 
@@ -114,20 +115,18 @@ def _smaller(a, b):
     return tl.minimum(a, b)
 
 
-@kernel(follows=True)
-def _list_kernel(
-    winners_ptr, list_ptr, starts_ptr,
-    first_document, n_rows, document_length,
+@triton.jit
+def _list_rows(
+    local, winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length,
     ROW_BITS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """list[local document] = its rows by the token that they chose, and where each token's begin; one program for each.
+    """list[local document] = its rows by the token that they chose, and where each token's begin.
 
     All of at most 2**ROW_BITS rows, and of fewer than BLOCK_TOKENS tokens, are in registers.
     """
-    wait_for_previous_kernel()
     ROWS: tl.constexpr = 1 << ROW_BITS
-    local = tl.program_id(0).to(tl.int64)
+    local = local.to(tl.int64)
     ranks = tl.arange(0, ROWS)
     winners_ptr += (first_document + local) * n_rows
     winners = tl.load(winners_ptr + ranks, mask=ranks < n_rows, other=-1).to(tl.int32)
@@ -150,6 +149,51 @@ def _list_kernel(
     found = tl.load(starts_ptr + every, mask=every < document_length, other=0).to(tl.int32)
     starts = tl.associative_scan(tl.where(every < document_length, found, n_listed), 0, _smaller, reverse=True)
     tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every < document_length)
+
+
+@kernel(follows=True)
+def _list_kernel(
+    winners_ptr, list_ptr, starts_ptr,
+    first_document, n_rows, document_length,
+    ROW_BITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What `_list_rows` says; one program for each document."""
+    wait_for_previous_kernel()
+    _list_rows(
+        tl.program_id(0), winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, ROW_BITS,
+        BLOCK_TOKENS,
+    )  # fmt: skip
+
+
+@kernel(follows=True)
+def _list_and_gather_kernel(
+    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
+    n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, n_listed,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DOCUMENTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROW_BITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The lists of all documents, by a program for each, and beside them the gradient of the queries, without SPLIT."""
+    wait_for_previous_kernel()
+    program = tl.program_id(0)
+    if program < n_listed:
+        _list_rows(program, winners_ptr, list_ptr, starts_ptr, 0, n_rows, document_length, ROW_BITS, BLOCK_TOKENS)
+    else:
+        gathered(
+            program - n_listed, 0, 0, grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr,
+            documents_scale_ptr, cu_seqlens_ptr, candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
+            n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, stride_query,
+            stride_query_token, stride_group, stride_document, stride_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
+            BLOCK_DOCUMENTS, SPLIT, NARROW,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -272,9 +316,19 @@ def _starts_kernel(
     tl.store(starts_ptr + tokens, low.to(starts_ptr.dtype.element_ty), mask=tokens <= length)
 
 
-def sum_by_lists(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
-    """Compute the gradient of the documents. That of the queries, to be computed later, is overwritten."""
-    plan = plan_backward.lists_plan(problem, destination.queries is not None, destination.adds)
+def sum_by_lists(
+    problem: Problem, inputs: BackwardTensors, destination: Destination, for_queries: BackwardTensors
+) -> bool:
+    """Compute the gradient of the documents, and of a small problem, by the same launches, that of the queries.
+
+    Returns whether it has, from the inputs `for_queries`; otherwise that is overwritten, to be computed later.
+    """
+    plan, gather = plan_backward.lists_plan(problem, destination.queries is not None, destination.adds), None
+    if destination.queries is not None and plan.alone_bits and problem.all_documents <= tables.GATHERED_BESIDE:
+        gather = plan_backward.gather_plan(problem)
+    if gather is not None and gather[-2:] == (1, None) and plan.block == problem.all_documents:
+        _sum_and_gather(problem, plan, gather, inputs, destination, for_queries)
+        return True
     device = problem.device
     if plan.transposes and inputs.grad_strides[0] != 1:
         grad_scores = inputs.grad_scores.t().contiguous()
@@ -285,6 +339,32 @@ def sum_by_lists(problem: Problem, inputs: BackwardTensors, destination: Destina
         owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device)
     for first in range(0, problem.all_documents, plan.block):
         _sum_block(problem, plan, inputs, first, starts, owners, destination)
+    return False
+
+
+def _sum_and_gather(
+    problem: Problem,
+    plan: ListsPlan,
+    gather: GatherPlan,
+    inputs: BackwardTensors,
+    destination: Destination,
+    for_queries: BackwardTensors,
+) -> None:
+    """Both gradients, of documents that are listed beside the gather, which spares a launch."""
+    number, length, scratch = problem.all_documents, problem.document_length, Scratch(None)
+    starts = scratch.empty(number * (length + 1), plan.starts_dtype, problem.device)
+    listed = torch.empty(number * problem.rows, dtype=plan.list_dtype, device=problem.device)
+    numbers, strides, constants = gather_arguments(problem, for_queries, gather)
+    _list_and_gather_kernel(
+        (number + gather.programs, 1, 1),
+        (*for_queries[:9], destination.queries, listed, starts),
+        (*numbers, number),
+        strides,
+        (*constants, plan.alone_bits, 1 << length.bit_length()),
+        (gather.num_warps, 3, None),
+    )
+    wanted = Lists(0, number, starts, None, inputs.winners, None)
+    sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
 
 
 def _sum_block(

@@ -111,6 +111,24 @@ def test_lists_by_one_program(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(("queries", "documents"), [((5, 7), (1, 3, 13)), ((3, 70), (3, 1, 5))])
+def test_lists_beside_the_gather(queries: tuple, documents: tuple, weights: bool, kind: str, monkeypatch) -> None:
+    """One launch in place of two, with the same bits."""
+    for name, value in {"ALONE_ROWS": 300, "ALONE_ROWS_OF_FEW": 300, "LISTS_MEMORY": 1 << 20}.items():
+        monkeypatch.setattr(tables, name, value)
+    case = dense(queries, documents, 12, kind, normalize=True)
+    case = weighted(case) if weights else case
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "GATHERED_BESIDE", 0)
+        apart = case.run("lists")
+    monkeypatch.setattr(lists, "_list_kernel", None)
+    monkeypatch.setattr(gather, "_gather_kernel", None)
+    case.check("lists")
+    assert all(torch.equal(found, expected) for found, expected in zip(case.run("lists"), apart, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_lists_that_are_never_long_are_summed_by_one_program(
     normalize: bool, kind: str, monkeypatch: pytest.MonkeyPatch
