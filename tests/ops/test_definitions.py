@@ -221,7 +221,10 @@ def test_the_gradient_goes_to_the_first_of_equal_tokens_and_to_no_masked_one() -
     assert gradient[:, 0].tolist() == [3, 3, 0, 0]
 
 
-MASKS = {"queries_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "documents_mask": torch.arange(15).view(3, 5) % 4 > 0}
+MASKS = {
+    "queries_mask": torch.tensor([[1.0, 0.5, 0.0], [2.0, 1.0, 1.0]]),
+    "documents_mask": torch.arange(15).view(3, 5) % 4 > 0,
+}
 OWN = MASKS | {"documents_mask": torch.arange(30).view(2, 3, 5) % 4 > 0}
 NORMS_AND_MASKING = [{"normalize": norms, "masking": how} for norms in (False, True) for how in ("exclude", "zero")]
 OF_ONE = {"x_mask": torch.tensor([[1, 1, 0], [1, 0, 1]])}

@@ -94,61 +94,6 @@ def test_masks_and_weights_have_no_gradient() -> None:
             maxsim(QUERIES, DOCUMENTS, **{name: mask.float().requires_grad_()})
 
 
-def weighed(n_documents: int, candidates: bool, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Embeddings of any norm, weights of which some are 0 and all of one query, and a mask with an empty document."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (4, n_documents) if candidates else (n_documents,)
-    queries = torch.randn(4, 6, 8, generator=generator, dtype=dtype)
-    documents = torch.randn(*shape, 7, 8, generator=generator, dtype=dtype)
-    weights = 3 * torch.rand(4, 6, generator=generator) * (torch.rand(4, 6, generator=generator) > 0.2)
-    weights[2] = 0
-    documents_mask = torch.rand(*shape, 7, generator=generator) > 0.3
-    documents_mask[..., 1, :] = False
-    return queries, documents, weights, documents_mask
-
-
-def by_hand(queries, documents, weights, documents_mask, normalize: bool = False) -> torch.Tensor:
-    """The sum over tokens, one at a time, of weight times best similarity."""
-    if normalize:
-        queries, documents = (tensor / tensor.norm(dim=-1, keepdim=True) for tensor in (queries, documents))
-    scores = []
-    for i, query in enumerate(queries):
-        for tokens, active in zip(
-            *(t[i] if documents.dim() == 4 else t for t in (documents, documents_mask)), strict=True
-        ):
-            terms = [w * (tokens[active] @ row).max() for w, row in zip(weights[i], query, strict=True) if active.any()]
-            scores.append(sum(terms, start=queries.new_zeros(())))
-    return torch.stack(scores).view(len(queries), -1)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("candidates", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_weights_are_factors_of_the_best_similarities(dtype: torch.dtype, candidates: bool, normalize: bool) -> None:
-    queries, documents, *masks = weighed(5, candidates, dtype)
-    double = queries.double().requires_grad_(), documents.double().requires_grad_()
-    expected = by_hand(*double, *masks, normalize)
-    weight = torch.cos(torch.arange(expected.numel(), dtype=torch.float64)).view(expected.shape)
-    of_definition = torch.autograd.grad((expected * weight).sum(), double)
-    for function in (maxsim, maxsim_reference):
-        leaves = queries.clone().requires_grad_(), documents.clone().requires_grad_()
-        scores = function(*leaves, queries_mask=masks[0], documents_mask=masks[1], normalize=normalize)
-        torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-6)
-        found = torch.autograd.grad((scores * weight).sum(), leaves)
-        for gradient, reference in zip(found, of_definition, strict=True):
-            torch.testing.assert_close(gradient.double(), reference, rtol=1e-5, atol=1e-6)
-
-
-def test_weights_of_ones_are_no_weights() -> None:
-    queries, documents, weights, documents_mask = weighed(5, False, torch.float32)
-    results = []
-    for mask in ((weights != 0), (weights != 0).float()):
-        leaves = queries.clone().requires_grad_(), documents.clone().requires_grad_()
-        scores = maxsim(*leaves, queries_mask=mask, documents_mask=documents_mask, normalize=True)
-        results.append((scores.detach(), *torch.autograd.grad(scores.sum(), leaves)))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("masking", ["exclude", "zero"])

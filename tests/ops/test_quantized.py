@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import Tensor
 
-from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_varlen, pack, quantize
+from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_varlen, quantize
 from pylate_flash.ops import products
 from pylate_flash.ops.quantization import PRECISIONS as TYPES
 from pylate_flash.ops.quantized import maxsim_quantized_reference
@@ -174,66 +170,6 @@ def test_a_gradient_is_refused() -> None:
 
 def tensors_of(quantized: QuantizedEmbeddings) -> dict[str, Tensor | None]:
     return {name: getattr(quantized, name) for name in ("values", "scales", "offsets", "cu_seqlens")}
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_saved_and_loaded_to_the_bit(precision: str, is_packed: bool, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    embeddings, bounds = pack([torch.randn(3, 8), torch.randn(0, 8), torch.randn(2, 8)])
-    if is_packed:
-        quantized = quantize(embeddings, precision, cu_seqlens=bounds)
-    else:
-        # Views of larger tensors, which safetensors does not take as they are.
-        whole = quantize(torch.randn(4, 6, 8), precision)
-        offsets = None if whole.offsets is None else whole.offsets[:, :3]
-        quantized = QuantizedEmbeddings(whole.values[:, :3], whole.scales[:, :3], offsets)
-    path = tmp_path / "documents.safetensors"
-    for _ in range(2):
-        quantized.save(path)
-    found = QuantizedEmbeddings.load(path)
-    assert found.precision == precision
-    assert found.nbytes == quantized.nbytes
-    for name, tensor in tensors_of(quantized).items():
-        read = getattr(found, name)
-        assert (read is None) == (tensor is None)
-        if tensor is not None:
-            assert read.dtype == tensor.dtype
-            assert torch.equal(read.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
-    assert os.listdir(tmp_path) == ["documents.safetensors"]
-
-
-def test_a_write_that_fails_leaves_the_file_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pylate_flash.ops import tensor_files
-
-    path = tmp_path / "documents.safetensors"
-    quantize(torch.ones(1, 2, 4)).save(path)
-    before = path.read_bytes()
-
-    def half(tensors: dict, name: str, metadata: dict) -> None:
-        Path(name).write_bytes(before[:20])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensor_files, "save_file", half)
-    with pytest.raises(OSError, match="No space left"):
-        quantize(torch.zeros(1, 2, 4)).save(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["documents.safetensors"]
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "documents.safetensors"
-    quantize(torch.ones(1, 2, 4)).save(path)
-    content = path.read_bytes()
-    for damaged in (b"", content[: len(content) // 2], b"x" * 100):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"documents.safetensors holds no quantized embeddings"):
-            QuantizedEmbeddings.load(path)
-    save_file({"values": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="its metadata are None"):
-        QuantizedEmbeddings.load(path)
-    with pytest.raises(FileNotFoundError):
-        QuantizedEmbeddings.load(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(

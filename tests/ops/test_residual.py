@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
-from safetensors.torch import save_file
 
 from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen
 from pylate_flash.ops import products, residual_codes
@@ -119,43 +116,6 @@ def test_a_query_token_that_is_not_a_number() -> None:
     assert maxsim_residual(queries, documents).isnan().tolist() == [[False, False], [True, False]]
     mask = ~queries.isnan().any(dim=-1)
     assert not maxsim_residual(queries, documents, queries_mask=mask).isnan().any()
-
-
-def test_under_autocast_queries_take_its_type() -> None:
-    queries, documents = torch.randn(2, 3, 8), codes_of([4, 5], 8, 4)
-    expected = maxsim_residual(queries.bfloat16(), documents)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(maxsim_residual(queries, documents), expected)
-
-
-@pytest.mark.parametrize("nbits", [2, 4])
-def test_saved_and_loaded_to_the_bit(nbits: int, tmp_path: Path) -> None:
-    documents, path = codes_of([3, 0, 2], 8, nbits, torch.bfloat16, seed=1), tmp_path / "documents.safetensors"
-    documents.save(path)
-    found = ResidualCodes.load(path)
-    assert found.nbytes == documents.nbytes
-    for name in FIELDS:
-        assert getattr(found, name).dtype == getattr(documents, name).dtype
-        assert torch.equal(getattr(found, name), getattr(documents, name))
-    assert os.listdir(tmp_path) == ["documents.safetensors"]
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    documents, path = codes_of([3], 8, 4), tmp_path / "documents.safetensors"
-    documents.save(path)
-    content = path.read_bytes()
-    for damaged in (b"", content[: len(content) // 2], b"x" * 100):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"documents.safetensors holds no residual codes"):
-            ResidualCodes.load(path)
-    save_file({"codes": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="its metadata are None"):
-        ResidualCodes.load(path)
-    # A code without a centroid would be read from memory that is not the centroids'.
-    object.__setattr__(documents, "codes", documents.codes + 7)
-    documents.save(path)
-    with pytest.raises(ValueError, match="holds no residual codes: codes must be from 0 to 6"):
-        ResidualCodes.load(path)
 
 
 def changed(**tensors: torch.Tensor) -> ResidualCodes:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pylate_flash
-from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
+from pylate_flash import maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import (
     FLOAT32_SCORES,
@@ -82,20 +82,6 @@ def test_pairs_are_candidates_of_one(options: dict) -> None:
     torch.testing.assert_close(found.double(), definition.double(), **FLOAT32_SCORES)
     expected = gradients(maxsim_varlen_reference, case)
     torch.testing.assert_close(gradients(maxsim_varlen_pairwise, (arguments, options)), expected, **FLOAT32_SCORES)
-
-
-@pytest.mark.parametrize("candidates", [None, torch.tensor([0, 2, 3])])
-def test_padded_ones_give_the_same(candidates: torch.Tensor | None) -> None:
-    """Not only the reference, which is packed itself: `maxsim`, too."""
-    torch.manual_seed(0)
-    queries, documents = ([torch.randn(n, 8, dtype=torch.float64) for n in lengths] for lengths in ((4, 2), (3, 1, 6)))
-    masks = [torch.arange(4) < torch.tensor([[4], [2]]), torch.arange(6) < torch.tensor([[3], [1], [6]])]
-    padded = [torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True) for tokens in (queries, documents)]
-    expected = maxsim(*padded, queries_mask=masks[0], documents_mask=masks[1])
-    if candidates is not None:
-        expected = torch.stack([expected[0, 0], expected[0, 1], expected[1, 2]])
-    found = maxsim_varlen(*_packed(queries, documents), candidates_cu_seqlens=candidates)
-    torch.testing.assert_close(found, expected, **FLOAT32_SCORES)
 
 
 def _packed(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,95 @@
+"""Containers of tensors as files: to the bit, whole or not at all, and no other file is taken for one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pylate_flash import QuantizedEmbeddings, ResidualCodes, pack, quantize
+from pylate_flash.ops import tensor_files
+from pylate_flash.ops.quantization import PRECISIONS
+from pylate_flash.ops.tensor_files import TensorContainer
+from tests.ops.residual_cases import residual_codes
+
+NUMBERS = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+TOKENS, BOUNDS = pack([NUMBERS[0, :3], NUMBERS[1, :0], NUMBERS[2, :2]])
+
+
+def views(precision: str) -> QuantizedEmbeddings:
+    """Of larger tensors, which safetensors does not take as they are."""
+    whole = quantize(NUMBERS, precision)
+    offsets = None if whole.offsets is None else whole.offsets[:, :3]
+    return QuantizedEmbeddings(whole.values[:, :3], whole.scales[:, :3], offsets)
+
+
+CONTAINERS = {
+    **{precision: quantize(TOKENS, precision, cu_seqlens=BOUNDS) for precision in PRECISIONS},
+    **{f"{precision}, views": views(precision) for precision in PRECISIONS},
+    **{f"{n} bits": residual_codes([3, 0, 2], 8, n, torch.bfloat16, seed=1) for n in (2, 4)},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "documents.safetensors"
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_saved_and_loaded_to_the_bit(name: str, path: Path) -> None:
+    container = CONTAINERS[name]
+    for _ in range(2):
+        container.save(path)
+    found = type(container).load(path)
+    assert found.nbytes == container.nbytes
+    for field, tensor in vars(container).items():
+        read = getattr(found, field)
+        assert (read is None) == (tensor is None)
+        if tensor is not None:
+            assert read.dtype == tensor.dtype
+            assert torch.equal(read.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_write_that_fails_leaves_the_file_before_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CONTAINERS["int8"].save(path)
+    before = path.read_bytes()
+
+    def half(tensors: dict, name: str, metadata: dict) -> None:
+        Path(name).write_bytes(before[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_files, "save_file", half)
+    with pytest.raises(OSError, match="No space left"):
+        CONTAINERS["uint8"].save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("container", "what"), [(CONTAINERS["int8"], "quantized embeddings"), (CONTAINERS["4 bits"], "residual codes")]
+)
+def test_other_files_are_refused(container: TensorContainer, what: str, path: Path) -> None:
+    container.save(path)
+    content = path.read_bytes()
+    for damaged in (b"", content[: len(content) // 2], b"x" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{path.name} holds no {what}"):
+            type(container).load(path)
+    save_file({"values": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="its metadata are None"):
+        type(container).load(path)
+    with pytest.raises(FileNotFoundError):
+        type(container).load(path.with_name("missing"))
+
+
+def test_codes_without_a_centroid_are_refused(path: Path) -> None:
+    """They would be read from memory that is not the centroids'."""
+    documents = residual_codes([3], 8, 4)
+    object.__setattr__(documents, "codes", documents.codes + 7)
+    documents.save(path)
+    with pytest.raises(ValueError, match="holds no residual codes: codes must be from 0 to 6"):
+        ResidualCodes.load(path)
