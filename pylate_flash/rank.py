@@ -20,6 +20,7 @@ from ._config import backend_in_force
 from .encoding.projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .hosts.pylate.operands import concatenated, cu_seqlens, left_to_pylate, tokens_of
 from .ops import maxsim_from_hidden, maxsim_varlen
+from .ops.tiles import sequence_blocks
 from .problem import accumulation_dtype
 from .register import use_scorer
 from .scores import scorer_of
@@ -269,13 +270,7 @@ def _blocks(
         return [(0, len(queries))]
     lengths = np.fromiter((tokens.shape[0] for tokens in documents), dtype=np.int64, count=len(documents))
     bounds = np.concatenate([[0], lengths.cumsum()])[first_document]
-    budget = _BLOCK_BYTES // (first.element_size() * max(1, first.shape[-1]))
-    blocks, start = [], 0
-    while start < len(queries):
-        stop = max(start + 1, int(np.searchsorted(bounds, bounds[start] + budget, side="right")) - 1)
-        blocks.append((start, stop))
-        start = stop
-    return blocks
+    return sequence_blocks(bounds, _BLOCK_BYTES // (first.element_size() * max(1, first.shape[-1])))
 
 
 @torch.no_grad()

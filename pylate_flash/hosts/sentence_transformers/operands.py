@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...ops.nonzero import nonzero_rows, nonzero_rows_of_both
 from ...ops.staging import concatenate
+from ...ops.tiles import sequence_blocks
 
 # Elements of embeddings that are copied at once, to be packed or to reach another device, where a call does not say.
 CHUNK_ELEMENTS = 100_000_000
@@ -159,20 +160,12 @@ def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor 
 
 def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) -> list[tuple[int, int]]:
     """Consecutive items of sides of one length, by what is copied at once of them: `elements`, or a single item."""
-    n_items = len(sides[0])
     costs = [one.copied_elements(device) for one in sides]
     copied = [cost for cost in costs if cost is not None]
     if not copied:
-        return [(0, n_items)]
-    budget = CHUNK_ELEMENTS if elements is None else elements
-    ends = np.sum(copied, axis=0).cumsum()
-    found, start = [], 0
-    while start < n_items:
-        before = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + budget, side="right")))
-        found.append((start, stop))
-        start = stop
-    return found
+        return [(0, len(sides[0]))]
+    bounds = np.concatenate([[0], np.sum(copied, axis=0).cumsum()])
+    return sequence_blocks(bounds, CHUNK_ELEMENTS if elements is None else elements)
 
 
 def as_tensor(value: Any) -> Tensor:
