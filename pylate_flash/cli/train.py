@@ -252,8 +252,8 @@ def train(
             with StopRequest() as request:
                 trainer = make_trainer(
                     loaded,
-                    lines,
-                    evaluated,
+                    lines.rows,
+                    None if evaluated is None else evaluated.rows,
                     make_loss(loaded, loss, scorer.value, mini_batch_size, tokens, temperature),
                     scorer.value,
                     output_dir=str(checkpoints.folder),

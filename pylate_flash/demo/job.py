@@ -241,47 +241,37 @@ def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) ->
         Pairs, batch size, steps, seconds, the loss as [step, value] pairs, tokens per second and peak memory.
     """
     from datasets import Dataset
-    from transformers import PrinterCallback
 
+    from ..cli.training.hosts import make_trainer
     from ..losses import Contrastive
-    from ..trainer import ColBERTTrainer, ColBERTTrainingArguments
 
     pairs = Dataset.from_dict(
         {"query": [entry.query for entry in corpus.train], "positive": [entry.text for entry in corpus.train]}
     )
     steps = max(1, len(pairs) // settings.batch_size)
-    with tempfile.TemporaryDirectory() as checkpoints:
-        arguments = ColBERTTrainingArguments(
-            output_dir=checkpoints,
-            num_train_epochs=1,
-            per_device_train_batch_size=settings.batch_size,
-            learning_rate=settings.learning_rate,
-            warmup_steps=max(1, steps // 10),
-            seed=settings.seed,
-            scorer="pylate_flash",
-            use_cpu=colbert.device.type == "cpu",
-            logging_steps=max(1, steps // 40),
-            logging_first_step=True,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=colbert.device.type == "cuda",
-        )
-        trainer = ColBERTTrainer(
-            model=colbert,
-            args=arguments,
-            train_dataset=pairs,
-            loss=Contrastive(colbert, temperature=settings.temperature),
-        )
-        trainer.remove_callback(PrinterCallback)
-        length, colbert.document_length = colbert.document_length, settings.train_document_length
-        started = time.perf_counter()
-        try:
-            with _training_bar(console) as bar:
-                trainer.add_callback(bar)
-                trainer.train()
-        finally:
-            colbert.document_length = length
+    length, colbert.document_length = colbert.document_length, settings.train_document_length
+    started = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as checkpoints, _training_bar(console) as bar:
+            trainer = make_trainer(
+                colbert,
+                pairs,
+                None,
+                Contrastive(colbert, temperature=settings.temperature),
+                "pylate_flash",
+                bar,
+                output_dir=checkpoints,
+                num_train_epochs=1,
+                per_device_train_batch_size=settings.batch_size,
+                learning_rate=settings.learning_rate,
+                warmup_steps=max(1, steps // 10),
+                seed=settings.seed,
+                logging_steps=max(1, steps // 40),
+                save_strategy="no",
+            )
+            trainer.train()
+    finally:
+        colbert.document_length = length
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         "pairs": len(pairs),

@@ -13,7 +13,6 @@ from ..models import PYLATE, SENTENCE_TRANSFORMERS
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ...data.training import TrainingData
     from ...training.trainer_mixin import MeasuredTrainer
     from ..models import Model
 
@@ -69,19 +68,17 @@ def make_loss(
 
 
 def make_trainer(
-    model: Model, lines: TrainingData, evaluated: TrainingData | None, loss: Any, scorer: str, **arguments: Any
+    model: Model, rows: Dataset, evaluated: Dataset | None, loss: Any, scorer: str, progress: Any = None, **given: Any
 ) -> MeasuredTrainer:
-    """A trainer of the library of a model, which shows its progress, and with `evaluated` the loss of these lines.
+    """A trainer of the library of a model, which shows its progress, and with `evaluated` the loss of these rows.
 
-    The `arguments` are training arguments that both libraries have.
+    What else is `given` are training arguments that both libraries have; `progress` is a callback of its own.
     """
     from transformers.trainer_callback import PrinterCallback
 
     from .run import DistinctTexts, Progress
 
-    if "scores" not in lines.rows.column_names:
-        arguments["batch_sampler"] = DistinctTexts
-    arguments |= {
+    arguments: dict[str, Any] = {
         "warmup_steps": 0.1,
         "save_total_limit": 2,
         "use_cpu": model.device.type == "cpu",
@@ -90,8 +87,10 @@ def make_trainer(
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": model.device.type == "cuda",
+        **({} if "scores" in rows.column_names else {"batch_sampler": DistinctTexts}),
+        **given,
     }
-    sets = [lines.rows, None if evaluated is None else evaluated.rows]
+    sets = [rows, evaluated]
     kind: Any
     arguments_of: Any
     if is_multi_vector_encoder(model):
@@ -100,7 +99,7 @@ def make_trainer(
         from ...hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
 
         kind, arguments_of = MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-        sets = [None if rows is None else _with_columns(rows) for rows in sets]
+        sets = [None if some is None else _with_columns(some) for some in sets]
         # Its trainer puts no prompt before the texts but those that it is told, and `encode_query` does.
         query, *documents = (name for name in sets[0].column_names if name != "scores")
         prompts = {query: prompt_of(model, is_query=True), **dict.fromkeys(documents, prompt_of(model, is_query=False))}
@@ -112,13 +111,13 @@ def make_trainer(
     args = arguments_of(**arguments)
     trainer = kind(model=model, args=args, train_dataset=sets[0], eval_dataset=sets[1], loss=loss)
     args = trainer.args
-    steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(lines.rows) / args.train_batch_size
-    if steps < 10:
+    steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(rows) / args.train_batch_size
+    if steps < 10 and "warmup_steps" not in given:
         # A tenth would be rounded up to a step at a learning rate of 0, the only one perhaps.
         args.warmup_steps = 0
     # It prints every log entry to standard output.
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Progress())
+    trainer.add_callback(progress or Progress())
     return trainer
 
 
