@@ -204,7 +204,7 @@ class Part:
         bases = np.cumsum([0, *(len(part.ids.content) for part in parts[:-1])])
         ends = np.concatenate([base + part.ids.ends for base, part in zip(bases, parts, strict=True)])
         ids = Ids.of(b"".join(part.ids.content for part in parts), ends)
-        # Of a block that two share, the later one has the CRC of what both have there.
+        # Of a block that two share, the later one has the checksum of what both have there.
         solid = [part for part in parts if part.nbytes]
         blocks = [block_of(part.offset, part.sums) for part in solid]
         sums = [part.sums[: after - block] for part, (block, after) in zip(solid, pairwise(blocks), strict=False)]
