@@ -131,6 +131,7 @@ class Search:
         slots = None if positions is None else self._here(self.store.documents.slots[positions])
         documents = self.rows.documents if slots is None else len(slots)
         if not documents:
+            check_finite(queries)
             yield _nothing(len(queries))
             return
         if slots is None:
@@ -236,6 +237,7 @@ class Search:
                 if not len(slots):
                     while waiting:
                         yield self._checked(queries, *waiting.pop(0))
+                    check_finite(queries)
                     yield _nothing(len(some))
                     continue
                 scored = [
