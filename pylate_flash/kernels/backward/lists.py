@@ -351,9 +351,13 @@ def _sum_and_gather(
     for_queries: BackwardTensors,
 ) -> None:
     """Both gradients, of documents that are listed beside the gather, which spares a launch."""
-    number, length, scratch = problem.all_documents, problem.document_length, Scratch(None)
-    starts = scratch.empty(number * (length + 1), plan.starts_dtype, problem.device)
-    listed = torch.empty(number * problem.rows, dtype=plan.list_dtype, device=problem.device)
+    number, length, device = problem.all_documents, problem.document_length, problem.device
+    ends, rows, parts = number * (length + 1), number * problem.rows, 8 * number * plan.n_segments * problem.size
+    nbytes = ends * plan.starts_dtype.itemsize + rows * plan.list_dtype.itemsize + parts + tables.SLACK
+    # All that does not lie in the gradient of the queries now, in one allocation.
+    scratch = Scratch(torch.empty(nbytes, dtype=torch.uint8, device=device))
+    starts = scratch.empty(ends, plan.starts_dtype, device)
+    listed = scratch.empty(rows, plan.list_dtype, device)
     numbers, strides, constants = gather_arguments(problem, for_queries, gather)
     _list_and_gather_kernel(
         (number + gather.programs, 1, 1),

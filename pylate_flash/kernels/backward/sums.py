@@ -240,7 +240,7 @@ def sum_lists(
     plan: ListsPlan,
     inputs: BackwardTensors,
     of_block: Lists,
-    listed: Tensor,
+    listed: Tensor | Region,
     destination: Destination,
     scratch: Scratch,
 ) -> None:
