@@ -367,6 +367,17 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
     return ForwardPlan(made, strides, columns, run, n_runs, n_documents, cuts, 1, 1, reason)
 
 
+def decompressed_first(problem: Problem, listed: bool) -> bool:
+    """Whether residual codes are decompressed to memory, and scored as embeddings are, by the Hopper kernel."""
+    kind = problem.kind
+    wide = config.hopper_tile(
+        tables.architecture(kind.device)[0], kind.size, kind.dtype.itemsize, False, False, kind.with_winners
+    )
+    many = not listed and _stacked_rows(problem) >= tables.RESIDUAL_MANY_ROWS
+    fits = problem.n_tokens * kind.size * kind.dtype.itemsize <= tables.RESIDUAL_SCRATCH
+    return wide is not None and many and fits and config.copied_by_16_bytes(kind.size, (kind.size,))
+
+
 def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: int, listed: bool) -> ForwardPlan:
     """Choose the kernel, the tile and the grid of a call with residual codes.
 

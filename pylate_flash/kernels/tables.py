@@ -202,6 +202,10 @@ RESIDUAL_MIN_BLOCK = 32
 RESIDUAL_LONGEST_RUN = 16
 RESIDUAL_LARGEST_CUT = 4096
 RESIDUAL_PER_SM = {RESIDUAL_TILE.num_warps: 2, RESIDUAL_FEW_ROWS.num_warps: 5}
+# Query rows from which on codes are decompressed once, to memory, where embeddings take no more than so many bytes:
+# about 0.11 ms in place of 0.265 at 32 x 1024, 32 x 180, on Hopper.
+RESIDUAL_MANY_ROWS = 256
+RESIDUAL_SCRATCH = 64 << 20
 # Rows of a program of the gradient, and programs of an SM at which the documents are shared out no more.
 RESIDUAL_GRADIENT_ROWS = 32
 RESIDUAL_GRADIENT_PROGRAMS = 8

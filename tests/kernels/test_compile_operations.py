@@ -308,7 +308,7 @@ def test_centroids_are_copied_ahead(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("nbits", "n_queries", "with_winners"), [(4, 1, False), (4, 32, False), (4, 32, True), (2, 1, False)]
+    ("nbits", "n_queries", "with_winners"), [(4, 1, False), (4, 7, False), (4, 7, True), (2, 1, False)]
 )
 def test_hopper_keeps_residual_codes_in_registers(
     nbits: int, n_queries: int, with_winners: bool, capability: int
@@ -321,8 +321,18 @@ def test_hopper_keeps_residual_codes_in_registers(
     assert "LDL" not in get_sass(asm["cubin"])
 
 
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize("with_winners", [False, True])
+def test_codes_of_many_queries_are_decompressed_once(with_winners: bool, capability: int) -> None:
+    arguments = residual(torch.empty(32, 32, 128).bfloat16(), 4, with_winners=with_winners)
+    call = partial(forward.residual_forward, *arguments)
+    code = compiled(call, "decompress hopper", capability)["decompress"]
+    assert re.search(r"st\.global\S*v4\.b32", code.asm["ptx"])
+    assert "LDL" not in get_sass(code.asm["cubin"])
+
+
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
-@pytest.mark.parametrize(("shape", "dtype"), [((2, 160, 96), F16), ((3, 20, 768), BF16), ((1, 32, 32), F32)])
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 160, 96), F16), ((3, 20, 768), BF16), ((1, 32, 32), F32)])
 def test_residual_codes_and_their_gradient(shape: tuple[int, ...], dtype: torch.dtype, capability: int) -> None:
     """Winners and weights, of padded and split embeddings; and the gradient, with its documents shared out."""
     queries, mask = torch.empty(shape, dtype=dtype), torch.ones(shape[:-1])

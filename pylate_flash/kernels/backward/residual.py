@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...problem import Problem, Tensors
 from ..forward import Codes
-from ..forward.codes import decompressed
+from ..forward.codes import TYPES, decompressed
 from ..launch import kernel
 from ..plan_backward import residual_gradient_plan
 
@@ -62,9 +62,6 @@ def _gradient_kernel(
     tl.store(at, total, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :])
 
 
-_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
 def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
     """The gradient of the queries [Nq, Lq, d], in their type, from that of the scores, float32 with any strides."""
     plan = residual_gradient_plan(problem)
@@ -76,7 +73,7 @@ def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_sco
         (grad_scores, winners, *codes, sums),
         (problem.rows, problem.query_length, problem.n_documents, plan.n_splits, *grad_scores.stride()),
         (),
-        (problem.size, plan.blocks.first, codes.nbits, plan.rows, _TYPES[problem.dtype]),
+        (problem.size, plan.blocks.first, codes.nbits, plan.rows, TYPES[problem.dtype]),
         (4, 1, None),
     )
     total = sums.sum(dim=0).view(tensors.queries.shape)

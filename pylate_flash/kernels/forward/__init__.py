@@ -17,9 +17,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...problem import Problem, Tensors
-from ..plan import ForwardPlan, forward_plan, quantized_plan, residual_plan, soft_forward_plan, sparse_plan
+from ...problem import Problem, Tensors, replaced
+from ..plan import (
+    ForwardPlan,
+    decompressed_first,
+    forward_plan,
+    quantized_plan,
+    residual_plan,
+    soft_forward_plan,
+    sparse_plan,
+)
 from ..rows import Norms, active_tokens, inverse_norms
+from ..tables import LONGEST_WHOLE
+from .codes import decompressed_embeddings
 from .common import add_sums
 from .cuts import merge_pieces
 from .few_bits import with_table
@@ -140,6 +150,15 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     Queries are padded [Nq, Lq, d] with contiguous rows. Where there are candidates, every query is a group of the
     problem, and `problem.n_documents` the number of its candidates. No dimension is 0, and a document may be empty.
     """
+    if decompressed_first(problem, codes.candidates is not None):
+        embeddings, size = decompressed_embeddings(problem, codes, codes.nbits), problem.size
+        kind = replaced(problem.kind, "quantize_queries", False)
+        problem = problem._replace(kind=kind, document_strides=(0, 0, size), aligned=True)
+        if not problem.with_winners:
+            # It bounds no document, and is the longest for which a program takes whole ones.
+            problem = problem._replace(document_length=min(problem.document_length, LONGEST_WHOLE))
+        scores, winners = maxsim_forward(problem, tensors._replace(documents=embeddings))
+        return scores, None if winners is None else winners.int()
     listed, (n_tokens, n_centroids) = codes.candidates is not None, (len(codes.codes), len(codes.centroids))
     met = problem.n_documents * n_tokens // (len(codes.cu_seqlens) - 1) if listed else n_tokens
     plan = residual_plan(problem, codes.nbits, n_centroids, met, listed)

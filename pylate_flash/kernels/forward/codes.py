@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ...problem import Problem
+from ..launch import kernel, wait_for_previous_kernel
+from ..tables import power_of_two
+
+# Tokens that a program decompresses.
+_TOKENS = 32
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -65,3 +75,43 @@ def decompressed(
     else:
         embeddings = tl.load(at) + weights
     return (embeddings.to(tl.float32) * scale[:, None]).to(DTYPE)
+
+
+@kernel(follows=True)
+def _decompress_kernel(
+    residuals_ptr, codes_ptr, centroids_ptr, weights_ptr, scales_ptr, embeddings_ptr, n_tokens,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    NBITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Normalised embeddings [n_tokens, EMBEDDING]."""
+    wait_for_previous_kernel()
+    PADDED: tl.constexpr = BLOCK_EMBEDDING > EMBEDDING
+    # The last token again, rather than one that does not exist.
+    tokens = tl.minimum(tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS), n_tokens - 1)
+    codes, scale = tl.load(codes_ptr + tokens).to(tl.int64), tl.load(scales_ptr + tokens)
+    embeddings = decompressed(
+        residuals_ptr, centroids_ptr, weights_ptr, tokens, codes, scale, tokens >= 0, 0, EMBEDDING, BLOCK_EMBEDDING,
+        NBITS, PADDED, DTYPE,
+    )  # fmt: skip
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    at = embeddings_ptr + tokens[:, None].to(tl.int64) * EMBEDDING + dims[None, :]
+    tl.store(at, embeddings, mask=(dims < EMBEDDING)[None, :])
+
+
+def decompressed_embeddings(problem: Problem, codes: tuple[Tensor, ...], nbits: int) -> Tensor:
+    """Normalised embeddings [T, d] in the type of the queries, of `forward.Codes`."""
+    numbers, residuals, centroids, weights, _, scales, _ = codes
+    n_tokens, size = len(numbers), problem.size
+    embeddings = torch.empty(n_tokens, size, dtype=problem.dtype, device=problem.device)
+    _decompress_kernel(
+        (-(-n_tokens // _TOKENS), 1, 1),
+        (residuals, numbers, centroids, weights, scales, embeddings),
+        (n_tokens,),
+        (),
+        (size, max(32, power_of_two(size)), nbits, _TOKENS, TYPES[problem.dtype]),
+        (4, 1, None),
+    )
+    return embeddings

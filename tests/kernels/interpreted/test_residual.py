@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from pylate_flash import ResidualCodes, maxsim_residual
 from pylate_flash.kernels import tables
+from pylate_flash.kernels.forward import Codes
+from pylate_flash.kernels.forward.codes import decompressed_embeddings
 from pylate_flash.ops.residual import maxsim_residual_reference
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.cases import relative_error
 from tests.ops.residual_cases import check_8_bits, residual_cases, residual_codes, residual_gradient
-from tests.ops.test_residual import CLOSE
+from tests.ops.test_residual import CLOSE, FIELDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 # The interpreter multiplies and adds elements of bfloat16 as integers.
@@ -128,3 +131,11 @@ def test_short_queries_that_are_not_numbers_or_zero() -> None:
     found = maxsim_residual(queries, documents, implementation="triton")
     assert found.isnan().tolist() == [[False] * 3, [True, False, True], [False] * 3]
     check_8_bits(found[::2], queries[::2], documents, {})
+
+
+@pytest.mark.parametrize(("nbits", "size"), [(4, 128), (2, 24)])
+def test_codes_decompressed_to_memory(nbits: int, size: int) -> None:
+    documents, queries = residual_codes([40, 0, 5], size, nbits), torch.zeros(1, 2, size).half()
+    problem = problem_of(Tensors(queries, queries), Options())
+    codes = Codes(*(getattr(documents, name) for name in FIELDS), None)
+    assert torch.equal(decompressed_embeddings(problem, codes, nbits), documents.decompress(torch.float16))
