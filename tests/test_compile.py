@@ -7,7 +7,7 @@ import torch
 import torch._inductor.config
 
 from pylate_flash import losses
-from tests.test_losses import WordVectors
+from tests.encoders import WordVectors
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pylate.losses
 import pytest
@@ -29,6 +27,7 @@ from pylate_flash.hosts.pylate.loss_inputs import masks_of
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
 from pylate_flash.training import contrast
+from tests.encoders import WordVectors, Wrapped, tokens
 
 PYLATE = {kind.__name__: kind for kind in (PyLateContrastive, PyLateCachedContrastive, PyLateDistillation)}
 QUERIES = ["how to sort a list?", "open a file", "what is a hash table", "sum of squares", "trim white space"]
@@ -136,51 +135,6 @@ def no_masked_token_wins(model: ColBERT, features: list) -> bool:
         (torch.einsum("qsd,ntd->qnst", queries, column) - 9 * (~mask)[None, :, None]).amax(-1).min() > 0
         for column, mask in zip(documents, masks, strict=True)
     )
-
-
-class WordVectors(nn.Module):
-    """A model with one given unit vector per token: similarities can be read off."""
-
-    skiplist: list[int] = []
-    do_query_expansion = True
-
-    def __init__(self, vectors: list[list[float]]) -> None:
-        super().__init__()
-        self.vectors = nn.Parameter(torch.tensor(vectors, dtype=torch.float64))
-
-    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"token_embeddings": self.vectors[features["input_ids"]]}
-
-
-def tokens(*rows: list[int], masked: int = -1) -> dict[str, torch.Tensor]:
-    ids = torch.tensor(rows)
-    return {"input_ids": ids, "attention_mask": (ids != masked).long()}
-
-
-class Wrapped(nn.Module):
-    """What DistributedDataParallel looks like from outside."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, features: dict) -> dict:
-        return self.module(features)
-
-
-@contextmanager
-def with_dropout(model: nn.Module) -> Iterator[None]:
-    """While it is trained with."""
-    dropouts = {module: module.p for module in model.modules() if isinstance(module, nn.Dropout)}
-    try:
-        for dropout in dropouts:
-            dropout.p = 0.3
-        model.train()
-        yield
-    finally:
-        model.eval()
-        for dropout, rate in dropouts.items():
-            dropout.p = rate
 
 
 CONFIGURATIONS = [

@@ -24,8 +24,8 @@ from pylate_flash.scores import (
     colbert_scores_pairwise,
     scorer_of,
 )
+from tests.encoders import Wrapped
 from tests.recorded import recorded
-from tests.test_losses import Wrapped
 
 FUNCTIONS = ["colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pylate_flash import losses
 from pylate_flash.ops import soft_maxsim_reference
-from tests.test_losses import WordVectors, tokens
+from tests.encoders import WordVectors, tokens
 
 LABELS = torch.tensor([[0.0, 2.0], [1.0, -1.0], [0.5, 0.0]])
 

@@ -67,7 +67,7 @@ def chain(call: Callable[[], object], function: Any) -> list[str]:
 
 def test_a_contrastive_loss() -> None:
     from pylate_flash import losses
-    from tests.test_losses import WordVectors
+    from tests.encoders import WordVectors
 
     loss = losses.Contrastive(WordVectors([[1.0, 0.0], [0.0, 1.0]]))
     tokens = torch.tensor([[0, 1], [1, 1]])

@@ -16,19 +16,18 @@ from torch import nn
 from pylate_flash import indexes, losses, maxsim_from_hidden, models, rank, retrieve
 from pylate_flash.encoding.projection import dense_layers, encode_hidden_states, fold_dense, hidden_states
 from pylate_flash.training import contrast
+from tests.encoders import Wrapped, with_dropout
 from tests.recorded import recorded
 from tests.test_losses import (
     DOCUMENTS,
     NEGATIVES,
     QUERIES,
-    Wrapped,
     assert_same,
     batch_for,
     contrastive_batch,
     least_spread,
     no_masked_token_wins,
     value_and_gradients,
-    with_dropout,
 )
 
 

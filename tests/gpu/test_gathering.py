@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 pytest.importorskip("pylate")
 
 from pylate_flash import losses
+from tests.encoders import WordVectors
 from tests.ops.cases import relative_error
-from tests.test_losses import WordVectors
 
 pytestmark = pytest.mark.gpu
 

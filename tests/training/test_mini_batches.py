@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from pylate_flash import losses
 from pylate_flash.training import contrast, grad_cache
 from pylate_flash.training.mini_batches import Limits, encode, kept_tokens, mini_batches, pack_padded, unpack_padded
+from tests.encoders import WordVectors, with_dropout
 from tests.encoding.test_projection import bert, modernbert  # noqa: F401  (fixtures)
 from tests.recorded import recorded
-from tests.test_losses import WordVectors, assert_same, value_and_gradients, with_dropout
+from tests.test_losses import assert_same, value_and_gradients
 
 TEXT = "sort the list in place, and return: a copy! of it? else (raise) an error; then stop"
 WORDS = TEXT.split()

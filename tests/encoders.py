@@ -1,0 +1,54 @@
+"""Small models in the place of an encoder: of given vectors, wrapped, and with dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class WordVectors(nn.Module):
+    """A model with one given unit vector per token: similarities can be read off."""
+
+    skiplist: list[int] = []
+    do_query_expansion = True
+
+    def __init__(self, vectors: list[list[float]]) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.tensor(vectors, dtype=torch.float64))
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"token_embeddings": self.vectors[features["input_ids"]]}
+
+
+def tokens(*rows: list[int], masked: int = -1) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids != masked).long()}
+
+
+class Wrapped(nn.Module):
+    """What DistributedDataParallel looks like from outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, features: dict) -> dict:
+        return self.module(features)
+
+
+@contextmanager
+def with_dropout(model: nn.Module) -> Iterator[None]:
+    """While it is trained with."""
+    dropouts = {module: module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+    try:
+        for dropout in dropouts:
+            dropout.p = 0.3
+        model.train()
+        yield
+    finally:
+        model.eval()
+        for dropout, rate in dropouts.items():
+            dropout.p = rate
