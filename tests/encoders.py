@@ -1,4 +1,4 @@
-"""Small models in the place of an encoder: of given vectors, wrapped, and with dropout."""
+"""Small models in the place of an encoder, with dropout, and watched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class WordVectors(nn.Module):
@@ -52,3 +52,22 @@ def with_dropout(model: nn.Module) -> Iterator[None]:
         model.eval()
         for dropout, rate in dropouts.items():
             dropout.p = rate
+
+
+class Watch:
+    """The token ids of each forward pass, and what came out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ids: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self._hook = model.register_forward_hook(self._see)
+
+    def _see(self, module: nn.Module, arguments: tuple, output: dict) -> None:
+        self.ids.append(arguments[0]["input_ids"])
+        self.outputs.append(output["token_embeddings"].detach().clone())
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()

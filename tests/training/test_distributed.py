@@ -19,6 +19,7 @@ from pylate_flash import losses, models
 from pylate_flash.hosts.pylate.loss_inputs import masks_of
 from pylate_flash.training import distributed
 from pylate_flash.training.mini_batches import Packed
+from tests.encoders import Watch
 from tests.ranks import (
     NEGATIVES,
     POSITIVES,
@@ -30,6 +31,7 @@ from tests.ranks import (
     run_ranks,
     value_and_gradient,
 )
+from tests.recorded import recorded
 
 # One of them longer than all others.
 POSITIVES = [*POSITIVES[:5], "Join: a, b, c and d, in this order, and return one string", "It"]
@@ -73,13 +75,6 @@ def learned_temperature(model: models.ColBERT, columns: list, **arguments) -> tu
     return value.detach(), temperature.grad / 8
 
 
-def passes(model: models.ColBERT) -> tuple[list[int], Callable[[], None]]:
-    """How many texts each forward of the encoder has, and what ends the list."""
-    sizes: list[int] = []
-    hook = model[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0]["input_ids"])))
-    return sizes, hook.remove
-
-
 def work(rank: int, path: str, folder: Path, world: int) -> None:
     join_group(rank, world, folder)
     model, rows = load(path), ROWS[world][rank]
@@ -104,23 +99,14 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
             results["evaluated", gather] = mean_over_ranks((loss(own),))[0]
 
     # Blocks of documents, and chunks of queries.
-    calls: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        score = distributed.maxsim_varlen
-        patch.setattr(
-            distributed,
-            "maxsim_varlen",
-            lambda queries, documents, *bounds, **options: (
-                calls.append((len(bounds[0]) - 1, len(documents))) or score(queries, documents, *bounds, **options)
-            ),
-        )
+        calls = recorded(patch, distributed, "maxsim_varlen")
         loss = losses.Contrastive(model, gather_across_devices=True, gather="ring")
-        results["ring"] = mean_over_ranks(value_and_gradient(loss, model, own))
-        results["ring, calls"] = list(calls)
-        calls.clear()
-        patch.setattr(distributed, "_WINNERS_BYTES", 1)
-        results["ring in chunks"] = mean_over_ranks(value_and_gradient(loss, model, own))
-        results["ring in chunks, calls"] = list(calls)
+        for name in ("ring", "ring in chunks"):
+            results[name] = mean_over_ranks(value_and_gradient(loss, model, own))
+            results[f"{name}, calls"] = [(len(args[2]) - 1, len(args[1])) for args, _ in calls]
+            calls.clear()
+            patch.setattr(distributed, "_WINNERS_BYTES", 1)
     masks = masks_of(loss, own)[1]
     results["tokens"] = sum(mask.sum().item() for mask in masks)
 
@@ -133,10 +119,9 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     for name, arguments in (("texts", {"mini_batch_size": 2}), ("tokens", {"mini_batch_num_tokens": 40})):
         loss = losses.CachedContrastive(wrapped, gather_across_devices=True, gather="ring", **arguments)
-        sizes, end = passes(model)
-        results["DDP", name] = value_and_gradient(loss, model, own)[1]
-        end()
-        results["DDP, passes", name] = sizes
+        with Watch(model) as watch:
+            results["DDP", name] = value_and_gradient(loss, model, own)[1]
+        results["DDP, passes", name] = [len(ids) for ids in watch.ids]
     del wrapped, loss
 
     half = load(path).float()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pylate_flash import losses
 from pylate_flash.training import contrast, grad_cache
 from pylate_flash.training.mini_batches import Limits, encode, kept_tokens, mini_batches, pack_padded, unpack_padded
-from tests.encoders import WordVectors, with_dropout
+from tests.encoders import Watch, WordVectors, with_dropout
 from tests.encoding.test_projection import bert, modernbert  # noqa: F401  (fixtures)
 from tests.recorded import recorded
 from tests.test_losses import assert_same, value_and_gradients
@@ -39,25 +39,6 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
 def batch(model: ColBERT) -> list[dict[str, Tensor]]:
     documents = [model.tokenize(texts, is_query=False, pad=True) for texts in (DOCUMENTS, NEGATIVES)]
     return [model.tokenize(QUERIES, is_query=True, pad=True), *documents]
-
-
-class Watch:
-    """The token ids of each forward pass, and what came out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.ids: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        self._hook = model.register_forward_hook(self._see)
-
-    def _see(self, module: nn.Module, arguments: tuple, output: dict) -> None:
-        self.ids.append(arguments[0]["input_ids"])
-        self.outputs.append(output["token_embeddings"].detach().clone())
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
 
 
 @pytest.mark.parametrize("expansion", [True, False], ids=["expansion", "no-expansion"])
