@@ -254,15 +254,10 @@ def check_sets(sets: Sets) -> None:
     check_embeddings("y", y, {2: "[Ty, d]"} if packed else {3: "[N, Ly, d]"})
     check_same(x, y, names=("x", "y"))
     if packed:
-        check_boundaries("x_cu_seqlens", x_cu_seqlens, x)
-        check_boundaries("y_cu_seqlens", y_cu_seqlens, y)
-        assert x_cu_seqlens is not None
-        assert y_cu_seqlens is not None
-        if x_cu_seqlens.shape != y_cu_seqlens.shape:
-            raise ValueError(
-                f"y_cu_seqlens must have as many entries as x_cu_seqlens, {x_cu_seqlens.shape[0]}, "
-                f"got {y_cu_seqlens.shape[0]}"
-            )
+        entries = check_boundaries("x_cu_seqlens", x_cu_seqlens, x)
+        others = check_boundaries("y_cu_seqlens", y_cu_seqlens, y)
+        if others != entries:
+            raise ValueError(f"y_cu_seqlens must have as many entries as x_cu_seqlens, {entries}, got {others}")
     elif x.shape[0] != y.shape[0]:
         raise ValueError(f"y must have one set for each set of x, {x.shape[0]}, got {y.shape[0]} sets")
     check_mask_layout("x_mask", x_mask, x)

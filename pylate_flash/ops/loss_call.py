@@ -83,6 +83,7 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
         )
     if comparison.kind != CROSS_ENTROPY:
         check_beside("teacher_scores", target, "queries", queries, FLOATING, shape)
+        assert target is not None
         check_detached("teacher_scores", target)
     elif target is not None:
         check_beside("labels", target, "queries", queries, (torch.int64, torch.int32), shape[:1], " or None")

@@ -12,11 +12,13 @@ The gradient of a maximum flows to the token that attains it, so where one is ne
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ..problem import Options, Tensors
 from .checks import check_mask_layout, check_tensor, checked_flag
-from .maxsim_operator import reference_scores, scores_of_arguments
+from .maxsim_operator import maxsim_operation, reference_scores, scores_of_arguments
 from .quantization import QuantizedEmbeddings
 from .quantized import scores_of_quantized
 
@@ -37,7 +39,8 @@ def maxsim_reference(
     Arguments and result are those of `maxsim`, except that it checks nothing, and computes in, and returns, the type
     that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
     """
-    options = {"normalize": normalize, "reduction": reduction, "masking": masking, "empty_score": empty_score}
+    options: dict[str, Any] = {"normalize": normalize, "reduction": reduction}
+    options |= {"masking": masking, "empty_score": empty_score}
     return reference_scores(queries, documents, queries_mask, documents_mask, **options)
 
 
@@ -126,7 +129,7 @@ def maxsim(
     if isinstance(documents, QuantizedEmbeddings):
         tensors = Tensors(queries, documents.values, queries_mask, documents_mask)
         return scores_of_quantized("maxsim", tensors, Options(*options), documents, quantize_queries)
-    return scores_of_arguments((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
+    return maxsim_operation((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
 
 
 def maxsim_pairwise(

@@ -205,7 +205,7 @@ def checked_shapes(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     return empty_results(tensors, options)
 
 
-_maxsim = Operation(
+maxsim_operation = Operation(
     "maxsim",
     CALL_SCHEMA,
     ("queries", "documents"),
@@ -226,4 +226,4 @@ def scores_of_arguments(arguments: tuple, operation: str, prepare: Callable[[tup
     """The scores for the arguments of the operator, or for those that `prepare` makes them of (`Operation`)."""
     # Of packed documents without norms, kernels look at the boundaries alone.
     packed = 1 if arguments[_DOCUMENTS_CU_SEQLENS] is not None and not arguments[_NORMALIZE] else -1
-    return _maxsim(arguments, operation, packed, prepare)
+    return maxsim_operation(arguments, operation, packed, prepare)
