@@ -167,7 +167,7 @@ def _hold(holder: object, host: str | None, masking: str, strict: bool) -> list[
                     routed.append(found)
         except BaseException:
             for found in routed:
-                found.release()
+                found.routes.release()
             raise
         names = [found.name for found in hosts]
         for name in names:
@@ -182,7 +182,7 @@ def _let_go(holder: object, names: list[str]) -> None:
     with _lock:
         for name in names:
             if _holders[name].pop(holder, None) is not None and not _holders[name]:
-                HOSTS[name].release()
+                HOSTS[name].routes.release()
         _update_masking()
 
 
@@ -192,7 +192,7 @@ def _update_masking() -> None:
 
 def _route(host: Host) -> None:
     try:
-        host.hold()
+        host.routes.hold()
     except (AttributeError, ImportError) as error:
         # What a newer version has not, or not any more as it was.
         raise ImportError(f"{host.about.title} {host.version()} cannot be registered: {error}") from error

@@ -1,6 +1,6 @@
 """The libraries that pylate_flash serves, and what of each is routed while it is registered.
 
-    pylate.py              PyLate: its scoring functions, and the names that this package's own modules stand for
+    pylate/                PyLate: its scoring functions, and the names that this package's own modules stand for
     sentence_transformers/ sentence-transformers 6: MaxSim, the scores of its losses, and the cached loss
     colpali.py             colpali-engine: the MaxSim of its losses and processors, and the smooth maximum of its losses
     mteb.py                mteb: search, of models of PyLate and of sentence-transformers
@@ -65,15 +65,9 @@ HOSTS = {
     host.name: host
     for host in (
         # An older PyLate has scores too, but not these.
-        Host(ABOUT["pylate"], "pylate", "0", pylate.hold, pylate.release),
-        Host(
-            ABOUT["sentence_transformers"],
-            "sentence_transformers",
-            "6.0",
-            SENTENCE_TRANSFORMERS.hold,
-            SENTENCE_TRANSFORMERS.release,
-        ),
-        Host(ABOUT["colpali_engine"], "colpali_engine", "0.3.18", COLPALI.hold, COLPALI.release),
-        Host(ABOUT["mteb"], "mteb", "2.26", MTEB.hold, MTEB.release),
+        Host(ABOUT["pylate"], "pylate", "0", pylate),
+        Host(ABOUT["sentence_transformers"], "sentence_transformers", "6.0", SENTENCE_TRANSFORMERS),
+        Host(ABOUT["colpali_engine"], "colpali_engine", "0.3.18", COLPALI),
+        Host(ABOUT["mteb"], "mteb", "2.26", MTEB),
     )
 }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -21,9 +20,7 @@ class Host(NamedTuple):
     about: About  # what it is called, and the versions that the tests run with
     package: str  # what is imported
     since: str  # the first version that has what is served: an older one, which another host may need, is no host
-    # What routes its functions to this package, and gives them back.
-    hold: Callable[[], None]
-    release: Callable[[], None]
+    routes: Any  # whose `hold` routes its functions to this package, and `release` gives them back
 
     @property
     def name(self) -> str:

@@ -168,7 +168,7 @@ def test_a_parameter_that_ours_needs_and_the_host_has_not_changes_nothing(host):
 def host_of(package, monkeypatch):
     about = _extras.Host("A Host", "a-host", "an-extra", ">=1.0,<2")
     monkeypatch.setitem(_extras.HOSTS, package, about)
-    return Host(about, package, "1.0", lambda: None, lambda: None)
+    return Host(about, package, "1.0", None)
 
 
 def test_a_host_that_is_not_installed_names_the_extra(monkeypatch):
