@@ -278,7 +278,8 @@ def served_search(
     """A call of `search` of mteb's wrappers while they are routed."""
     options = {"task_metadata": task_metadata, "hf_split": hf_split, "hf_subset": hf_subset, "top_k": top_k, **kwargs}
     options |= {"encode_kwargs": encode_kwargs, "top_ranked": top_ranked, "num_proc": num_proc}
-    if task_metadata.modalities != ["text"]:
+    # Without an index of ours, it was mteb's own code that was given the corpus.
+    if task_metadata.modalities != ["text"] or self not in _searches:
         return _own(self, "search")(self, queries, **options, **({} if timer is None else {"timer": timer}))
     return _searches[self].search(queries, **options)
 
