@@ -273,8 +273,9 @@ def test_mixed_types_are_promoted(batch: dict, queries_dtype: torch.dtype, docum
     assert torch.equal(colbert_scores(queries, documents), expected)
     if torch.bfloat16 not in (queries_dtype, documents_dtype):
         assert torch.equal(colbert_scores(queries, documents.numpy()), expected)
-    pairwise = colbert_scores_pairwise(list(queries), list(documents[:3]))
-    torch.testing.assert_close(pairwise, expected.diagonal()[:3], rtol=1e-6, atol=0)
+    for kind in (list, torch.Tensor.clone):
+        pairwise = colbert_scores_pairwise(kind(queries), kind(documents[:3]))
+        torch.testing.assert_close(pairwise, expected.diagonal()[:3], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
