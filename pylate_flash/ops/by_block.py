@@ -85,17 +85,17 @@ def of_block(tensors: Tensors, block: DocumentBlock, embeddings: Tensor) -> Tens
 def compute_by_block(
     tensors: Tensors,
     options: Options,
-    with_winners: bool,
+    with_argmax: bool,
     blocks: list[DocumentBlock],
     produce: Callable[[DocumentBlock], Tensor],
 ) -> tuple[Tensor, Tensor | None]:
     """`compute` of documents whose embeddings [tokens of a block, d] are produced one block after the other."""
     if blocks == [ALL_DOCUMENTS]:
-        return compute(of_block(tensors, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), options, with_winners)
-    scores, winners = empty_results(tensors, options, with_winners)
+        return compute(of_block(tensors, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), options, with_argmax)
+    scores, argmax = empty_results(tensors, options, with_argmax)
     for block in blocks:
-        some, won = compute(of_block(tensors, block, produce(block)), options, with_winners)
+        some, won = compute(of_block(tensors, block, produce(block)), options, with_argmax)
         scores[block.scores].copy_(some)
         if won is not None:
-            winners[block.documents].copy_(won)
-    return scores, winners if with_winners else None
+            argmax[block.documents].copy_(won)
+    return scores, argmax if with_argmax else None

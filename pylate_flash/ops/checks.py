@@ -220,13 +220,13 @@ def check_packing(tensors: Tensors) -> None:
 def checked_problem(
     tensors: Tensors,
     options: Options,
-    with_winners: bool = False,
+    with_argmax: bool = False,
     offsets: DocumentOffsets | None = None,
     quantized: bool = False,
 ) -> Problem:
     """The problem of a call (`problem_of`), after every check of its tensors (`check`)."""
     check(tensors, quantized)
-    return problem_of(tensors, options, with_winners, offsets)
+    return problem_of(tensors, options, with_argmax, offsets)
 
 
 def is_readable(tensor: Tensor) -> bool:

@@ -22,16 +22,16 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def compute(
-    tensors: Tensors, options: Options, with_winners: bool, offsets: DocumentOffsets | None = None
+    tensors: Tensors, options: Options, with_argmax: bool, offsets: DocumentOffsets | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores, and the winners [documents, rows], if asked for. Only kernels take `offsets`."""
-    problem = checked_problem(tensors, options, with_winners, offsets)
+    """Scores, and the argmax [documents, rows], if asked for. Only kernels take `offsets`."""
+    problem = checked_problem(tensors, options, with_argmax, offsets)
     starts = None if offsets is None else offsets.starts
 
-    def in_blocks(operands: Operands, scores: Tensor, winners: Tensor | None) -> None:
-        blocked_forward(operands, functools.partial(maxima, with_argmax=with_winners), scores, winners)
+    def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
+        blocked_forward(operands, functools.partial(maxima, with_argmax=with_argmax), scores, argmax)
 
-    saved = (-1, problem.winners_dtype) if with_winners else None
+    saved = (-1, problem.winners_dtype) if with_argmax else None
     return scores_by(problem, tensors, options, lambda: kernels().scores(problem, tensors, starts), in_blocks, saved)
 
 
@@ -39,7 +39,7 @@ def compute_gradients(
     tensors: Tensors,
     options: Options,
     grad_scores: Tensor,
-    winners: Tensor,
+    argmax: Tensor,
     need_queries: bool,
     need_documents: bool,
 ) -> Gradients:
@@ -47,8 +47,8 @@ def compute_gradients(
     problem, needs = checked_problem(tensors, options), (need_queries, need_documents)
     return gradients_by(
         problem, tensors, options, grad_scores, tensors[:2], needs,
-        lambda grad_scores: kernels().gradients(problem, tensors, grad_scores, winners, *needs),
-        lambda operands, grad_scores: blocked_backward(operands, grad_scores, winners, *needs),
+        lambda grad_scores: kernels().gradients(problem, tensors, grad_scores, argmax, *needs),
+        lambda operands, grad_scores: blocked_backward(operands, grad_scores, argmax, *needs),
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `DocumentOffsets`."""
+    """Scores, and argmax if the problem has them; no size is 0. `offsets` are those of `DocumentOffsets`."""
     return maxsim_forward(*_for_kernels(problem, tensors), offsets)
 
 
@@ -59,11 +59,11 @@ def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: 
         score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
 
 
-def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:
-    """Scores of chosen query tokens [Nq, Nd or K, k], whose winners are written into those of -1; no size is 0."""
+def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, argmax: Tensor | None) -> Tensor:
+    """Scores of chosen query tokens [Nq, Nd or K, k], whose argmax is written over those of -1; no size is 0."""
     if query_tokens.stride(-1) != 1:
         query_tokens = query_tokens.contiguous()
-    return sparse_forward(*_for_kernels(problem, tensors), query_tokens, winners)
+    return sparse_forward(*_for_kernels(problem, tensors), query_tokens, argmax)
 
 
 def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
@@ -72,15 +72,15 @@ def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets
 
 
 def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Scores of residual codes, and winners if the problem has them; `codes` are those of `Codes`, no size is 0."""
+    """Scores of residual codes, and argmax if the problem has them; `codes` are those of `Codes`, no size is 0."""
     return residual_forward(*_with_codes(problem, tensors, codes))
 
 
 def residual_gradient(
-    problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None], grad_scores: Tensor, winners: Tensor
+    problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None], grad_scores: Tensor, argmax: Tensor
 ) -> Tensor:
     """The gradient of the queries."""
-    return residual_backward(*_with_codes(problem, tensors, codes), grad_scores, winners)
+    return residual_backward(*_with_codes(problem, tensors, codes), grad_scores, argmax)
 
 
 def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
@@ -92,11 +92,11 @@ def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | Non
 
 
 def gradients(
-    problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
+    problem: Problem, tensors: Tensors, grad_scores: Tensor, argmax: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of queries and documents, in their shapes and type; None for one that is not needed."""
     problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
-    grad_queries, grad_documents = maxsim_backward(problem, given, grad_scores, winners, need_queries, need_documents)
+    grad_queries, grad_documents = maxsim_backward(problem, given, grad_scores, argmax, need_queries, need_documents)
     return _as_given(grad_queries, tensors, given), grad_documents
 
 
@@ -283,27 +283,27 @@ def _run_chunk(
     destination: Destination,
 ) -> None:
     """The losses of a chunk's queries, and their gradients."""
-    scores, winners, counts = _scores_of_chunk(problem, tensors, options, norms)
+    scores, argmax, counts = _scores_of_chunk(problem, tensors, options, norms)
     if run.comparison.symmetric and problem.n_queries == run.n_queries:
         run.meet(scores, first)
-    if winners is None:
+    if argmax is None:
         run.compare(scores, first)
         return
     # What the gradient is divided by is in it.
     grad_scores = run.gradient(scores, first, counts)
     del scores
-    write_gradients(problem, tensors, grad_scores, winners, destination, norms)
+    write_gradients(problem, tensors, grad_scores, argmax, destination, norms)
 
 
 def _scores_of_chunk(
     problem: Problem, tensors: Tensors, options: Options, norms: Norms | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scores, winners if the problem has them, and for a mean what scores were divided by."""
-    scores, winners = maxsim_forward(problem, tensors, norms=norms)
+    """Scores, argmax if the problem has them, and for a mean what scores were divided by."""
+    scores, argmax = maxsim_forward(problem, tensors, norms=norms)
     if options.reduction != "mean":
-        return scores, winners, None
+        return scores, argmax, None
     counts = active_counts(problem, tensors)
-    return with_empty_score(scores / counts, tensors, options.empty_score), winners, counts.float()
+    return with_empty_score(scores / counts, tensors, options.empty_score), argmax, counts.float()
 
 
 def _empty(problem: Problem, tensors: Tensors, chunks: Chunks, needs: tuple[bool, bool, bool]) -> Destination:

@@ -216,7 +216,7 @@ def loss_in_blocks(
         chunk = slice(first, first + step)
         of_chunk = rows_of(tensors, chunk)
         compared_with = Targets(part_of(target, chunk), part_of(targets.exclude, chunk), targets.temperature)
-        scores, winners = compute(of_chunk, options, problem.with_winners)
+        scores, argmax = compute(of_chunk, options, problem.with_winners)
         if not any(needs):
             results.append(compared(scores, compared_with, comparison, own))
             continue
@@ -224,9 +224,9 @@ def loss_in_blocks(
         results.append(result)
         if slope is not None:
             slopes.append(slope)
-        if winners is None:
+        if argmax is None:
             continue
-        found = compute_gradients(of_chunk, options, grad_scores * share, winners, need_queries, need_documents)
+        found = compute_gradients(of_chunk, options, grad_scores * share, argmax, need_queries, need_documents)
         if found[0] is not None:
             grad_queries = _placed(grad_queries, found[0], chunk, n_queries)
         if found[1] is not None and own:

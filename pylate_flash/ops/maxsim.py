@@ -6,7 +6,7 @@
 `maxsim_pairwise` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.forward`),
 and in blocks of plain torch elsewhere (`ops.blocked`).
 
-The gradient of a maximum flows to the token that attains it, so where one is needed the forward keeps the winners
+The gradient of a maximum flows to the token that attains it, so where one is needed the forward keeps the argmax
 [documents, rows] (-1: no gradient), and the backward moves rows between winners and query tokens.
 """
 

@@ -209,7 +209,7 @@ maxsim_operation = Operation(
     "maxsim",
     CALL_SCHEMA,
     ("queries", "documents"),
-    ("winners",),
+    ("argmax",),
     _check,
     lambda arguments, keep: compute(*call_of(arguments), keep),
     lambda grad, saved, arguments, needs: compute_gradients(*call_of(arguments), grad, saved[0], *needs),

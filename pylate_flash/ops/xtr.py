@@ -150,7 +150,7 @@ def _compute(arguments: tuple, _: bool) -> Results:
     """Scores, the tokens that a gradient flows to, and what scores were divided by."""
     queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation = arguments
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    problem = checked_problem(tensors, Options(empty_score=empty_score), with_winners=True)
+    problem = checked_problem(tensors, Options(empty_score=empty_score), with_argmax=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
     tensors = Tensors(queries, documents, *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
