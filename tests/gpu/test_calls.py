@@ -192,8 +192,15 @@ def shifted(tensor: Tensor) -> Tensor:
     return memory.view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("views", [(transposed, wide), (wide, transposed)], ids=["transposed", "wide"])
-@pytest.mark.parametrize("name", [f"step {STEPS[0]}, False", "chosen query tokens", "XTR", "Chamfer"])
+@pytest.mark.parametrize(
+    ("name", "views"),
+    [
+        (f"step {STEPS[0]}, False", (wide, transposed)),
+        ("chosen query tokens", (transposed, wide)),
+        ("XTR", (transposed, wide)),
+        ("Chamfer", (transposed, wide)),
+    ],
+)
 def test_strides_change_nothing(name: str, views: tuple) -> None:
     call = CALLS[name]()
     with torch.no_grad():
