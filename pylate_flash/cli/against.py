@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,7 @@ def compare_systems(
     ids = exact.documents_ids
     (documents,) = exact.get_documents_embeddings([ids])
     best, milliseconds = _searched(exact, embeddings)
-    tokens = sum(map(len, documents))
+    tokens = max(1, sum(map(len, documents)))
 
     def compared(name: str, found: Results, *costs: float | None) -> Compared:
         metrics, _ = evaluate_run(dict(zip(collection.qrels, found, strict=True)), collection.qrels)
@@ -183,18 +183,20 @@ def read_run(path: Path) -> dict[str, list[SearchResult]]:
     return {query_id: sorted(found, key=lambda hit: -hit["score"]) for query_id, found in run.items()}
 
 
-def run_text(run: dict[str, list[SearchResult]]) -> str:
-    """A run as the text of a TREC run file.
+def check_run_ids(collections: Sequence[Collection]) -> None:
+    """Refuse ids with blanks, which are between the fields of a TREC run file."""
+    for collection in collections:
+        for id_ in (*collection.qrels, *(document["id"] for document in collection.documents)):
+            if len(id_.split()) != 1:
+                raise UserError(
+                    f"--run: the id {id_!r:.100} of {collection.name} has blanks, which no TREC run can hold"
+                )
 
-    Raises
-    ------
-    UserError
-        If an id has blanks in it, which are between the fields of such a file.
-    """
-    lines = []
-    for query_id, hits in run.items():
-        for rank, hit in enumerate(hits, start=1):
-            if len(query_id.split()) != 1 or len(hit["id"].split()) != 1:
-                raise UserError(f"--run: {query_id!r} or {hit['id']!r} has blanks in it, which a TREC run cannot hold")
-            lines.append(f"{query_id} Q0 {hit['id']} {rank} {hit['score']:.6f} pylate_flash\n")
-    return "".join(lines)
+
+def run_text(run: Mapping[str, Sequence[SearchResult]]) -> str:
+    """A run as the text of a TREC run file."""
+    return "".join(
+        f"{query_id} Q0 {hit['id']} {rank} {hit['score']:.6f} pylate_flash\n"
+        for query_id, hits in run.items()
+        for rank, hit in enumerate(hits, start=1)
+    )

@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from .._extras import check_installed
 from ..encoding.texts import encode
 from . import defaults
-from .against import Compared, check_systems, compare_systems, comparison_table, plain_table, run_text
+from .against import Compared, check_run_ids, check_systems, compare_systems, comparison_table, plain_table, run_text
 from .collections import Collection, load_collections
 from .common import (
     SCORERS,
@@ -178,12 +178,16 @@ def evaluate(
         check_model_name(name)
     check_installed("ranx", "pylate-flash evaluate", "eval")
     if picture is not None:
+        if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise UserError(f"--picture {picture} must end in .png, .svg or .pdf")
         check_installed("matplotlib", "--picture", "demo")
     be_quiet()
     loading(f"the model {names[0]}")
     if index is not None:
         check_place(index.resolve())
     collections = load_collections(data, split)
+    if run is not None:
+        check_run_ids(collections)
     systems = [] if against is None else check_systems(against, len(collections))
     check_device(device)
     evaluated: list[Evaluated] = []

@@ -164,6 +164,7 @@ def test_models_of_several_seeds(collections, pylate_checkpoint, tmp_path):
         (("--against", "int7"), "--against int7: expected plaid, a file of a run, or how our index keeps embeddings"),
         (("--against", "no/run.trec"), "--against: there is no file no/run.trec"),
         (("--run", "no/run.trec"), "--run: there is no folder no"),
+        (("--picture", "a.doc"), "--picture a.doc must end in .png, .svg or .pdf"),
         (("--data", "beir/../beir"), "two collections are called 'beir'; name each once"),
     ],
 )
@@ -179,6 +180,13 @@ def test_a_run_is_of_one_collection(tmp_path):
         check_systems(str(tmp_path / "run.trec"), 2)
 
 
+def test_a_run_cannot_hold_ids_with_blanks(beir, pylate_checkpoint, tmp_path):
+    with (beir / "corpus.jsonl").open("a") as lines:
+        lines.write('{"_id": "a name", "text": "cats"}\n')
+    result = invoke("evaluate", "--data", beir, "--model", pylate_checkpoint, "--run", tmp_path / "run.trec")
+    assert_one_clear_sentence(result, "--run: the id 'a name' of beir has blanks, which no TREC run can hold")
+
+
 def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path):
     path = tmp_path / "run.trec"
     path.write_text("q1 Q0 d1 2 1.5 x\nq1\tQ0\td2\t1\t2.5\tx\n\nq2 Q0 d1 1 -1e3 x\n")
@@ -190,8 +198,6 @@ def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path):
         path.write_text(f"q1 Q0 d2 1 2.5 x\n{line}\n")
         with pytest.raises(ValueError, match=r"run\.trec, line 2: expected query id, Q0, document id, rank, score"):
             read_run(path)
-    with pytest.raises(UserError, match="'q1' or 'a name' has blanks in it"):
-        run_text({"q1": [{"id": "a name", "score": 1.0}]})
 
 
 def test_recall_of():
