@@ -123,11 +123,9 @@ def maxsim_cross_entropy(
 
     Raises
     ------
-    TypeError, ValueError
-        As in `maxsim`, and `maxsim_varlen`; if there is no document, `labels` or `exclude` do not fit, an option is of
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`, and `maxsim_varlen`; also if there is no document, `labels` or `exclude` do not fit, an option is of
         another type or out of its range, or `symmetric` is asked of candidates of its own.
-    RuntimeError
-        As in `maxsim`.
 
     Examples
     --------
@@ -202,10 +200,8 @@ def maxsim_kl_divergence(
 
     Raises
     ------
-    TypeError, ValueError
-        As in `maxsim_cross_entropy`; if `teacher_scores` do not fit or require a gradient.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim_cross_entropy`; also if `teacher_scores` do not fit or require a gradient.
 
     Examples
     --------
@@ -270,11 +266,9 @@ def maxsim_margin_mse(
 
     Raises
     ------
-    TypeError, ValueError
-        As in `maxsim_cross_entropy`; if there are fewer than two documents, or `teacher_scores` do not fit or require a
-        gradient.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim_cross_entropy`; also if there are fewer than two documents, or `teacher_scores` do not fit or
+        require a gradient.
 
     Examples
     --------

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._extras import check_installed
-from .checks import check_boundaries, check_embeddings, check_integer, check_same, check_tensor
+from .checks import check_beside, check_boundaries, check_embeddings, check_integer, check_same, check_tensor
 from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
 
 # Elements of residuals whose quantiles are taken.
@@ -68,11 +68,7 @@ class ResidualCodec:
                 f"bucket_cutoffs must have shape [{len(self.bucket_weights) - 1}], one less than bucket_weights, "
                 f"got {list(self.bucket_cutoffs.shape)}"
             )
-        if self.bucket_cutoffs.dtype != self.centroids.dtype:
-            raise TypeError(
-                f"bucket_cutoffs must be of the dtype of centroids, {self.centroids.dtype}, got "
-                f"{self.bucket_cutoffs.dtype}"
-            )
+        check_beside("bucket_cutoffs", self.bucket_cutoffs, "centroids", self.centroids)
         # What is checked of codes without tokens is all that is left.
         self._codes(*self._empty_codes(0), torch.zeros(1, dtype=torch.int32, device=self.centroids.device))
 

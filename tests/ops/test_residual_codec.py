@@ -201,7 +201,7 @@ CODEC = ResidualCodec(torch.eye(8), torch.zeros(3), torch.zeros(4))
         wrong(TypeError, "embeddings must be float16", CODEC.compress, torch.eye(8).int(), BOUNDS),
         wrong(ValueError, r"bucket_cutoffs must have shape \[3\], one less than bucket_weights, got \[4\]",
               ResidualCodec, torch.eye(8), torch.zeros(4), torch.zeros(4)),
-        wrong(TypeError, "bucket_cutoffs must be of the dtype of centroids, torch.float32, got torch.float16",
+        wrong(TypeError, "bucket_cutoffs must have the dtype of centroids, torch.float32, got torch.float16",
               ResidualCodec, torch.eye(8), torch.zeros(3).half(), torch.zeros(4)),
         wrong(ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
               ResidualCodec, torch.eye(8), torch.zeros(7), torch.zeros(8)),
