@@ -122,6 +122,12 @@ def soft(queries: Tensor, documents: Tensor, *bounds: Tensor, **options) -> Tens
     return (soft_maxsim_varlen if bounds else soft_maxsim)(queries, documents, 10.0, *bounds, **options)
 
 
+def with_beta(queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = FLOAT, **options) -> Call:
+    """Soft MaxSim whose beta is learned."""
+    embeddings = unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1)
+    return Call(soft_maxsim, (*embeddings, torch.tensor([10.0], device="cuda")), **options)
+
+
 def chosen(*shape: int, length: int = 32) -> Tensor:
     """Positions of the first query tokens, and of none."""
     return torch.randint(-1, length, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(6))
@@ -202,9 +208,7 @@ CALLS = {
     "soft, packed candidates": lambda: packed(
         soft, [32, 7, 9], [40, 3, 0, 90, 7], candidates_cu_seqlens=SOME, **PACKED
     ),
-    "soft, learned beta": lambda: Call(
-        soft_maxsim, (unit(8, 40, 64, seed=8), unit(9, 40, 64, seed=9), torch.tensor([10.0], device="cuda"))
-    ),
+    "soft, learned beta": lambda: with_beta((8, 40, 64), (9, 40, 64)),
     "chosen query tokens": lambda: padded(
         maxsim_sparse_queries, *IN_BATCH, "weights int64", query_tokens=chosen(20, 9), **EVERYTHING
     ),
@@ -282,7 +286,7 @@ LARGE_CALLS = {
     **{f"large, {dtype}": partial(padded, maxsim, *MANY, dtype=dtype) for dtype in DTYPES},
     **{
         f"large soft of {budget} bytes, {dtype}": partial(
-            padded, soft, (24, 32, 128), (40, 180, 128), dtype=dtype, max_scratch_bytes=budget
+            with_beta, (24, 32, 128), (40, 180, 128), dtype, max_scratch_bytes=budget
         )
         for dtype in DTYPES
         for budget in (0, 1 << 30)

@@ -14,7 +14,7 @@ from pylate_flash.ops import maxsim, maxsim_from_hidden, maxsim_pairwise, maxsim
 from pylate_flash.ops.compute import compute
 from pylate_flash.problem import Options, Tensors
 from tests.gpu.calls import STEPS
-from tests.gpu.tools import DTYPES, HALF, check, on_gpu, products_in, unit
+from tests.gpu.tools import DTYPES, HALF, check, memory_of, on_gpu, products_in, unit
 from tests.ops.cases import Case, cases, relative_error
 from tests.ops.test_numbers import NEGATIVE, check_the_negative_bit
 
@@ -140,6 +140,12 @@ def test_opcheck() -> None:
     tensors = Tensors(queries, documents, unit(4, 8).abs(), torch.rand(4, 20, device="cuda") > 0.2)
     options = Options(normalize=True, empty_score=-1.0, implementation="triton")
     torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, (*tensors, *options))
+
+
+def test_memory_does_not_grow_with_the_similarity_tensor() -> None:
+    """256 x 256 x 32 x 180 similarities are 720 MiB in bfloat16."""
+    leaves = [unit(256, length, 128, dtype=HALF, seed=length).requires_grad_() for length in (32, 180)]
+    assert memory_of(lambda: torch.autograd.grad(maxsim(*leaves).sum(), leaves))[0] < 160 << 20
 
 
 def test_pairs_have_the_scores_of_all() -> None:
