@@ -124,8 +124,8 @@ def maxsim_cross_entropy(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`, and `maxsim_varlen`; also if there is no document, `labels` or `exclude` do not fit, an option is of
-        another type or out of its range, or `symmetric` is asked of candidates of its own.
+        As in `maxsim`, and `maxsim_varlen`; also if there is no document, `labels` or `exclude` do not fit, an option
+        is of another type or out of its range, or `symmetric` is asked of candidates of its own.
 
     Examples
     --------
