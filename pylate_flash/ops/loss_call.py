@@ -48,13 +48,16 @@ def checked_comparison(comparison: Comparison) -> Comparison:
         check_integer("max_scratch_bytes", budget, 1)
     check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
     # Numbers may be of other types, as NumPy's.
-    return comparison._replace(
-        temperature=float(comparison.temperature),
-        teacher_temperature=float(comparison.teacher_temperature),
-        margin=None if margin is None else float(margin),
-        symmetric=checked_flag("symmetric", comparison.symmetric),
-        normalize_scores=checked_flag("normalize_scores", comparison.normalize_scores),
-        with_statistics=checked_flag("with_statistics", comparison.with_statistics),
+    return Comparison(
+        comparison.kind,
+        float(comparison.temperature),
+        None if margin is None else float(margin),
+        checked_flag("symmetric", comparison.symmetric),
+        float(comparison.teacher_temperature),
+        checked_flag("normalize_scores", comparison.normalize_scores),
+        comparison.loss_reduction,
+        checked_flag("with_statistics", comparison.with_statistics),
+        budget,
     )
 
 

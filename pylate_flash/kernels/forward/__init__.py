@@ -53,8 +53,10 @@ def maxsim_forward(
     known.
     """
     plan = forward_plan(problem)
-    given = _given(tensors, offsets)
-    device, single = problem.device, plan.kernel == "single"
+    device, single, winners = problem.device, plan.kernel == "single", None
+    if problem.with_winners:
+        winners = torch.empty(*problem.winners_shape, dtype=problem.winners_dtype, device=device)
+    given = _given(tensors, offsets, winners)
     if problem.normalize and (not single or plan.in_pieces):
         given = given._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
     if problem.normalize and not single:
@@ -67,13 +69,10 @@ def maxsim_forward(
         given = given._replace(pieces=torch.empty(shape, dtype=torch.float32, device=device))
         if problem.with_winners:
             given = given._replace(piece_winners=torch.empty(shape, dtype=torch.int32, device=device))
-    if problem.with_winners:
-        winners = torch.empty(*problem.winners_shape, dtype=problem.winners_dtype, device=device)
-        given = given._replace(winners=winners)
     scores = _score(problem, plan, given)
     if plan.in_pieces:
         merge_pieces(problem, plan, given, scores)
-    return scores, given.winners
+    return scores, winners
 
 
 def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -95,7 +94,7 @@ def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, win
     none. No size is 0, but packed documents may be empty.
     """
     plan = sparse_plan(problem, query_tokens.shape[2], shared=tensors.documents.dim() < 4)
-    given = _given(tensors)._replace(winners=winners, query_tokens=query_tokens)
+    given = _given(tensors, winners=winners)._replace(query_tokens=query_tokens)
     return _score(problem, plan, _with_norms(problem, given))
 
 
@@ -176,11 +175,13 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     return _score(problem, plan, given), winners
 
 
-def _given(tensors: Tensors, offsets: Tensor | None = None) -> ForwardTensors:
+def _given(tensors: Tensors, offsets: Tensor | None = None, winners: Tensor | None = None) -> ForwardTensors:
     """What a call gives, with masked documents as lists of their active tokens."""
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     active, bounds = (None, None) if documents_mask is None else active_tokens(documents_mask)
-    return ForwardTensors(queries, documents, queries_mask, active, bounds, None, None, cu_seqlens, offsets, candidates)
+    return ForwardTensors(
+        queries, documents, queries_mask, active, bounds, None, None, cu_seqlens, offsets, candidates, winners
+    )
 
 
 def _with_norms(problem: Problem, given: ForwardTensors) -> ForwardTensors:
