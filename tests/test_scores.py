@@ -17,13 +17,7 @@ import pylate_flash.scores
 from pylate_flash.hosts.pylate import operands
 from pylate_flash.ops import maxsim_reference
 from pylate_flash.register import registered, use_scorer
-from pylate_flash.scores import (
-    ColBERTScores,
-    colbert_kd_scores,
-    colbert_scores,
-    colbert_scores_pairwise,
-    scorer_of,
-)
+from pylate_flash.scores import ColBERTScores, colbert_kd_scores, colbert_scores, colbert_scores_pairwise, scorer_of
 from tests.encoders import Wrapped
 from tests.recorded import recorded
 

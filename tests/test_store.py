@@ -126,11 +126,7 @@ def test_an_addition_that_did_not_reach_the_disk_is_lost_with_a_warning(
     (name,) = segments_in(tmp_path)
     segment, whole = tmp_path / name, (tmp_path / name).read_bytes()
     # c begins at byte 3840.
-    for kept, left in (
-        ("abc", whole[:-1]),
-        ("ab", whole[:4096] + bytes(512) + whole[4608:]),
-        ("a", whole[:1930]),
-    ):
+    for kept, left in (("abc", whole[:-1]), ("ab", whole[:4096] + bytes(512) + whole[4608:]), ("a", whole[:1930])):
         segment.write_bytes(left)
         with pytest.warns(UserWarning, match=f"the last {4 - len(kept)} documents .* are lost, .* a power failure"):
             found = PackedStore(tmp_path)

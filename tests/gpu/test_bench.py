@@ -15,10 +15,7 @@ from tests.gpu.tools import unit
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (
-    Row("batch", 96, 96, 32, 180, step=True),
-    Row("given", 64, 64, 32, 180, step=True, kind=losses.GIVEN),
-)
+ROWS = (Row("batch", 96, 96, 32, 180, step=True), Row("given", 64, 64, 32, 180, step=True, kind=losses.GIVEN))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -16,10 +16,7 @@ from pylate_flash.problem import Options, Tensors, problem_of
 from tests.gpu.tools import CAPABILITY, DTYPES, on_gpu, unit
 from tests.ops.cases import Case, cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(CAPABILITY[0] != 10, reason="needs a GPU of compute capability 10.0"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(CAPABILITY[0] != 10, reason="needs a GPU of compute capability 10.0")]
 SIZES = st.sampled_from([8, 48, 128])
 
 
