@@ -24,11 +24,12 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from pylate_flash.kernels.forward.common import add_sums, numbers_of
-from pylate_flash.kernels.forward.copies import copy_documents, document_range
-from pylate_flash.kernels.gluon import add, execute, find_document, larger_of, next_slot
+from pylate_flash.kernels.forward.hopper_parts import copy_documents, document_range
+from pylate_flash.kernels.gluon import add, execute, find_document, next_slot
 from pylate_flash.kernels.launch import kernel
 from pylate_flash.kernels.plan import ForwardPlan, tall_plan
-from pylate_flash.kernels.rows import active_tokens, inverse_norms
+from pylate_flash.kernels.reductions import larger
+from pylate_flash.kernels.rows import active_tokens, norms_of
 from pylate_flash.kernels.tables import DOCUMENT_COST, HOPPER_SHARES, Blocks, HopperTile, power_of_two
 from pylate_flash.problem import Problem, Tensors
 
@@ -159,14 +160,14 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
                     if config.has_documents_mask:
                         places = gl.load(active_ptr + first_token + tokens)
                     similarities *= gl.load(documents_scale_ptr + first_token + places)[None, :]
-                piece_best = gl.reduce(similarities, 1, larger_of)
+                piece_best = gl.reduce(similarities, 1, larger)
                 if config.with_winners:
                     won = (similarities == piece_best[:, None]) | (similarities != similarities)
                     piece_key = gl.reduce(gl.where(won, tokens[None, :], _NO_WINNER), 1, _lower_of)
                     # A later one must be strictly better, or the first NaN.
                     later = (piece_best > best) | ((piece_best != piece_best) & (best == best))
                     key = gl.where(later, piece_key, key)
-                best = larger_of(best, piece_best)
+                best = larger(best, piece_best)
             # Each thread for itself: what it has read is its own row.
             execute(_BEFORE_SIGNAL)
             async_copy.mbarrier_arrive(free.index(PART * _BUFFERS + buffer), increment_count=False)
@@ -303,7 +304,7 @@ def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tenso
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
     if problem.normalize:
-        queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
+        queries_scale, documents_scale = norms_of(queries, documents)
     if problem.with_winners:
         winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)

@@ -207,7 +207,7 @@ def meet(problem: Problem, x: Side, y: Side, squared: bool) -> tuple[Tensor, Ten
     )
     halves: tuple[Tensor | None, ...] = None, None
     if squared and not plan.direct:
-        halves = half_squares(x.points), half_squares(y.points)
+        halves = half_squares(x.points, y.points)
     tile = plan.tile
     shape = problem.size, plan.block, tile.rows, tile.columns, plan.groups
     _meet_kernel(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -13,11 +12,6 @@ from . import versions
 # Every thread copies some bytes; or the copy engine a block of a described matrix.
 copy_to_shared = versions.copy_to_shared(async_copy)
 copy_block_to_shared = versions.copy_to_shared(tma)
-
-
-@gluon.jit
-def larger_of(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -32,12 +26,6 @@ def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
     gl.inline_asm_elementwise(
         INSTRUCTION + " mov.b32 $0, $1;", "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def wait_for_previous_kernel():
-    """As `launch.wait_for_previous_kernel`."""
-    execute("griddepcontrol.wait;")
 
 
 @gluon.jit

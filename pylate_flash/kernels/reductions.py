@@ -43,7 +43,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _shift(largest):
+def relative_to(largest):
     """What exponents are taken relative to: of infinite ones, the sum is infinite or 0 without a shift."""
     return tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
 
@@ -56,7 +56,7 @@ def add_exponentials(similarities, row_factor, largest, total):
     reaches the sum either way.
     """
     here = tl.maximum(largest, tl.max(similarities, axis=1) * row_factor)
-    shift = _shift(here)
+    shift = relative_to(here)
     exponentials = tl.exp2(similarities * row_factor[:, None] - shift[:, None])
     return here, total * tl.exp2(largest - shift) + tl.sum(exponentials, axis=1)
 
@@ -66,7 +66,7 @@ def log_sums(largest, total, zeros, ZEROS: tl.constexpr):
     """Natural logarithms of sums of exponentials, and with ZEROS of so many exponents of 0."""
     if ZEROS:
         here = tl.where(zeros > 0.0, tl.maximum(largest, 0.0), largest)
-        shift = _shift(here)
+        shift = relative_to(here)
         total = total * tl.exp2(largest - shift) + tl.where(zeros > 0.0, zeros * tl.exp2(-shift), 0.0)
         largest = here
-    return (tl.log2(total) + _shift(largest)) * LN2
+    return (tl.log2(total) + relative_to(largest)) * LN2

@@ -69,47 +69,11 @@ def through_normalized(grad, normalized, scale):
     return tl.where(some[:, None], (grad - normalized * along[:, None]) * scale[:, None], 0.0)
 
 
-@kernel
-def _norms_kernel(
-    embeddings_ptr, found_ptr, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    HALF_SQUARES: tl.constexpr,
-):  # fmt: skip
-    """One over the norm, or half its square, of each token [groups, sequences, length] of `embeddings`."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, SIZE, BLOCK):
-        dims = start + tl.arange(0, BLOCK)
-        mask = (rows < n_rows)[:, None] & (dims < SIZE)[None, :]
-        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        squares += tl.sum(values * values, axis=1)
-    tl.store(found_ptr + rows, 0.5 * squares if HALF_SQUARES else inverse_norm(squares), mask=rows < n_rows)
-
-
 class Norms(NamedTuple):
     """Inverse norms of queries and of documents, as `inverse_norms` returns them."""
 
     queries: Tensor
     documents: Tensor
-
-
-def half_squares(embeddings: Tensor) -> Tensor:
-    """Half the squared norms, with the shapes of `inverse_norms`."""
-    return inverse_norms(embeddings, half_squares=True)
-
-
-def inverse_norms(embeddings: Tensor, half_squares: bool = False) -> Tensor:
-    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
-    *shape, size = embeddings.shape
-    found = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
-    rows, lengths, strides = _described(embeddings)
-    constants = size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, half_squares
-    grid = -(-rows // _BLOCK_ROWS), 1, 1
-    _norms_kernel(grid, (embeddings, found), (rows, *lengths), strides, constants, (4, 3, None))
-    return found
 
 
 def _described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
@@ -229,77 +193,106 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 
 
 @triton.jit
-def _find_nonzero(
-    embeddings_ptr, nonzero_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
+def _look_at_block(
+    embeddings_ptr, found_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    WANTED: tl.constexpr,
 ):  # fmt: skip
-    """nonzero[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
+    """found[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
     rows = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < n_rows
     base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
-    found = tl.zeros([BLOCK_ROWS], tl.int32)
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    nonzero = tl.zeros([BLOCK_ROWS], tl.int32)
     for start in tl.range(0, SIZE, BLOCK):
         dims = start + tl.arange(0, BLOCK)
         mask = exists[:, None] & (dims < SIZE)[None, :]
         # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
         values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        found |= tl.max((values != 0.0).to(tl.int32), axis=1)
-    tl.store(nonzero_ptr + rows, found != 0, mask=exists)
+        if WANTED == "nonzero":
+            nonzero |= tl.max((values != 0.0).to(tl.int32), axis=1)
+        else:
+            squares += tl.sum(values * values, axis=1)
+    if WANTED == "nonzero":
+        tl.store(found_ptr + rows, nonzero != 0, mask=exists)
+    else:
+        tl.store(found_ptr + rows, 0.5 * squares if WANTED == "half squares" else inverse_norm(squares), mask=exists)
 
 
 @kernel
-def _nonzero_rows_kernel(
-    embeddings_ptr, more_ptr, nonzero_ptr, more_nonzero_ptr,
+def _rows_kernel(
+    embeddings_ptr, more_ptr, found_ptr, more_found_ptr,
     blocks, n_rows, n_sequences, length, more_rows, more_sequences, more_length,
     stride_group, stride_sequence, stride_token, stride_more_group, stride_more_sequence, stride_more_token,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    WANTED: tl.constexpr,
 ):  # fmt: skip
     """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others."""
     block = tl.program_id(0)
     if more_ptr is not None and block >= blocks:
-        _find_nonzero(
-            more_ptr, more_nonzero_ptr, block - blocks, more_rows, more_sequences, more_length, stride_more_group,
-            stride_more_sequence, stride_more_token, SIZE, BLOCK, BLOCK_ROWS,
+        _look_at_block(
+            more_ptr, more_found_ptr, block - blocks, more_rows, more_sequences, more_length, stride_more_group,
+            stride_more_sequence, stride_more_token, SIZE, BLOCK, BLOCK_ROWS, WANTED,
         )  # fmt: skip
     if block < blocks:
-        _find_nonzero(
-            embeddings_ptr, nonzero_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence,
-            stride_token, SIZE, BLOCK, BLOCK_ROWS,
+        _look_at_block(
+            embeddings_ptr, found_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
+            SIZE, BLOCK, BLOCK_ROWS, WANTED,
         )  # fmt: skip
+
+
+def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What is wanted of the rows of one batch or two, [..] each.
+
+    Rows are contiguous, d is not 0, and up to three dimensions come before it; both batches are of one type and d. Both
+    are read by one launch, as the host takes as long for each as the GPU for the documents.
+    """
+    dtype, size = torch.bool if wanted == "nonzero" else torch.float32, embeddings.shape[-1]
+    # Sizes one by one, as a tuple takes the host twice as long.
+    found, more_found = (
+        None if batch is None else torch.empty(*batch.shape[:-1], dtype=dtype, device=batch.device)
+        for batch in (embeddings, more)
+    )
+    rows, lengths, strides = _described(embeddings)
+    more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else _described(more)
+    blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
+    _rows_kernel(
+        (blocks + more_blocks, 1, 1),
+        (embeddings, more, found, more_found),
+        (blocks, rows, *lengths, more_rows, *more_lengths),
+        (*strides, *more_strides),
+        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, wanted),
+        (4, 3, None),
+    )
+    return found, more_found  # type: ignore[return-value]
+
+
+def inverse_norms(embeddings: Tensor) -> Tensor:
+    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
+    return _look_at_rows("inverse norms", embeddings, None)[0]
+
+
+def norms_of(queries: Tensor, documents: Tensor) -> Norms:
+    """`inverse_norms` of each."""
+    return Norms(*_look_at_rows("inverse norms", queries, documents))  # type: ignore[arg-type]
+
+
+def half_squares(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Half the squared norms, with the shapes of `inverse_norms`."""
+    return _look_at_rows("half squares", x, y)
 
 
 def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Whether rows of `embeddings` [.., d] have an element other than zero, as NaN is, and those of `more`, if given.
 
-    Rows are contiguous, d is not 0, and up to three dimensions come before it; both batches are of one type and d. In
-    sentence-transformers' padded batches without a mask, the others are padding. A reduction of torch reads them at a
-    sixth of the rate of a copy, which takes as long as the scores of 32 queries. Both batches are read by one launch,
-    as the host takes as long for each as the GPU for the documents.
+    In sentence-transformers' padded batches without a mask, the others are padding. A reduction of torch reads them at
+    a sixth of the rate of a copy, which takes as long as the scores of 32 queries.
     """
-    found, (rows, lengths, strides) = _bool_rows(embeddings), _described(embeddings)
-    more_found = None if more is None else _bool_rows(more)
-    more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else _described(more)
-    blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
-    size = embeddings.shape[-1]
-    _nonzero_rows_kernel(
-        (blocks + more_blocks, 1, 1),
-        (embeddings, more, found, more_found),
-        (blocks, rows, *lengths, more_rows, *more_lengths),
-        (*strides, *more_strides),
-        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS),
-        (4, 3, None),
-    )
-    return found, more_found
-
-
-def _bool_rows(embeddings: Tensor) -> Tensor:
-    *shape, _ = embeddings.shape
-    # Sizes one by one, as a tuple takes the host twice as long.
-    return torch.empty(*shape, dtype=torch.bool, device=embeddings.device)
+    return _look_at_rows("nonzero", embeddings, more)
 
 
 @kernel

@@ -19,15 +19,16 @@ from ..kernels.rows import (
     Norms,
     active_tokens,
     cast_both,
-    inverse_norms,
     nonzero_rows,
     normalized_rows,
+    norms_of,
     packed_again,
     pad,
     through_normalized_rows,
 )
 from ..kernels.soft import soft_backward
-from ..kernels.xtr import SearchTensors, retrieve, score_retrieved
+from ..kernels.xtr import SearchTensors, retrieve
+from ..kernels.xtr_scores import score_retrieved
 from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
 from .call_parts import active_counts, checked_masks, chunk_of, in_chunks, with_empty_score
 from .checks import checked_problem
@@ -237,7 +238,7 @@ def _loss_in_chunks(
     gradients, norms = _empty(problem, tensors, chunks, needs), None
     if problem.normalize and problem.with_winners:
         # Scores and gradients of all chunks ask for them.
-        norms = Norms(inverse_norms(tensors.queries), inverse_norms(tensors.documents))
+        norms = norms_of(tensors.queries, tensors.documents)
     for chunk in _parts(problem, tensors, norms, gradients, chunks):
         # What is made there is free before the next chunk takes as much.
         _run_chunk(run, options, *chunk)

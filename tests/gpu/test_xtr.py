@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash.kernels import plan_operations
-from pylate_flash.kernels.xtr import SearchTensors, retrieve, walk
+from pylate_flash.kernels.xtr import TALLY, SearchTensors, retrieve, walk_similarities
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
 from pylate_flash.problem import Options, Rule, Tensors, problem_of
 from tests.gpu.tools import FLOAT, HALF, equal, exact, memory_of, on_gpu, products_in, random_mask, unit
@@ -72,7 +72,7 @@ def test_exactly_k_tokens_are_retrieved(
         state = found.state.clone()
         state[3] = 1
         plan = plan_operations.search_plan(problem, k)
-        walk.walk_similarities(problem, plan, inputs, walk.TALLY, state=state, counts=counts)
+        walk_similarities(problem, plan, inputs, TALLY, state=state, counts=counts)
     keys, _, n_equal, tallied = found.state
     tallied = tallied.bool()
     above, equal = counts.sum(dim=1, dtype=torch.int64)

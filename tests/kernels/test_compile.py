@@ -120,21 +120,21 @@ CALLS = [
             ((F32, torch.uint8), "exclude"),
             ((BF16, F32), "zero"),
         )
-        for names, n_queries in (("active_tokens norms tall", 32), ("active_tokens single", 1))
+        for names, n_queries in (("active_tokens rows tall", 32), ("active_tokens single", 1))
     ),
     # Embeddings in two blocks, and in many.
     ("active_tokens single", (1, 32, 96), (40, 180, 96), HALF | WEIGHTS, EVERYTHING),
-    ("active_tokens norms tall", (3, 32, 96), (40, 180, 96), HALF | WEIGHTS, EVERYTHING),
-    ("active_tokens norms tall", (32, 32, 96), (40, 180, 96), HALF | WEIGHTS, EVERYTHING),
+    ("active_tokens rows tall", (3, 32, 96), (40, 180, 96), HALF | WEIGHTS, EVERYTHING),
+    ("active_tokens rows tall", (32, 32, 96), (40, 180, 96), HALF | WEIGHTS, EVERYTHING),
     ("active_tokens single", (1, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
-    ("active_tokens norms tall", (3, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
-    ("active_tokens norms tall", (32, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
+    ("active_tokens rows tall", (3, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
+    ("active_tokens rows tall", (32, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
     ("merge single", (1, 32, 320), (9030, 320), {}, LONG | WINNERS),
     ("merge stacked", (3, 32, 320), (9030, 320), {}, LONG | WINNERS),
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
-    ("active_tokens norms stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
+    ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
-    ("active_tokens norms stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
+    ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     # Sums of long queries, and of those that padding would lengthen: of 8 rows, or of each row by itself.
     ("add_sums tall", (3, 300, 128), DOCUMENTS, {}, WINNERS),
     ("add_sums tall", (3, 300, 128), DOCUMENTS, WEIGHED, WINNERS),
@@ -143,19 +143,19 @@ CALLS = [
         for length in (2, 33, 40)
         for row in (
             ("add_sums tall", (96, length, 128), DOCUMENTS, {}, {}),
-            ("active_tokens add_sums norms tall", (96, length, 128), DOCUMENTS, WEIGHTS, EVERYTHING),
+            ("active_tokens add_sums rows tall", (96, length, 128), DOCUMENTS, WEIGHTS, EVERYTHING),
         )
     ),
     # Long queries of few candidates are stacked, each over its own documents.
     ("single", (4, 32, 128), (4, 5, 180, 128), {}, {}),
     ("active_tokens single", (4, 32, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
     ("add_sums tall", (4, 160, 128), (4, 5, 180, 128), {}, {}),
-    ("active_tokens add_sums norms tall", (4, 160, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
+    ("active_tokens add_sums rows tall", (4, 160, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
     # Packed documents are cut where one may be long, and only there.
     ("tall", (32, 32, 128), (9030, 128), {}, SHORT),
-    ("norms tall", (32, 32, 128), (9030, 128), WEIGHED, SHORT | NORMALIZED),
+    ("rows tall", (32, 32, 128), (9030, 128), WEIGHED, SHORT | NORMALIZED),
     ("merge stacked", (32, 32, 128), (9030, 128), {}, LONG),
-    ("merge norms stacked", (32, 32, 128), (9030, 128), WEIGHED, LONG | NORMALIZED),
+    ("merge rows stacked", (32, 32, 128), (9030, 128), WEIGHED, LONG | NORMALIZED),
     *(
         row
         for n_queries, given in ((1, {}), (2, OWN))
@@ -163,7 +163,7 @@ CALLS = [
             ("single", (n_queries, 32, 128), (9030, 128), given, SHORT),
             ("single", (n_queries, 32, 128), (9030, 128), WEIGHED | given, SHORT | NORMALIZED),
             ("merge single", (n_queries, 32, 128), (9030, 128), given, LONG),
-            ("merge norms single", (n_queries, 32, 128), (9030, 128), WEIGHED | given, LONG | NORMALIZED),
+            ("merge rows single", (n_queries, 32, 128), (9030, 128), WEIGHED | given, LONG | NORMALIZED),
         )
     ),
     # With candidates, a query of any length is scored by itself; of long documents, in pieces.
@@ -196,7 +196,7 @@ def test_the_last_product_of_a_document_is_narrower(
     more = " add_sums" if query_length == 33 else ""
     for names, given, options in (
         ("hopper", {}, {}),
-        ("active_tokens hopper norms", WEIGHTS, {"normalize": True, "masking": masking, "empty_score": -1.0}),
+        ("active_tokens hopper rows", WEIGHTS, {"normalize": True, "masking": masking, "empty_score": -1.0}),
     ):
         ptx = compiled(forward(inputs(*shapes, **given), **options), names + more, capability)["hopper"].asm["ptx"]
         assert len([columns for columns in (16, 32) if f"m64n{columns}k16" in ptx]) == 1
@@ -235,7 +235,7 @@ def test_active_tokens(dtype: torch.dtype, length: int, capability: int) -> None
 def test_norms(size: int, capability: int) -> None:
     embeddings, scales = torch.empty(4, 32, size, dtype=BF16), torch.empty(4, 32)
     given = embeddings, embeddings, scales
-    compiled(lambda: rows.inverse_norms(embeddings), "norms", capability)
+    compiled(lambda: rows.inverse_norms(embeddings), "rows", capability)
     compiled(lambda: rows.normalized_rows(*given), "normalized", capability)
     compiled(lambda: rows.through_normalized_rows(*given), "through_normalized", capability)
 
@@ -250,8 +250,8 @@ def test_casts(dtype: torch.dtype, capability: int) -> None:
 def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int) -> None:
     embeddings, more = torch.empty(4, 180, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
     for given in ((embeddings,), (embeddings, more)):
-        found = compiled(partial(rows.nonzero_rows, *given), "nonzero_rows", capability)
-        assert "ld.global.v4.b32" in found["nonzero_rows"].asm["ptx"]
+        found = compiled(partial(rows.nonzero_rows, *given), "rows", capability)
+        assert "ld.global.v4.b32" in found["rows"].asm["ptx"]
 
 
 @pytest.mark.parametrize("bounds_dtype", [torch.int32, torch.int64])

@@ -36,15 +36,15 @@ def test_padded(normalize: bool, size: int, dtype: torch.dtype, capability: int)
         (few, None, (False, True), "compare"),
         (many, None, (False, True), SORTED),
     ):
-        compiled(partial(case.run, way, *needs), names + " norms" * normalize, capability)
+        compiled(partial(case.run, way, *needs), names + " rows" * normalize, capability)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_weights(normalize: bool, capability: int) -> None:
     few = weighted(dense((1, 32), (1, 64, 8), 128, "none", normalize, torch.bfloat16))
     many = weighted(dense((65, 32), (1, 2, 180), 128, "none", normalize, torch.bfloat16))
-    compiled(few.run, "gather finish compare" + " norms" * normalize, capability)
-    compiled(many.run, "gather" + SORTED + " norms" * normalize, capability)
+    compiled(few.run, "gather finish compare" + " rows" * normalize, capability)
+    compiled(many.run, "gather" + SORTED + " rows" * normalize, capability)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (200, 300), (1024, 2047), (2048, 180)])
@@ -65,7 +65,7 @@ def test_long_documents(capability: int) -> None:
 def test_packed(candidates: list[int] | None, normalize: bool, capability: int) -> None:
     case = packed((2, 1200), [3, 0, 70], 128, "none", candidates, dtype=torch.bfloat16, normalize=normalize)
     for way, names in (("lists", "gather" + SORTED), ("compare_winners", "gather compare")):
-        compiled(partial(case.run, way), names + " norms" * normalize, capability)
+        compiled(partial(case.run, way), names + " rows" * normalize, capability)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -80,7 +80,7 @@ def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: in
     ):
         total = Destination(None, torch.zeros(case.tensors.documents.shape), True, adds)
         write = partial(write_gradients, case.problem, case.tensors, case.grad_scores, case.winners, total)
-        compiled(write, "norms" + names, capability)
+        compiled(write, "rows" + names, capability)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -50,7 +50,7 @@ def test_forward(dtype: torch.dtype, size: int, capability: int) -> None:
 def test_everything(capability: int) -> None:
     """Masks, weights, normalize, winners, a score of empty documents."""
     tensors = inputs((3, 32, 128), (40, 180, 128), **WEIGHTS)
-    ptx_of(tensors, "blackwell active_tokens norms", capability, **EVERYTHING)
+    ptx_of(tensors, "blackwell active_tokens rows", capability, **EVERYTHING)
 
 
 @pytest.mark.parametrize("query_length", [1, 200])

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from triton.tools.disasm import get_sass
 
-from pylate_flash.kernels import forward, plan_operations, xtr
+from pylate_flash.kernels import forward, hidden, plan_operations, xtr, xtr_scores
 from pylate_flash.kernels.backward.residual import residual_backward
 from pylate_flash.kernels.forward import Codes
-from pylate_flash.kernels.hidden import fused, projection
 from pylate_flash.kernels.plan_backward import residual_gradient_plan
 from pylate_flash.kernels.soft import soft_backward
 from pylate_flash.kernels.versions import triton_version
@@ -38,12 +37,12 @@ SOFT = [
     ),
     ((80,), F32, (8, 64, 48), (3, 300, 48), (None, None), {}, "stacked", {0: "documents queries"}),
     (
-        (90,), BF16, (8, 64, 320), (3, 300, 320), MASKS, BOTH, "hopper active_tokens norms",
-        {0: "documents queries finish active_tokens norms"},
+        (90,), BF16, (8, 64, 320), (3, 300, 320), MASKS, BOTH, "hopper active_tokens rows",
+        {0: "documents queries finish active_tokens rows"},
     ),
     (
-        (90,), F16, (2, 64, 96), (300, 96), (None, None), {"normalize": True}, "stacked norms",
-        {1 << 40: "documents queries norms"},
+        (90,), F16, (2, 64, 96), (300, 96), (None, None), {"normalize": True}, "stacked rows",
+        {1 << 40: "documents queries rows"},
     ),
 ]  # fmt: skip
 
@@ -97,7 +96,7 @@ def test_hopper_multiplies_what_is_left_after_whole_tiles_by_itself(
     size: int, length: int, masked: bool, tail: int | None, capability: int
 ) -> None:
     """A token that is repeated to fill a tile would count twice."""
-    names = "add_sums hopper norms" + " active_tokens" * masked
+    names = "add_sums hopper rows" + " active_tokens" * masked
     tensors = inputs((12, 33, size), (3, length, size), F16, (F32, torch.bool if masked else None))
     ptx, _ = soft_on_hopper(tensors, names, **BOTH)
     products = size // 16 * (2 if size > 128 else 4)
@@ -112,7 +111,7 @@ def test_hopper_multiplies_what_is_left_after_whole_tiles_by_itself(
 def test_hopper_packed_few_rows_without_lse(capability: int) -> None:
     tensors = inputs((2, 40, 128), (300, 128))._replace(documents_cu_seqlens=torch.tensor([0, 40, 40, 300]))
     options = {"max_document_length": 260, "normalize": True, "empty_score": -1.0}
-    soft_on_hopper(tensors, "add_sums hopper norms", False, **options)
+    soft_on_hopper(tensors, "add_sums hopper rows", False, **options)
 
 
 # Type, elements of an embedding, tokens chosen, masks and options, winners, and capability.
@@ -135,7 +134,7 @@ def test_chosen_tokens(
     problem = problem_of(tensors, Options(**BOTH if masked else {}), with_winners)
     chosen = torch.zeros(1, 3, n_chosen, dtype=torch.int64)
     winners = torch.zeros(problem.winners_shape, dtype=problem.winners_dtype) if with_winners else None
-    names = "single active_tokens norms" if masked else "single"
+    names = "single active_tokens rows" if masked else "single"
     compiled(lambda: forward.sparse_forward(problem, tensors, chosen, winners), names, capability)
 
 
@@ -194,7 +193,7 @@ def test_8_bits_and_queries_as_they_are(dtype: torch.dtype, capability: int) -> 
     skip_fp8(dtype, capability)
     tensors = inputs((3, 160, 128), (40, 180, 128), BF16, MASKS)
     call = quantized(tensors._replace(documents=tensors.documents.to(dtype)), False, **BOTH, empty_score=-1.0)
-    compiled(call, "stacked divide_by_norms norms active_tokens add_sums", capability)
+    compiled(call, "stacked divide_by_norms rows active_tokens add_sums", capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
@@ -374,7 +373,7 @@ def test_chamfer(capability: int, dtype: torch.dtype, x: tuple, y: tuple, masked
     sets = Sets(*points, *masks, bounds, bounds)
     problem = problem_of_sets(sets, ChamferOptions(*lengths, "sqeuclidean", "mean", 0.0, "auto"))
     halves = squared and not plan_operations.meeting_plan(problem).direct
-    names = "meet settle" + " norms" * halves + " active_tokens" * masked
+    names = "meet settle" + " rows" * halves + " active_tokens" * masked
     compiled(lambda: kernel_calls.chamfer_nearest(problem, sets, squared), names, capability)
     winners = tuple(torch.zeros(problem.n_queries, length, dtype=torch.int32) for length in lengths)
     weights = torch.zeros(problem.n_queries), torch.zeros(problem.n_queries)
@@ -415,11 +414,11 @@ def test_scores_of_what_is_retrieved(
     of_both, bounds = torch.zeros(300, 4 * 48), torch.zeros(300, 2, dtype=torch.int32) if masked else None
     problem = problem_of(Tensors(torch.zeros(4, 48, 16), torch.zeros(300, 180, 16)), Options(), True)
     state = torch.zeros(4, 4 * 48, dtype=torch.int32)
-    found = xtr.scores.Retrieved(of_both, of_both.short(), state, of_both.short())
+    found = xtr_scores.Retrieved(of_both, of_both.short(), state, of_both.short())
     mask = None if weights is None else torch.ones(4, 48, dtype=weights)
     to = Results(torch.zeros(4, 300), of_both.short(), torch.zeros(4, 300))
     rule = Rule(256, with_whole, 1.0)
-    compiled(lambda: xtr.score_retrieved(problem, found, bounds, mask, rule, to), "score", capability)
+    compiled(lambda: xtr_scores.score_retrieved(problem, found, bounds, mask, rule, to), "score", capability)
 
 
 def fused_call(
@@ -440,7 +439,7 @@ def fused_call(
     bias = None if masks[0] is None else weight[:, 0].contiguous()
     plan = plan_operations.fused_plan(n_queries * 32, 40 * 180, weight.shape, dtype, weight.device)
     assert plan is not None
-    return partial(fused.score, plan, tensors, Options(**BOTH, **options), weight, bias)
+    return partial(hidden.score, plan, tensors, Options(**BOTH, **options), weight, bias)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -463,7 +462,7 @@ def test_fused(
     assert ptx.count("cp.async.bulk.tensor.2d") == 3, "two parts and the weight"
     # The end may start early, and waits for what it reads.
     assert "griddepcontrol.launch_dependents" in ptx
-    assert fused._finish_kernel.follows
+    assert hidden._finish_kernel.follows
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -478,11 +477,11 @@ def test_fused_with_masks_of_any_type(queries_mask: torch.dtype, documents_mask:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("size", "d_model"), [(128, 768), (96, 1000), (16, 8)])
 def test_projection(size: int, d_model: int, normalize: bool, capability: int) -> None:
-    hidden, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
+    states, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
     plan = plan_operations.fused_plan(1, 300, weight.shape, weight.dtype, weight.device)
     assert plan is not None
-    given = weight[:, 0].contiguous(), hidden.new_empty(300, size), torch.empty(300) if normalize else None
-    found = compiled(lambda: projection.project(plan, hidden, weight, *given), "project", capability)
+    given = weight[:, 0].contiguous(), states.new_empty(300, size), torch.empty(300) if normalize else None
+    found = compiled(lambda: hidden.project(plan, states, weight, *given), "project", capability)
     ptx = found["project"].asm["ptx"]
     assert "wgmma" in ptx
     assert set(re.findall(r"st\.global\.(\S+)", ptx)) <= {"v4.b32", "b32"}, "embeddings leave by 16 bytes, norms by 4"

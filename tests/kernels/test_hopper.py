@@ -19,7 +19,7 @@ from triton.experimental.gluon.language._core import builtin
 import make_layouts
 from pylate_flash.kernels import tables
 from pylate_flash.kernels.config import config_of
-from pylate_flash.kernels.forward import hopper, maxima, products
+from pylate_flash.kernels.forward import hopper, hopper_parts
 from pylate_flash.kernels.tables import Blocks
 from pylate_flash.problem import kind_of
 
@@ -51,7 +51,7 @@ def _stored_kernel(values_ptr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr, SIZE:
 @gluon.jit
 def _register_layout_kernel(ROWS: gl.constexpr, TOKENS: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    see(maxima.split_by_lane(gl.zeros([ROWS, TOKENS], gl.float32, mma), ROWS, TOKENS).type.layout)
+    see(hopper_parts.split_by_lane(gl.zeros([ROWS, TOKENS], gl.float32, mma), ROWS, TOKENS).type.layout)
 
 
 def layout_of(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
@@ -199,15 +199,15 @@ def test_a_narrow_product_reads_what_a_wide_one_would(tail: int, blocks: tuple[i
 
 
 def test_a_multiply_add_makes_of_an_integers_bits_what_a_conversion_and_a_product_make() -> None:
-    """The arithmetic of `products.scaled` and `unscaled`, with the kernel's constants, rounded to the same bits."""
+    """The arithmetic of `hopper_parts.scaled` and `unscaled`, with the kernel's constants, rounded to the same bits."""
     generator = np.random.default_rng(0)
     largest = 128 * 127 * 512
     integers = np.concatenate([np.arange(-1000, 1001), generator.integers(-largest, largest + 1, 200_000), [-largest]])
     scales = np.exp2(generator.uniform(-60, 60, len(integers))).astype(np.float32)
-    floats = (integers + products._BITS_OF_ONE.value).astype(np.int32).view(np.float32)
+    floats = (integers + hopper_parts._BITS_OF_ONE.value).astype(np.int32).view(np.float32)
     # The product has 48 bits, and float64 room for 53: rounded once, when it becomes float32.
     scaled = (floats.astype(np.float64) * scales - scales).astype(np.float32)
-    unit = np.float32(products._INTEGER_UNIT.value)
+    unit = np.float32(hopper_parts._INTEGER_UNIT.value)
     assert np.array_equal(scaled * np.where(scaled < 0, 2 * unit, unit), integers.astype(np.float32) * scales)
     # Halved, what is negative stays below what is not.
     assert np.array_equal(scaled < 0, integers < 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...problem import Problem, Tensors
 from .. import plan_backward
-from ..rows import Norms, inverse_norms
+from ..rows import Norms, norms_of
 from .common import BackwardTensors, Destination, finish_documents
 from .compare import compare_winners
 from .gather import gather_queries
@@ -58,7 +58,7 @@ def write_gradients(
     queries, documents = tensors.queries, tensors.documents
     queries_scale, documents_scale, weight = None, None, None
     if problem.normalize:
-        queries_scale, documents_scale = norms or (inverse_norms(queries), inverse_norms(documents))
+        queries_scale, documents_scale = norms or norms_of(queries, documents)
     if problem.kind.weighted:
         weight = tensors.queries_mask.float().contiguous()  # type: ignore[union-attr]
     grad_strides = grad_scores.stride()

@@ -27,17 +27,16 @@ from ..plan import (
     soft_forward_plan,
     sparse_plan,
 )
-from ..rows import Norms, active_tokens, inverse_norms
+from ..rows import Norms, active_tokens, inverse_norms, norms_of
 from ..tables import LONGEST_WHOLE
 from .codes import decompressed_embeddings
-from .common import add_sums
+from .common import ForwardTensors, add_sums
 from .cuts import merge_pieces
 from .few_bits import with_table
 from .quantized_rows import divided_by_norms, quantize_rows
 from .short import score_short
 from .single import score_single
 from .stacked import score_stacked
-from .tensors import ForwardTensors
 
 __all__ = ["Codes", "maxsim_forward", "quantized_forward", "residual_forward", "soft_forward", "sparse_forward"]
 
@@ -57,13 +56,12 @@ def maxsim_forward(
     if problem.with_winners:
         winners = torch.empty(*problem.winners_shape, dtype=problem.winners_dtype, device=device)
     given = _given(tensors, offsets, winners)
-    if problem.normalize and (not single or plan.in_pieces):
-        given = given._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
+    # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows. The
+    # programs of the single kernel, which meet every token once, take norms themselves.
     if problem.normalize and not single:
-        # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows.
-        # The programs of the single kernel, which meet every token once, take norms themselves.
-        scales = inverse_norms(tensors.documents) if norms is None else norms.documents
-        given = given._replace(documents_scale=scales)
+        given = _with_norms(problem, given, norms)
+    elif problem.normalize and plan.in_pieces:
+        given = given._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
     if plan.in_pieces:
         shape = 2 * plan.cuts.number, plan.row_blocks * plan.block_rows
         given = given._replace(pieces=torch.empty(shape, dtype=torch.float32, device=device))
@@ -184,10 +182,11 @@ def _given(tensors: Tensors, offsets: Tensor | None = None, winners: Tensor | No
     )
 
 
-def _with_norms(problem: Problem, given: ForwardTensors) -> ForwardTensors:
+def _with_norms(problem: Problem, given: ForwardTensors, norms: Norms | None = None) -> ForwardTensors:
     if not problem.normalize:
         return given
-    return given._replace(queries_scale=inverse_norms(given.queries), documents_scale=inverse_norms(given.documents))
+    queries_scale, documents_scale = norms or norms_of(given.queries, given.documents)
+    return given._replace(queries_scale=queries_scale, documents_scale=documents_scale)
 
 
 def _score(problem: Problem, plan: ForwardPlan, given: ForwardTensors) -> Tensor:

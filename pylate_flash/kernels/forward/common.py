@@ -1,8 +1,9 @@
-"""What the forward's kernels share."""
+"""What the forward's kernels share: the tensors that they read and leave, and functions."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,14 +11,54 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..launch import kernel, wait_for_previous_kernel
+from ..launch import Region, kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..tables import SUMMED_EMBEDDING as _SUMMED
-from .cuts import NO_WINNER
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
+# A winner that no token has yet taken; larger than any token.
+NO_WINNER = tl.constexpr(2**31 - 1)
 # Scores that a program adds up the sums of, 16 bytes of each for a thread.
 _ADDED = 512
+
+
+class ForwardTensors(NamedTuple):
+    """Tensors on the device of the problem; None where the problem has none."""
+
+    # Padded [Nq, Lq, d] by the problem's strides, padded or packed documents, and what is active of the queries.
+    queries: Tensor
+    documents: Tensor
+    queries_mask: Tensor | None = None
+    # The active tokens of masked documents, and their numbers (`kernels.rows`).
+    active: Tensor | None = None
+    bounds: Tensor | Region | None = None
+    # One over the norms of embeddings that are to be normalised, or what values in 8 bits are multiplied by.
+    queries_scale: Tensor | None = None
+    documents_scale: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    # Where packed documents begin that do not follow each other (`problem.DocumentOffsets`).
+    offsets: Tensor | None = None
+    # Boundaries of the packed documents of each query, or the numbers of documents [Nq, K].
+    candidates: Tensor | None = None
+    winners: Tensor | None = None
+    # The best similarities of every piece [pieces, rows], and their winners.
+    pieces: Tensor | None = None
+    piece_winners: Tensor | None = None
+    # Where query rows are quantized to, [Nq, Lq, d], with their scales in `queries_scale`; offsets of affine documents.
+    values: Tensor | None = None
+    documents_offset: Tensor | None = None
+    # The centroid of every token, centroids and bucket weights, where `documents` are residuals.
+    codes: Tensor | None = None
+    centroids: Tensor | None = None
+    bucket_weights: Tensor | None = None
+    # Of smooth maxima, what similarities are multiplied by, and where the logarithms [documents, rows] go, if anywhere.
+    beta: Tensor | None = None
+    lse: Tensor | None = None
+    # Positions of the query tokens that meet each document, [Nq, K or Nd, k].
+    query_tokens: Tensor | None = None
+    # What centroids add to similarities, and bucket weights in bytes (`forward.short`).
+    table: Tensor | None = None
+    luts: Tensor | None = None
 
 
 def numbers_of(problem: Problem, plan: ForwardPlan) -> tuple[float, ...]:

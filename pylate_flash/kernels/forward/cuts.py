@@ -22,7 +22,7 @@ from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..tables import DOCUMENT_COST, power_of_two
-from .tensors import ForwardTensors
+from .common import NO_WINNER, ForwardTensors
 
 _DOCUMENT_COST = tl.constexpr(DOCUMENT_COST)
 # Entries that a search compares at once.
@@ -31,8 +31,6 @@ _SEARCH_WIDTH = tl.constexpr(256)
 _MERGED_PIECES = 16
 _MERGED_ROWS = 64
 _MERGING_PROGRAMS = 16
-# A winner that no token has yet taken; larger than any token.
-NO_WINNER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import triton.language as tl
 from ...problem import Problem
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
+from .common import ForwardTensors
 from .quantized_rows import divided_rows, rounded_rows
-from .tensors import ForwardTensors
 
 # The largest entry of the table of a centroid of norm 1, far from the largest float16.
 _LARGEST_ENTRY = tl.constexpr(64.0)

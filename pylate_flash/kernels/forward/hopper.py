@@ -31,15 +31,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...problem import Problem
-from ..gluon import execute, find_document, larger_of, next_slot, wait_for_previous_kernel
-from ..launch import kernel
+from ..gluon import execute, find_document, next_slot
+from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
+from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST
-from .common import numbers_of
-from .copies import copy_documents, document_range
-from .maxima import LOG2E, add_exponentials, differ, first_maximum, log_sums, split_by_lane
-from .products import query_rows, scaled, sums_of, unscaled
-from .tensors import ForwardTensors
+from .common import ForwardTensors, numbers_of
+from .hopper_parts import (
+    add_exponentials,
+    copy_documents,
+    differ,
+    document_range,
+    first_maximum,
+    log_sums_of_lanes,
+    query_rows,
+    scaled,
+    split_by_lane,
+    sums_of,
+    unscaled,
+)
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 
@@ -184,7 +194,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         row_factor = row_factor[:, None]
     group_row = query.to(gl.int64) * query_length + token
     by_sum: gl.constexpr = sums_of(gl.zeros([ROWS], gl.float32, by_row), ROWS, GROUP).type.layout
-    # A 1 that the compiler does not know, see `products.scaled`.
+    # A 1 that the compiler does not know, see `scaled`.
     one = gl.minimum(n_queries, 1)
     n_sums = n_queries * (padded_query_length // GROUP)
     sum_row = first_row // GROUP + gl.arange(0, ROWS // GROUP, layout=by_sum)
@@ -229,11 +239,11 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
                 tile_best, column = first_maximum(similarities, ROWS)
                 tile_best = gl.convert_layout(tile_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
                 column = gl.convert_layout(column, gl.SliceLayout(2, by_lane), assert_trivial=True)
-                larger = larger_of(best, tile_best)
-                key = gl.where(differ(larger, best), start + column, key)
-                best = larger
+                before = best
+                best = larger(best, tile_best)
+                key = gl.where(differ(best, before), start + column, key)
             else:
-                best = larger_of(best, gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger_of))
+                best = larger(best, gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger))
 
         if TAIL > 0:
             # Once or not at all: a loop, as a condition crashes ptxas 12.8 at 256 elements.
@@ -244,18 +254,18 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
                     similarities = gl.where((start + columns < length)[None, :], similarities, float("-inf"))
                     best, total = add_exponentials(similarities, row_factor, best, total, ROWS, TAIL)
                 else:
-                    tail_best = gl.reduce(split_by_lane(similarities, ROWS, TAIL), 2, larger_of)
+                    tail_best = gl.reduce(split_by_lane(similarities, ROWS, TAIL), 2, larger)
                     tail_best = gl.convert_layout(tail_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
-                    best = larger_of(best, tail_best)
+                    best = larger(best, tail_best)
 
         counted = row_active & (length > 0)
         if config.soft:
-            lse = log_sums(best, total, (document_length - length).to(gl.float32), config.zero_masked)
+            lse = log_sums_of_lanes(best, total, (document_length - length).to(gl.float32), config.zero_masked)
             if lse_ptr is not None:
                 gl.store(lse_ptr + flat_document * n_queries * query_length + group_row, lse, mask=row_exists)
             row_best = lse / beta
         else:
-            row_best = gl.reduce(best, 1, larger_of)
+            row_best = gl.reduce(best, 1, larger)
             if queries_ptr.dtype.element_ty == gl.int8:
                 row_best = unscaled(row_best)
         if config.with_winners:

@@ -28,6 +28,7 @@ from ...problem import Problem
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
+from .common import ForwardTensors
 from .cuts import documents_of_cut
 from .few_bits import (
     four_bits,
@@ -40,7 +41,6 @@ from .few_bits import (
     values_size,
     words_of,
 )
-from .tensors import ForwardTensors
 
 _ROWS = tl.constexpr(16)
 _BITS_OF_SUM = tl.constexpr(0x4B400000)

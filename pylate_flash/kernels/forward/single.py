@@ -15,9 +15,16 @@ from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..rows import inverse_norm
-from .common import SUMMED_EMBEDDING, document_range, load_padded, winner_of, with_masked_zeros
-from .cuts import NO_WINNER, find_piece, owner_of
-from .tensors import ForwardTensors
+from .common import (
+    NO_WINNER,
+    SUMMED_EMBEDDING,
+    ForwardTensors,
+    document_range,
+    load_padded,
+    winner_of,
+    with_masked_zeros,
+)
+from .cuts import find_piece, owner_of
 
 # Positions of chosen tokens that a program compares its own with at once: so few that the comparisons take fewer
 # registers than the products do.

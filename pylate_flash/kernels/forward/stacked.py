@@ -30,10 +30,18 @@ from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, add_exponentials, larger, log_sums, max_along
 from .codes import decompressed
-from .common import SUMMED_EMBEDDING, document_range, load_padded, numbers_of, winner_of, with_masked_zeros
-from .cuts import NO_WINNER, document_position, documents_of_cut, reaches_into, tokens_of_piece
+from .common import (
+    NO_WINNER,
+    SUMMED_EMBEDDING,
+    ForwardTensors,
+    document_range,
+    load_padded,
+    numbers_of,
+    winner_of,
+    with_masked_zeros,
+)
+from .cuts import document_position, documents_of_cut, reaches_into, tokens_of_piece
 from .quantized_rows import leave_values
-from .tensors import ForwardTensors
 
 # Values of affine documents are 0 to 255, and tensor cores multiply signed integers: 128 is taken from the values, and
 # its product with the scale added to the offset.

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from pylate_flash.kernels.hidden import fused
+from pylate_flash.kernels import hidden
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 ROWS = 16
@@ -58,7 +58,7 @@ def test_scores_are_sums_of_the_maxima_over_parts(
     columns = 64
     best = maxima(similarities.masked_fill(~active.unsqueeze(1), -torch.inf), bounds.tolist(), columns)
     scores = torch.empty(n_queries, n_documents)
-    fused._finish_kernel(
+    hidden._finish_kernel(
         (triton.cdiv(n_documents, 4), n_queries, 1),
         (best, queries_mask, documents_mask, bounds if packed else None, scores),
         (query_length, n_documents, 0 if packed else length, columns, empty_score),

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash.kernels import plan_operations, tables
+from pylate_flash.kernels import xtr as search
+from pylate_flash.kernels import xtr_scores as scores_kernel
 from pylate_flash.kernels.launch import Kernel
-from pylate_flash.kernels.xtr import SearchTensors, retrieve, scores, search
+from pylate_flash.kernels.xtr import SearchTensors, retrieve
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
 from pylate_flash.ops.xtr import retrieved_of
 from pylate_flash.problem import Options, Rule, Tensors, problem_of
@@ -97,10 +99,10 @@ def test_nan_is_retrieved_first() -> None:
 def test_ties_across_programs(normalizer: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of a query that several programs share: of equal tokens, those of earlier documents are retrieved."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, sms))
-    monkeypatch.setattr(scores, "_DOCUMENTS", 4)
+    monkeypatch.setattr(scores_kernel, "_DOCUMENTS", 4)
     # Documents counted, and looked at, in two parts; two queries at a time.
-    monkeypatch.setattr(scores, "_COUNTED", 16)
-    monkeypatch.setattr(search, "BLOCK", 16)
+    monkeypatch.setattr(scores_kernel, "_COUNTED", 16)
+    monkeypatch.setattr(search, "_BLOCK", 16)
     monkeypatch.setattr(xtr, "_MAXIMA_AT_ONCE", 2 * 5 * 1024)
     generator = torch.Generator().manual_seed(0)
     queries, documents = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((3, 5, 2), (23, 4, 2)))

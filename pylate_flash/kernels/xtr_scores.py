@@ -7,11 +7,11 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from ...problem import Problem, Results, Rule
-from .. import tables
-from ..launch import Region, kernel, wait_for_previous_kernel
-from ..reductions import similarities_of
-from ..tables import power_of_two
+from ..problem import Problem, Results, Rule
+from . import tables
+from .launch import Region, kernel, wait_for_previous_kernel
+from .reductions import similarities_of
+from .tables import power_of_two
 
 # Documents x query tokens of a tile, and documents of it at most; programs of an SM that share the documents.
 _TILE = 2048

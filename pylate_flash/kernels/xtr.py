@@ -1,0 +1,488 @@
+"""What query tokens retrieve of all documents, for XTR's scores: thresholds without the similarities in memory.
+
+`walk` computes all similarities again for every step, by the same products, so that each step sees the same bits. The
+first leaves maxima. Of those, and of the maxima of groups of tokens, `search` makes bounds of every row's threshold:
+where k maxima lie above a value, so do k tokens. The second step collects the similarities above the lower bound, few
+more than k; `search` packs them and finds the k-th largest. Of rows for which there was no room, the next steps count
+the similarities between the bounds, by bins, and narrow them down to the bin with the k-th largest, until all of that
+bin is retrieved or all in it are equal. The number of steps is fixed, but a program whose rows are done ends at once. A
+last step counts the tokens of each document, of rows where more tokens equal the threshold than are retrieved. `scores`
+makes scores of all that.
+
+Counts are integers, so that no order of programs changes the result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from ..problem import Problem, Rule
+from .forward.common import NO_WINNER, SUMMED_EMBEDDING, winner_of
+from .launch import Region, kernel, wait_for_previous_kernel
+from .plan_operations import SearchPlan, search_plan
+from .reductions import LOWEST_KEY, keys_of, larger, max_along, similarities_of
+from .tables import XTR_BIN_BITS, XTR_STEPS, power_of_two
+from .xtr_scores import Retrieved
+
+# What a walk leaves, see `_walk_kernel`.
+MAXIMA, COLLECT, BINS, TALLY = (tl.constexpr(mode) for mode in range(4))
+_N_BINS = tl.constexpr(1 << XTR_BIN_BITS)
+
+
+class SearchTensors(NamedTuple):
+    """Padded queries and documents, and of masked documents the active tokens and their numbers (`kernels.rows`)."""
+
+    queries: Tensor
+    documents: Tensor
+    active: Tensor | None
+    bounds: Tensor | Region | None
+
+
+# Stores and additions of few elements of a product, from the registers that tensor cores leave it in. Triton's own
+# bring their operands into a layout that suits memory, through shared memory, which takes longer than the product where
+# nearly all is masked. Its interpreter knows no PTX, and gets Triton's own.
+_AT = "{ .reg .pred on; .reg .b64 at; setp.ne.s32 on, $3, 0; mad.wide.s32 at, $2, 4, $1; "
+_STORE = tl.constexpr(_AT + "@on st.global.b32 [at], $4; mov.b32 $0, 0; }")
+_COUNT = tl.constexpr(_AT + "@on red.global.add.s32 [at], 1; mov.b32 $0, 0; }")
+
+
+@triton.jit
+def scatter(pointer, offsets, values, mask, PTX: tl.constexpr):
+    """Store int32 values at int32 offsets from a pointer, where the mask says so."""
+    if PTX:
+        operands = [pointer.to(tl.int64), offsets, mask.to(tl.int32), values]
+        tl.inline_asm_elementwise(_STORE, "=r,l,r,r,r", operands, tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(pointer + offsets, values, mask=mask)
+
+
+@triton.jit
+def count(pointer, offsets, mask, PTX: tl.constexpr):
+    """Add 1 to int32 counts at int32 offsets from a pointer, where the mask says so."""
+    if PTX:
+        operands = [pointer.to(tl.int64), offsets, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(_COUNT, "=r,l,r,r", operands, tl.int32, is_pure=False, pack=1)
+    else:
+        tl.atomic_add(pointer + offsets, 1, mask=mask, sem="relaxed")
+
+
+@kernel
+def _walk_kernel(
+    queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, winners_ptr, scratch_ptr, state_ptr, counts_ptr,
+    n_rows, query_length, n_documents, document_length, n_runs, run, n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    stride_scratch,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MODE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """MAXIMA: best [Nd, rows] and winners; and in each row's scratch the bits of the maxima of GROUPS groups of each
+    tile's tokens, but those of tiles without an active token, and of groups from `n_groups` on.
+
+    COLLECT: in each row's scratch, [runs, DEPTH, BLOCK_TOKENS], the bits of similarities, from that of the row's key
+    on, of every column of the tiles of a run; counts [rows, runs, BLOCK_TOKENS] how many there are, also where they are
+    more. Of rows with a width from 0 on.
+
+    BINS: adds to counts of bins in each row's scratch the similarities of each bin of 2**width keys, from the row's key
+    on, of rows with a width from 0 on.
+
+    TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
+
+    Key, width, and whether a row is tallied are of its state [4, rows] (`kernels.xtr.retrieve`).
+
+    Grid: blocks of rows x runs of documents. Programs that run together read the same documents, out of L2.
+    """
+    n_row_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    rows = tl.program_id(0) % n_row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_exists = rows < n_rows
+    first = tl.program_id(0) // n_row_blocks * run
+    last = tl.minimum(first + run, n_documents)
+    if MODE != MAXIMA:
+        lowest = tl.load(state_ptr + rows, mask=row_exists, other=0)
+        if MODE == TALLY:
+            counted = tl.load(state_ptr + 3 * n_rows + rows, mask=row_exists, other=0) != 0
+        else:
+            width = tl.load(state_ptr + n_rows + rows, mask=row_exists, other=-1)
+            counted = width >= 0
+            width = tl.maximum(width, 0).to(tl.uint32)
+        # Nothing is walked through for rows that are done.
+        last = tl.where(tl.max(counted.to(tl.int32), axis=0) > 0, last, first)
+
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    query_offset = (rows // query_length).to(tl.int64) * stride_query + rows % query_length * stride_query_token
+    query_rows = queries_ptr + query_offset[:, None] + dims[None, :]
+    if not SPLIT:
+        query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
+    slots = tl.arange(0, BLOCK_TOKENS)
+    first_row = tl.program_id(0) % n_row_blocks * BLOCK_ROWS
+    if MODE != TALLY:
+        scratch_ptr += first_row.to(tl.int64) * stride_scratch
+        row_scratch = tl.arange(0, BLOCK_ROWS) * stride_scratch
+    if MODE == COLLECT:
+        # All that is kept of an element is its next place, which takes it past the end of its row's when there is none.
+        ROOM: tl.constexpr = DEPTH * BLOCK_TOKENS
+        run_index = tl.program_id(0) // n_row_blocks
+        row_begins = row_scratch + run_index * ROOM
+        bound = similarities_of(lowest)
+        place = row_begins[:, None] + slots[None, :]
+    for index in tl.range(0, last - first, flatten=not SPLIT):
+        document = first + index
+        flat = document.to(tl.int64)
+        base = documents_ptr + flat * stride_document
+        length = document_length
+        if active_ptr is not None:
+            length = tl.load(bounds_ptr + 2 * flat)
+        best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
+        above = tl.zeros([BLOCK_ROWS], tl.int32)
+        equal = tl.zeros([BLOCK_ROWS], tl.int32)
+        columns = slots
+        if MODE == COLLECT:
+            # Markers begin every document, and would all seek a place in one column.
+            columns = (slots + document) % BLOCK_TOKENS
+        for start in tl.range(0, length, BLOCK_TOKENS):
+            # The last token is seen several times: no maximum notices, and what is counted has to exist.
+            tokens = tl.minimum(start + columns, length - 1)
+            if active_ptr is not None:
+                tokens = tl.load(active_ptr + flat * document_length + tokens)
+            token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
+            if SPLIT:
+                similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+                for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
+                    products = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+                    for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
+                        exists = dim + dims < EMBEDDING
+                        part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
+                        tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
+                        products = tl.dot(part, tile, products, input_precision=PRECISION)
+                    similarities += products
+            else:
+                if BLOCK_EMBEDDING == EMBEDDING:
+                    tile = tl.load(token_rows)
+                else:
+                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[:, None], other=0.0)
+                similarities = tl.dot(query_tile, tile, input_precision=PRECISION)
+            if MODE == MAXIMA:
+                tile_best = max_along(similarities, 1)
+                won = (similarities == tile_best[:, None]) | (similarities != similarities)
+                tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
+                # A later tile must be strictly better, or the first NaN.
+                later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
+                key = tl.where(later, tile_key, key)
+                best = larger(best, tile_best)
+                if GROUPS > 0:
+                    # Every GROUPS-th token: those lie within a thread, or close to it. What does not exist is no more
+                    # than one of them.
+                    found = tl.where((start + columns < length)[None, :], similarities, float("-inf"))
+                    found = tl.reshape(found, [BLOCK_ROWS, BLOCK_TOKENS // GROUPS, GROUPS])
+                    group = (flat * tl.cdiv(document_length, BLOCK_TOKENS) + start // BLOCK_TOKENS) * GROUPS
+                    group += tl.arange(0, GROUPS)
+                    to = scratch_ptr + row_scratch[:, None] + group[None, :]
+                    mask = row_exists[:, None] & (group < n_groups)[None, :]
+                    tl.store(to, max_along(found, 1).to(tl.int32, bitcast=True), mask=mask)
+            else:
+                exists = counted[:, None] & (start + columns < length)[None, :]
+                if MODE == COLLECT:
+                    reaches = exists & ~(similarities < bound[:, None])
+                    fits = reaches & (place < (row_begins + ROOM)[:, None])
+                    scatter(scratch_ptr, place, similarities.to(tl.int32, bitcast=True), fits, PTX)
+                    place += tl.where(reaches, BLOCK_TOKENS, 0)
+                elif MODE == BINS:
+                    keys = keys_of(similarities)
+                    bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
+                    inside = exists & (keys >= lowest[:, None]) & (bins < _N_BINS)
+                    count(scratch_ptr, row_scratch[:, None] + bins.to(tl.int32, bitcast=True), inside, PTX)
+                else:
+                    keys = keys_of(similarities)
+                    above += tl.sum((exists & (keys > lowest[:, None])).to(tl.int32), axis=1)
+                    equal += tl.sum((exists & (keys == lowest[:, None])).to(tl.int32), axis=1)
+        to = flat * n_rows + rows
+        if MODE == MAXIMA:
+            tl.store(best_ptr + to, best, mask=row_exists)
+            tl.store(winners_ptr + to, winner_of(key, best).to(winners_ptr.dtype.element_ty), mask=row_exists)
+        if MODE == TALLY:
+            dtype = counts_ptr.dtype.element_ty
+            tl.store(counts_ptr + to, above.to(dtype), mask=counted)
+            tl.store(counts_ptr + tl.cast(n_documents, tl.int64) * n_rows + to, equal.to(dtype), mask=counted)
+    if MODE == COLLECT:
+        to = (rows.to(tl.int64) * n_runs + run_index)[:, None] * BLOCK_TOKENS + slots[None, :]
+        tl.store(counts_ptr + to, (place - row_begins[:, None]) // BLOCK_TOKENS, mask=row_exists[:, None])
+
+
+def walk_similarities(
+    problem: Problem,
+    plan: SearchPlan,
+    inputs: SearchTensors,
+    mode: tl.constexpr,
+    best: Tensor | None = None,
+    winners: Tensor | None = None,
+    scratch: Tensor | None = None,
+    state: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> None:
+    """Walk through all similarities, and leave what `_walk_kernel` leaves in this mode."""
+    tile, run, n_runs, depth = plan.tile, plan.run, plan.n_runs, 0
+    if mode.value == COLLECT.value:
+        run, n_runs, depth = plan.collection.run, plan.collection.n_runs, plan.collection.depth
+    groups = plan.groups if mode.value == MAXIMA.value else 0
+    sizes = problem.rows, problem.query_length, problem.n_documents, problem.document_length
+    shape = problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split
+    _walk_kernel(
+        (plan.row_blocks * n_runs, 1, 1),
+        (*inputs, best, winners, scratch, state, counts),
+        (*sizes, n_runs, run, plan.n_groups),
+        (*problem.query_strides, *problem.document_strides, plan.scratch),
+        (*shape, mode.value, groups, depth, not knobs.runtime.interpret, problem.kind.precision),
+        (tile.num_warps, tile.num_stages, plan.registers),
+    )
+
+
+# Documents of which a program looks at the maxima at a time, for the largest of all.
+_BLOCK = 1024
+# Bits of a bound after the sign: the exponent, and 12 of the mantissa. What lies between the bound and the maximum that
+# the other bits would tell is collected for nothing: next to no tokens.
+_BOUND_BITS = tl.constexpr(20)
+
+
+@triton.jit
+def _lower_bound(keys, exists, wanted):
+    """A bound of the `wanted`-th largest of the keys that exist from below: its first bits, found one by one.
+
+    The lowest integer if there are not as many.
+    """
+    reach = tl.sum((exists & (keys >= 0)).to(tl.int32), axis=0)
+    found = tl.where(reach >= wanted, 0, -2147483648)
+    for bit in tl.static_range(_BOUND_BITS):
+        higher = found | (1 << (30 - bit))
+        reach = tl.sum((exists & (keys >= higher)).to(tl.int32), axis=0)
+        found = tl.where(reach >= wanted, higher, found)
+    return found
+
+
+@triton.jit
+def _is_tallied(key, count, wanted, WITH_WHOLE: tl.constexpr):
+    """Whether a row's tokens are to be counted by document: because it does not retrieve all of the `count` tokens that
+    its threshold leaves to choose from, or may retrieve documents as a whole with a negative best.
+    """
+    tallied = count > wanted
+    if WITH_WHOLE:
+        tallied = tallied | (key <= 0)
+    return tallied
+
+
+@kernel(follows=True)
+def _begin_kernel(
+    best_ptr, bounds_ptr, scratch_ptr, state_ptr,
+    n_rows, n_groups, n_documents, n_tiles, k, stride_scratch,
+    MAXIMA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    STEPS_FOLLOW: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+):  # fmt: skip
+    """Of one row: as lowest key the k-th largest of at most MAXIMA groups, and bins up to the largest key.
+
+    If the STEPS_FOLLOW at once, counts of bins are zeros.
+    """
+    wait_for_previous_kernel()
+    row = tl.program_id(0).to(tl.int64)
+    n_active = tl.zeros([BLOCK], tl.int64)
+    largest = LOWEST_KEY
+    for start in tl.range(0, n_documents, BLOCK):
+        documents = start + tl.arange(0, BLOCK)
+        exists = documents < n_documents
+        best = tl.load(best_ptr + documents.to(tl.int64) * n_rows + row, mask=exists, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(keys_of(best), axis=0))
+        if bounds_ptr is not None:
+            n_active += tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=exists, other=0)
+    wanted = k
+    if bounds_ptr is not None:
+        wanted = tl.minimum(k, tl.sum(n_active, axis=0)).to(tl.int32)
+    slots = tl.arange(0, MAXIMA)
+    exists = slots < n_groups
+    of_row = scratch_ptr + row * stride_scratch
+    if GROUPS > 0:
+        if bounds_ptr is not None:
+            # Tiles without an active token have left no maximum.
+            tile = slots // GROUPS
+            count = tl.load(bounds_ptr + 2 * (tile // n_tiles).to(tl.int64), mask=exists, other=0)
+            exists = exists & (tile % n_tiles * BLOCK_TOKENS < count)
+        maxima = tl.load(of_row + slots, mask=exists, other=0).to(tl.float32, bitcast=True)
+    else:
+        maxima = tl.load(best_ptr + slots.to(tl.int64) * n_rows + row, mask=exists, other=0.0)
+    lowest = tl.maximum(_lower_bound(keys_of(maxima), exists, wanted), LOWEST_KEY)
+    span = (tl.maximum(largest, lowest) - lowest).to(tl.uint32, bitcast=True)
+    width = 0
+    for bits in tl.static_range(32 - BIN_BITS):
+        width += ((span >> bits) >= (1 << BIN_BITS)).to(tl.int32)
+    tl.store(state_ptr + row, lowest)
+    tl.store(state_ptr + n_rows + row, tl.where(wanted > 0, width, -1))
+    tl.store(state_ptr + 2 * n_rows + row, wanted)
+    tl.store(state_ptr + 3 * n_rows + row, 0)
+    if STEPS_FOLLOW:
+        # Over the maxima, which the sums above have seen.
+        tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
+
+
+@kernel(follows=True)
+def _select_kernel(
+    counts_ptr, scratch_ptr, state_ptr,
+    n_rows, n_runs, stride_scratch,
+    SLOTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WITH_WHOLE: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+):  # fmt: skip
+    """Of one row: its search is over, if all similarities from that of its key on have found a place, PACKED at most.
+
+    If it goes on, counts of bins take their places, zeros.
+    """
+    wait_for_previous_kernel()
+    row = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, SLOTS)
+    counts = tl.load(counts_ptr + row * n_runs * COLUMNS + slots, mask=slots < n_runs * COLUMNS, other=0)
+    of_row = scratch_ptr + row * stride_scratch
+    width = tl.load(state_ptr + n_rows + row)
+    goes_on = width >= 0
+    deepest, total = tl.max(counts, axis=0), tl.sum(counts, axis=0)
+    fits = (deepest <= DEPTH) & (total <= PACKED)
+    if goes_on & fits:
+        # Most places are empty, and all of them would be looked at once for every bit.
+        of_column = of_row + slots // COLUMNS * (DEPTH * COLUMNS) + slots % COLUMNS
+        packed = of_row + n_runs * (DEPTH * COLUMNS)
+        to = packed + tl.cumsum(counts, axis=0) - counts
+        for depth in tl.range(0, deepest):
+            there = depth < counts
+            tl.store(to + depth, tl.load(of_column + depth * COLUMNS, mask=there), mask=there)
+        tl.debug_barrier()
+        at = tl.arange(0, PACKED)
+        exists = at < total
+        keys = keys_of(tl.load(packed + at, mask=exists, other=0).to(tl.float32, bitcast=True))
+        lowest = tl.load(state_ptr + row)
+        wanted = tl.load(state_ptr + 2 * n_rows + row)
+        # Below 2**(width + BIN_BITS), which may be 2**32.
+        distances = tl.where(exists, keys - lowest, 0).to(tl.uint32, bitcast=True)
+        found = tl.full([], 0, tl.uint32)
+        bit = tl.full([], 1 << 31, tl.uint32) >> (32 - BIN_BITS - width).to(tl.uint32)
+        for _ in tl.range(0, width + BIN_BITS):
+            higher = found | bit
+            bit >>= 1
+            reach = tl.sum((distances >= higher).to(tl.int32), axis=0)
+            found = tl.where(reach >= wanted, higher, found)
+        wanted -= tl.sum((distances > found).to(tl.int32), axis=0)
+        equal = tl.sum((exists & (distances == found)).to(tl.int32), axis=0)
+        key = lowest + found.to(tl.int32, bitcast=True)
+        tl.store(state_ptr + row, key)
+        tl.store(state_ptr + n_rows + row, -1)
+        tl.store(state_ptr + 2 * n_rows + row, wanted)
+        tl.store(state_ptr + 3 * n_rows + row, _is_tallied(key, equal, wanted, WITH_WHOLE).to(tl.int32))
+    if goes_on & ~fits:
+        tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
+
+
+@kernel(follows=True)
+def _narrow_kernel(
+    scratch_ptr, state_ptr, n_rows, stride_scratch,
+    WITH_WHOLE: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+):  # fmt: skip
+    """Of one row: its search goes on in the bin with the threshold, or is over; its counts are zeros again."""
+    wait_for_previous_kernel()
+    BINS: tl.constexpr = 1 << BIN_BITS
+    row = tl.program_id(0).to(tl.int64)
+    width = tl.load(state_ptr + n_rows + row)
+    if width >= 0:
+        wanted = tl.load(state_ptr + 2 * n_rows + row)
+        # The highest bin first.
+        places = tl.arange(0, BINS)
+        at = scratch_ptr + row * stride_scratch + (BINS - 1 - places)
+        counts = tl.load(at)
+        tl.store(at, tl.zeros([BINS], tl.int32))
+        reached = tl.cumsum(counts, axis=0)
+        place = tl.sum((reached < wanted).to(tl.int32), axis=0)
+        found = places == place
+        count = tl.sum(tl.where(found, counts, 0), axis=0)
+        wanted -= tl.sum(tl.where(found, reached - counts, 0), axis=0)
+        over = (count == wanted) | (width == 0)
+        lowest = tl.load(state_ptr + row) + ((BINS - 1 - place) << width)
+        narrower = tl.maximum(width - BIN_BITS, 0)
+        # The next bins end where this one does, and where they are more than it has keys, they begin before it.
+        begin = lowest + (1 << width) - (1 << (narrower + BIN_BITS))
+        tl.store(state_ptr + row, tl.where(over, lowest, begin))
+        tl.store(state_ptr + n_rows + row, tl.where(over, -1, narrower))
+        tl.store(state_ptr + 2 * n_rows + row, wanted)
+        tallied = over & _is_tallied(lowest, count, wanted, WITH_WHOLE)
+        tl.store(state_ptr + 3 * n_rows + row, tallied.to(tl.int32))
+
+
+# Elements of a thread. Counts of a few threads are added up sooner than those of many.
+_PER_THREAD = 32
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(8, elements // (32 * _PER_THREAD)))
+
+
+def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
+    """What the rows of padded queries retrieve of documents [Nd, Ld, d], which all of them meet.
+
+    All tensors lie on the device, with contiguous rows; no dimension is 0.
+    """
+    device, rows, n_documents, with_whole = problem.device, problem.rows, problem.n_documents, rule.with_whole
+    plan = search_plan(problem, rule.k)
+    collection, columns = plan.collection, plan.tile.columns
+    best = torch.empty(n_documents, rows, dtype=torch.float32, device=device)
+    winners = torch.empty(n_documents, rows, dtype=problem.winners_dtype, device=device)
+    # What is kept of each row from one step to the next: maxima of groups, then similarities, then counts of bins.
+    scratch = torch.empty(rows, plan.scratch, dtype=torch.int32, device=device)
+    walk_similarities(problem, plan, inputs, MAXIMA, best, winners, scratch)
+
+    # Of each row: the lowest key that its threshold may have, the width of a bin as a power of two (-1: the search is
+    # over), how many are retrieved from there on, and whether its tokens are to be counted by document.
+    state = torch.empty(4, rows, dtype=torch.int32, device=device)
+    maxima, block = (max(16, power_of_two(n)) for n in (plan.n_groups, n_documents))
+    _begin_kernel(
+        (rows, 1, 1),
+        (best, inputs.bounds, scratch, state),
+        (rows, plan.n_groups, n_documents, -(-problem.document_length // columns), rule.k),
+        (plan.scratch,),
+        (maxima, min(_BLOCK, block), plan.groups, columns, collection.n_runs == 0, XTR_BIN_BITS),
+        (_warps(maxima), 1, None),
+    )
+    if collection.n_runs:
+        counts = torch.empty(rows, collection.n_runs, columns, dtype=torch.int32, device=device)
+        walk_similarities(problem, plan, inputs, COLLECT, scratch=scratch, state=state, counts=counts)
+        slots = power_of_two(collection.n_runs * columns)
+        _select_kernel(
+            (rows, 1, 1),
+            (counts, scratch, state),
+            (rows, collection.n_runs),
+            (plan.scratch,),
+            (slots, collection.packed, collection.depth, columns, with_whole, XTR_BIN_BITS),
+            (_warps(max(slots, collection.packed)), 1, None),
+        )
+        del counts
+    for _ in range(XTR_STEPS):
+        walk_similarities(problem, plan, inputs, BINS, scratch=scratch, state=state)
+        constants = with_whole, XTR_BIN_BITS
+        _narrow_kernel((rows, 1, 1), (scratch, state), (rows,), (plan.scratch,), constants, (4, 1, None))
+    del scratch
+    counts = torch.empty(2, n_documents, rows, dtype=problem.winners_dtype, device=device)
+    walk_similarities(problem, plan, inputs, TALLY, state=state, counts=counts)
+    return Retrieved(best, winners, state, counts)
