@@ -90,23 +90,12 @@ def _value_and_position(keys):
     return similarities_of((keys >> 32).to(tl.int32)), 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
 
 
-@kernel
+@kernel(config="size block block_x block_y groups direct split squared precision x_unit y_unit")
 def _meet_kernel(
-    x_ptr, x_active_ptr, x_counts_ptr, x_bounds_ptr, y_ptr, y_active_ptr, y_counts_ptr, y_bounds_ptr,
-    x_halves_ptr, y_halves_ptr, x_keys_ptr, y_keys_ptr,
+    x_ptr, x_active_ptr, x_counts_ptr, x_bounds_ptr, y_ptr, y_active_ptr, y_counts_ptr, y_bounds_ptr, x_halves_ptr,
+    y_halves_ptr, x_keys_ptr, y_keys_ptr,
     x_length, y_length, n_row_blocks, n_shares, share,
-    stride_x, stride_x_point, stride_y, stride_y_point,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DIRECT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SQUARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    X_UNIT: tl.constexpr,
-    Y_UNIT: tl.constexpr,
+    stride_x, stride_x_point, stride_y, stride_y_point, config: tl.constexpr,
 ):  # fmt: skip
     """keys[point] = the largest of what is there and of the key of the nearest point of the other set.
 
@@ -114,44 +103,45 @@ def _meet_kernel(
     not after it. Grid: shares of y x blocks of x x pairs. Beyond the last point of a set, it is met again, which no
     maximum notices.
     """
-    stride_x *= X_UNIT
-    stride_x_point *= X_UNIT
-    stride_y *= Y_UNIT
-    stride_y_point *= Y_UNIT
+    stride_x *= config.x_unit
+    stride_x_point *= config.x_unit
+    stride_y *= config.y_unit
+    stride_y_point *= config.y_unit
     program = tl.program_id(0)
     pair = (program // (n_shares * n_row_blocks)).to(tl.int64)
     x_ptr, x_count, x_start = _set_of(pair, x_ptr, x_counts_ptr, x_bounds_ptr, x_length, stride_x, stride_x_point)
     y_ptr, y_count, y_start = _set_of(pair, y_ptr, y_counts_ptr, y_bounds_ptr, y_length, stride_y, stride_y_point)
-    first_row = program // n_shares % n_row_blocks * BLOCK_X
+    first_row = program // n_shares % n_row_blocks * config.block_x
     first = program % n_shares * share
     last = tl.minimum(first + share, y_count)
     if (first_row < x_count) & (first < last):
-        row_slots, slots = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_Y)
+        row_slots, slots = tl.arange(0, config.block_x), tl.arange(0, config.block_y)
         rows = _points_at(tl.minimum(first_row + row_slots, x_count - 1), x_active_ptr, x_start)
         x_rows = x_ptr + rows.to(tl.int64) * stride_x_point
-        dims = tl.arange(0, BLOCK_SIZE)
-        if DIRECT:
+        dims = tl.arange(0, config.block)
+        if config.direct:
             coordinates = (tl.load(x_rows).to(tl.float32),)
-            for dim in tl.static_range(1, SIZE):
-                coordinates = coordinates + (tl.load(x_rows + dim).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-        elif not SPLIT:
-            x_tile = tl.load(x_rows[:, None] + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0)
-        if SQUARED and not DIRECT:
+            for dim in tl.static_range(1, config.size):
+                more = (tl.load(x_rows + dim).to(tl.float32),)
+                coordinates = coordinates + more  # type: ignore[assignment]  # noqa: RUF005
+        elif not config.split:
+            x_tile = tl.load(x_rows[:, None] + dims[None, :], mask=(dims < config.size)[None, :], other=0.0)
+        if config.squared and not config.direct:
             x_halves = tl.load(x_halves_ptr + x_start + rows)
-        # Every GROUPS-th column is of one group, in a thread of its own.
-        N_STEPS: tl.constexpr = BLOCK_Y // GROUPS
-        places = tl.arange(0, N_STEPS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-        best = tl.full([BLOCK_X, GROUPS], float("-inf"), tl.float32)
-        position = tl.full([BLOCK_X, GROUPS], NO_WINNER, tl.int32)
-        for start in tl.range(first, last, BLOCK_Y):
-            # [N_STEPS, BLOCK_X, GROUPS]
-            if DIRECT:
+        # Every groups-th column is of one group, in a thread of its own.
+        N_STEPS: tl.constexpr = config.block_y // config.groups
+        places = tl.arange(0, N_STEPS)[:, None] * config.groups + tl.arange(0, config.groups)[None, :]
+        best = tl.full([config.block_x, config.groups], float("-inf"), tl.float32)
+        position = tl.full([config.block_x, config.groups], NO_WINNER, tl.int32)
+        for start in tl.range(first, last, config.block_y):
+            # [N_STEPS, block_x, groups]
+            if config.direct:
                 columns = _points_at(tl.minimum(start + places, y_count - 1), y_active_ptr, y_start)
                 y_rows = y_ptr + columns.to(tl.int64) * stride_y_point
-                near = tl.zeros([N_STEPS, BLOCK_X, GROUPS], tl.float32)
-                for dim in tl.static_range(0, SIZE):
+                near = tl.zeros([N_STEPS, config.block_x, config.groups], tl.float32)
+                for dim in tl.static_range(0, config.size):
                     others = tl.load(y_rows + dim).to(tl.float32)[:, None, :]
-                    if SQUARED:
+                    if config.squared:
                         difference = coordinates[dim][None, :, None] - others
                         near -= difference * difference
                     else:
@@ -159,22 +149,20 @@ def _meet_kernel(
             else:
                 columns = _points_at(tl.minimum(start + slots, y_count - 1), y_active_ptr, y_start)
                 y_rows = y_ptr + columns.to(tl.int64) * stride_y_point
-                if SPLIT:
-                    products = split_products(
-                        x_rows, y_rows, row_slots >= 0, slots >= 0, SIZE, BLOCK_SIZE, BLOCK_X, BLOCK_Y, PRECISION
-                    )
+                if config.split:
+                    products = split_products(x_rows, y_rows, row_slots >= 0, slots >= 0, config)
                 else:
-                    y_tile = tl.load(y_rows[None, :] + dims[:, None], mask=(dims < SIZE)[:, None], other=0.0)
-                    products = tl.dot(x_tile, y_tile, input_precision=PRECISION)
-                if SQUARED:
+                    y_tile = tl.load(y_rows[None, :] + dims[:, None], mask=(dims < config.size)[:, None], other=0.0)
+                    products = tl.dot(x_tile, y_tile, input_precision=config.precision)
+                if config.squared:
                     products -= tl.load(y_halves_ptr + y_start + columns)[None, :]
                     products -= x_halves[:, None]
-                near = tl.permute(tl.reshape(products, [BLOCK_X, N_STEPS, GROUPS]), (1, 0, 2))
+                near = tl.permute(tl.reshape(products, [config.block_x, N_STEPS, config.groups]), (1, 0, 2))
 
             # Where a maximum is NaN, all win, and the first of them is told: `settle` looks for the NaN from there.
             tile_best = max_along(near, 0)
             won = ~(near < tile_best[None, :, :])
-            place = tl.min(tl.where(won, places[:, None, :], BLOCK_Y), axis=0)
+            place = tl.min(tl.where(won, places[:, None, :], config.block_y), axis=0)
             # A later tile must be strictly better, or the first NaN.
             later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
             position = tl.where(later, start + place, position)
@@ -182,7 +170,7 @@ def _meet_kernel(
 
             tile_best = max_along(near, 1)
             won = ~(near < tile_best[:, None, :])
-            place = tl.min(tl.where(won, row_slots[None, :, None], BLOCK_X), axis=1)
+            place = tl.min(tl.where(won, row_slots[None, :, None], config.block_x), axis=1)
             keys = _keys_at(tile_best, tl.minimum(first_row + place, x_count - 1))
             at = start + places
             tl.atomic_max(y_keys_ptr + y_start + at, keys, mask=at < y_count, sem="relaxed")
@@ -222,45 +210,34 @@ def meet(problem: Problem, x: Side, y: Side, squared: bool) -> tuple[Tensor, Ten
 
 
 @triton.jit
-def _value_of(
-    x_rows, y_rows, exists,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_POINTS: tl.constexpr,
-    SQUARED: tl.constexpr,
-):  # fmt: skip
+def _value_of(x_rows, y_rows, exists, config: tl.constexpr):
     """Squared distances, or inner products, of the points of pairs of rows that exist, else 0."""
-    value = tl.zeros([BLOCK_POINTS], tl.float32)
-    for start in tl.range(0, SIZE, BLOCK_SIZE):
-        dims = start + tl.arange(0, BLOCK_SIZE)
-        mask = exists[:, None] & (dims < SIZE)[None, :]
+    value = tl.zeros([config.block_points], tl.float32)
+    for start in tl.range(0, config.size, config.block):
+        dims = start + tl.arange(0, config.block)
+        mask = exists[:, None] & (dims < config.size)[None, :]
         x_part = tl.load(x_rows[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         y_part = tl.load(y_rows[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        if SQUARED:
+        if config.squared:
             x_part -= y_part
             y_part = x_part
         value += tl.sum(x_part * y_part, axis=1)
     return value
 
 
-@kernel
+@kernel(config="size block block_points searched squared")
 def _settle_kernel(
-    x_ptr, x_active_ptr, x_counts_ptr, x_bounds_ptr, y_ptr, y_active_ptr, y_counts_ptr, y_bounds_ptr,
-    keys_ptr, values_ptr, argmax_ptr,
+    x_ptr, x_active_ptr, x_counts_ptr, x_bounds_ptr, y_ptr, y_active_ptr, y_counts_ptr, y_bounds_ptr, keys_ptr,
+    values_ptr, argmax_ptr,
     x_length, y_length, n_blocks,
-    stride_x, stride_x_point, stride_y, stride_y_point,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_POINTS: tl.constexpr,
-    SEARCHED: tl.constexpr,
-    SQUARED: tl.constexpr,
+    stride_x, stride_x_point, stride_y, stride_y_point, config: tl.constexpr,
 ):  # fmt: skip
     """values [N, x_length] and argmax, of the points of x that have met one; nothing is written for others."""
     pair = (tl.program_id(0) // n_blocks).to(tl.int64)
     x_ptr, x_count, x_start = _set_of(pair, x_ptr, x_counts_ptr, x_bounds_ptr, x_length, stride_x, stride_x_point)
     y_ptr, y_count, y_start = _set_of(pair, y_ptr, y_counts_ptr, y_bounds_ptr, y_length, stride_y, stride_y_point)
     if (x_count > 0) & (y_count > 0):
-        at = tl.program_id(0) % n_blocks * BLOCK_POINTS + tl.arange(0, BLOCK_POINTS)
+        at = tl.program_id(0) % n_blocks * config.block_points + tl.arange(0, config.block_points)
         keys = tl.load(keys_ptr + x_start + at, mask=at < x_count, other=_NO_KEY)
         met = keys != _NO_KEY
         near, position = _value_and_position(keys)
@@ -273,19 +250,19 @@ def _settle_kernel(
         nan = won & (near != near)
         lost = nan
         ahead = 0
-        while (ahead < SEARCHED) & (tl.max(lost.to(tl.int32), axis=0) > 0):
+        while (ahead < config.searched) & (tl.max(lost.to(tl.int32), axis=0) > 0):
             candidate = tl.minimum(position + ahead, y_count - 1)
             y_rows = y_ptr + _points_at(candidate, y_active_ptr, y_start).to(tl.int64) * stride_y_point
-            value = _value_of(x_rows, y_rows, lost, SIZE, BLOCK_SIZE, BLOCK_POINTS, SQUARED)
+            value = _value_of(x_rows, y_rows, lost, config)
             found = lost & (value != value)
             position = tl.where(found, candidate, position)
             lost = lost & ~found
             ahead += 1
         winner = _points_at(position, y_active_ptr, y_start)
         y_rows = y_ptr + winner.to(tl.int64) * stride_y_point
-        value = _value_of(x_rows, y_rows, won, SIZE, BLOCK_SIZE, BLOCK_POINTS, SQUARED)
+        value = _value_of(x_rows, y_rows, won, config)
         value = tl.where(nan, float("nan"), value)
-        value = tl.where(won, value, float("inf") if SQUARED else float("-inf"))
+        value = tl.where(won, value, float("inf") if config.squared else float("-inf"))
         to = pair * x_length + points
         tl.store(values_ptr + to, value, mask=met)
         tl.store(argmax_ptr + to, tl.where(won, winner, -1), mask=met)
@@ -317,20 +294,16 @@ def settle(problem: Problem, x: Side, y: Side, keys: Tensor, squared: bool) -> t
     return values, argmax
 
 
-@kernel
+@kernel(config="size block block_listed squared")
 def _gradient_kernel(
     x_ptr, x_bounds_ptr, y_ptr, y_bounds_ptr, x_argmax_ptr, x_weights_ptr, y_weights_ptr, listed_ptr, starts_ptr,
     grad_ptr,
     x_length, y_length,
-    stride_x, stride_x_point, stride_y, stride_y_point,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_LISTED: tl.constexpr,
-    SQUARED: tl.constexpr,
+    stride_x, stride_x_point, stride_y, stride_y_point, config: tl.constexpr,
 ):  # fmt: skip
     """grad[point of x], contiguous: what its winner gives by the weight of x, and those that chose it by that of y.
 
-    Grid: a program for each of `x_length` points of every pair. `weights` [N] multiply differences x - y, if SQUARED,
+    Grid: a program for each of `x_length` points of every pair. `weights` [N] multiply differences x - y, if `squared`,
     or the other point.
     """
     pair = (tl.program_id(0) // x_length).to(tl.int64)
@@ -338,14 +311,14 @@ def _gradient_kernel(
     x_ptr, x_count, x_start = _set_of(pair, x_ptr, None, x_bounds_ptr, x_length, stride_x, stride_x_point)
     y_ptr, _, _ = _set_of(pair, y_ptr, None, y_bounds_ptr, y_length, stride_y, stride_y_point)
     if point < x_count:
-        dims = tl.arange(0, BLOCK_SIZE)
-        inside = dims < SIZE
+        dims = tl.arange(0, config.block)
+        inside = dims < config.size
         own = tl.load(x_ptr + point.to(tl.int64) * stride_x_point + dims, mask=inside, other=0.0).to(tl.float32)
-        total = tl.zeros([BLOCK_SIZE], tl.float32)
+        total = tl.zeros([config.block], tl.float32)
         winner = tl.load(x_argmax_ptr + pair * x_length + point)
         if winner >= 0:
             other = tl.load(y_ptr + winner.to(tl.int64) * stride_y_point + dims, mask=inside, other=0.0).to(tl.float32)
-            if SQUARED:
+            if config.squared:
                 other = own - other
             total += tl.load(x_weights_ptr + pair) * other
 
@@ -354,19 +327,19 @@ def _gradient_kernel(
         high = tl.load(starts_ptr + 1).to(tl.int32)
         if low < high:
             listed_ptr += pair * y_length
-            sums = tl.zeros([BLOCK_LISTED, BLOCK_SIZE], tl.float32)
-            for position in tl.range(low, high, BLOCK_LISTED):
-                positions = position + tl.arange(0, BLOCK_LISTED)
+            sums = tl.zeros([config.block_listed, config.block], tl.float32)
+            for position in tl.range(low, high, config.block_listed):
+                positions = position + tl.arange(0, config.block_listed)
                 exists = positions < high
                 chosen_by = tl.load(listed_ptr + positions, mask=exists, other=0).to(tl.int64)
                 mask = exists[:, None] & inside[None, :]
                 others = tl.load(y_ptr + chosen_by[:, None] * stride_y_point + dims[None, :], mask=mask, other=0.0)
                 others = others.to(tl.float32)
-                if SQUARED:
+                if config.squared:
                     others = tl.where(mask, own[None, :] - others, 0.0)
                 sums += others
             total += tl.load(y_weights_ptr + pair) * tl.sum(sums, axis=0)
-        to = (x_start + point) * SIZE + dims
+        to = (x_start + point) * config.size + dims
         tl.store(grad_ptr + to, total.to(grad_ptr.dtype.element_ty), mask=inside)
 
 

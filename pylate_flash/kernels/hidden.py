@@ -83,7 +83,7 @@ def allocate(hidden, weight, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_chunks(arguments, D_MODEL: gl.constexpr):
+def copy_chunks(arguments, config: gl.constexpr):
     """Copy the tiles' states and, with them, the weight, chunk by chunk, into the slots as they become empty.
 
     What is past the end of either is zero, and counts as copied.
@@ -96,7 +96,7 @@ def copy_chunks(arguments, D_MODEL: gl.constexpr):
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        for start in range(0, D_MODEL, CHUNK):
+        for start in range(0, config.d_model, CHUNK):
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(full.index(slot), BYTES)
             for part in gl.static_range(PARTS):
@@ -109,14 +109,14 @@ def copy_chunks(arguments, D_MODEL: gl.constexpr):
 
 
 @gluon.jit
-def load_bias(bias_ptr, SIZE: gl.constexpr, EMBEDDING: gl.constexpr):
+def load_bias(bias_ptr, EMBEDDING: gl.constexpr, config: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
     dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, layout))
-    return gl.load(bias_ptr + dims, mask=dims < SIZE, other=0.0).to(gl.float32)
+    return gl.load(bias_ptr + dims, mask=dims < config.size, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def project_part(states, weights, full, empty, slot, phase, D_MODEL: gl.constexpr, PART: gl.constexpr):
+def project_part(states, weights, full, empty, slot, phase, config: gl.constexpr, PART: gl.constexpr):
     """Products of a part of the next tile with the weight, [PART_ROWS, EMBEDDING] in float32, and the slot after it."""
     PART_ROWS: gl.constexpr = states.shape[1]
     STAGES: gl.constexpr = weights.shape[0]
@@ -126,7 +126,7 @@ def project_part(states, weights, full, empty, slot, phase, D_MODEL: gl.constexp
     products = gl.zeros([PART_ROWS, EMBEDDING], gl.float32, layout)
     # Not the same value as `slot`, or Triton would not see that the loop changes it.
     previous = gl.to_tensor(0)
-    for chunk in range(0, D_MODEL, CHUNK):
+    for chunk in range(0, config.d_model, CHUNK):
         mbarrier.wait(full.index(slot), phase)
         follows = chunk > 0
         of_states, of_weight = states.index(slot * PARTS + PART), weights.index(slot).permute((1, 0))
@@ -169,7 +169,7 @@ def _by_sixteen_bytes(ROWS: int, EMBEDDING: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
-def _store(arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, PART: gl.constexpr):
+def _store(arguments, config: gl.constexpr, PART: gl.constexpr):
     """Project one part of every tile, and write the embeddings, and one over the norms that they were divided by."""
     bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, n_tiles, n_tokens = arguments
     PART_ROWS: gl.constexpr = states.shape[1]
@@ -178,11 +178,11 @@ def _store(arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, PART: gl.conste
     stored: gl.constexpr = _by_sixteen_bytes(PART_ROWS, EMBEDDING)
     dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, stored))
     if bias_ptr is not None:
-        bias = load_bias(bias_ptr, SIZE, EMBEDDING)
+        bias = load_bias(bias_ptr, EMBEDDING, config)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, D_MODEL, PART)
+        embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, config, PART)
         if bias_ptr is not None:
             embeddings += bias[None, :]
         rounded = embeddings.to(states.dtype)
@@ -193,29 +193,26 @@ def _store(arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, PART: gl.conste
             rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
             gl.store(scales_ptr + rows, scale, mask=rows < n_tokens)
         rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, stored))
-        mask = (rows < n_tokens)[:, None] & (dims < SIZE)[None, :]
-        offset = rows.to(gl.int64)[:, None] * SIZE + dims[None, :]
+        mask = (rows < n_tokens)[:, None] & (dims < config.size)[None, :]
+        offset = rows.to(gl.int64)[:, None] * config.size + dims[None, :]
         gl.store(embeddings_ptr + offset, gl.convert_layout(rounded, stored), mask=mask)
 
 
-@kernel(jit=gluon.jit)
-def _project_kernel(
-    hidden_desc, weight_desc, bias_ptr, embeddings_ptr, scales_ptr, n_tokens,
-    SIZE: gl.constexpr, D_MODEL: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """embeddings [n_tokens, SIZE], over their norms if there are scales [n_tokens], one over these, to be written.
+@kernel(jit=gluon.jit, config="size d_model stages")
+def _project_kernel(hidden_desc, weight_desc, bias_ptr, embeddings_ptr, scales_ptr, n_tokens, config: gl.constexpr):
+    """embeddings [n_tokens, size], over their norms if there are scales [n_tokens], one over these, to be written.
 
     Grid and the rest as in `_fused_kernel`.
     """
     n_tiles = gl.cdiv(n_tokens, hidden_desc.block_type.shape[0] * PARTS)
-    states, weights, full, empty = allocate(hidden_desc, weight_desc, STAGES)
+    states, weights, full, empty = allocate(hidden_desc, weight_desc, config.stages)
     arguments = bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, n_tiles, n_tokens
     copied = hidden_desc, weight_desc, states, weights, full, empty, n_tiles
     gl.warp_specialize(
         [
-            (_store, (arguments, SIZE, D_MODEL, gl.constexpr(0))),
-            (_store, (arguments, SIZE, D_MODEL, gl.constexpr(1))),
-            (copy_chunks, (copied, D_MODEL)),
+            (_store, (arguments, config, gl.constexpr(0))),
+            (_store, (arguments, config, gl.constexpr(1))),
+            (copy_chunks, (copied, config)),
         ],
         [4, 1],
         [232, 40],
@@ -249,10 +246,7 @@ _BLOCK_DOCUMENTS = 8
 
 
 @gluon.jit
-def _score(
-    arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr,
-    PART: gl.constexpr,
-):  # fmt: skip
+def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     """Project one part of every tile, and leave the maxima of its documents: best[document + part, query row]."""
     (
         queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
@@ -277,9 +271,9 @@ def _score(
             query_rows = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, loaded))
             offset = (query_rows // query_length).to(gl.int64) * stride_query
             offset += query_rows % query_length * stride_query_token
-            exists = (query_rows < n_rows)[:, None] & (dims < SIZE)[None, :]
+            exists = (query_rows < n_rows)[:, None] & (dims < config.size)[None, :]
             values = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
-            if NORMALIZE:
+            if config.normalize:
                 values = scaled(values, inverse_norms(values))
             queries.index(block).store(values)
         fence_async_shared()
@@ -288,7 +282,7 @@ def _score(
     columns = gl.arange(0, COLUMNS, layout=by_column)
     no_similarities = gl.zeros([PART_ROWS, COLUMNS], gl.float32, similarity)
     if bias_ptr is not None:
-        bias = load_bias(bias_ptr, SIZE, EMBEDDING)
+        bias = load_bias(bias_ptr, EMBEDDING, config)
     if cu_seqlens_ptr is not None:
         n_tokens = gl.minimum(n_tokens, gl.load(cu_seqlens_ptr + n_documents).to(gl.int32))
     slot = gl.to_tensor(0)
@@ -296,12 +290,12 @@ def _score(
     for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         part = tile * PARTS + PART
         first = part * PART_ROWS
-        embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, D_MODEL, PART)
+        embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, config, PART)
         if bias_ptr is not None:
             embeddings += bias[None, :]
         # Rounded as by a linear layer.
         rounded = embeddings.to(dtype)
-        if NORMALIZE:
+        if config.normalize:
             rounded = scaled(rounded, inverse_norms(rounded))
         rows = first + gl.arange(0, PART_ROWS, layout=by_row)
         if mask_ptr is not None:
@@ -320,7 +314,7 @@ def _score(
             )
             similarities = warpgroup_mma_wait(0, deps=[similarities])
             if mask_ptr is not None:
-                similarities = gl.where(active[:, None], similarities, 0.0 if ZERO_MASKED else float("-inf"))
+                similarities = gl.where(active[:, None], similarities, 0.0 if config.zero_masked else float("-inf"))
             current = document
             start = first
             while start < end:
@@ -335,31 +329,24 @@ def _score(
                 current += 1
 
 
-@kernel(jit=gluon.jit)
+@kernel(jit=gluon.jit, config="size d_model columns blocks stages zero_masked normalize")
 def _fused_kernel(
     hidden_desc, weight_desc, queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
     n_rows, query_length, n_tokens, n_documents, document_length,
-    stride_query, stride_query_token,
-    SIZE: gl.constexpr,
-    D_MODEL: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
-    ZERO_MASKED: gl.constexpr,
-    NORMALIZE: gl.constexpr,
+    stride_query, stride_query_token, config: gl.constexpr,
 ):  # fmt: skip
-    """best [documents + parts of tiles, BLOCKS * COLUMNS], see above; columns are the query rows [Nq * Lq].
+    """best [documents + parts of tiles, blocks * columns], see above; columns are the query rows [Nq * Lq].
 
     Grid: n programs, which take every n-th tile, so that what all of them read at a time lies together: where each took
-    a run of tiles, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, D_MODEL] and weight [SIZE, D_MODEL] are
+    a run of tiles, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, d_model] and weight [size, d_model] are
     contiguous.
     """
     n_tiles = gl.cdiv(n_tokens, hidden_desc.block_type.shape[0] * PARTS)
-    states, weights, full, empty = allocate(hidden_desc, weight_desc, STAGES)
+    states, weights, full, empty = allocate(hidden_desc, weight_desc, config.stages)
     dtype: gl.constexpr = states.dtype
     EMBEDDING: gl.constexpr = weights.shape[1]
-    queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, EMBEDDING], dtype)
-    queries = gl.allocate_shared_memory(dtype, [BLOCKS, COLUMNS, EMBEDDING], queries_layout)
+    queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([config.columns, EMBEDDING], dtype)
+    queries = gl.allocate_shared_memory(dtype, [config.blocks, config.columns, EMBEDDING], queries_layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
 
@@ -371,37 +358,32 @@ def _fused_kernel(
     copied = hidden_desc, weight_desc, states, weights, full, empty, n_tiles
     gl.warp_specialize(
         [
-            (_score, (arguments, SIZE, D_MODEL, ZERO_MASKED, NORMALIZE, gl.constexpr(0))),
-            (_score, (arguments, SIZE, D_MODEL, ZERO_MASKED, NORMALIZE, gl.constexpr(1))),
-            (copy_chunks, (copied, D_MODEL)),
+            (_score, (arguments, config, gl.constexpr(0))),
+            (_score, (arguments, config, gl.constexpr(1))),
+            (copy_chunks, (copied, config)),
         ],
         [4, 1],
         [232, 40],
     )
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="block_rows block_documents part_rows weighted mean")
 def _finish_kernel(
     best_ptr, queries_mask_ptr, documents_mask_ptr, cu_seqlens_ptr, scores_ptr,
-    query_length, n_documents, document_length, n_columns, empty_score,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_DOCUMENTS: tl.constexpr,
-    PART_ROWS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    MEAN: tl.constexpr,
+    query_length, n_documents, document_length, n_columns, empty_score, config: tl.constexpr,
 ):  # fmt: skip
     """scores[query, document] = sum over active rows of the maximum over the parts that the document lies in.
 
-    Under WEIGHTED the queries' mask holds a weight of each row; under MEAN the sum is divided by the active rows'
+    Under `weighted` the queries' mask holds a weight of each row; under `mean` the sum is divided by the active rows'
     number. A document without active tokens scores `empty_score`.
 
     Grid: (blocks of documents, queries).
     """
     wait_for_previous_kernel()
     query = tl.program_id(1)
-    documents = tl.program_id(0) * BLOCK_DOCUMENTS + tl.arange(0, BLOCK_DOCUMENTS)
+    documents = tl.program_id(0) * config.block_documents + tl.arange(0, config.block_documents)
     exists = documents < n_documents
-    tokens = tl.arange(0, BLOCK_ROWS)
+    tokens = tl.arange(0, config.block_rows)
     if cu_seqlens_ptr is not None:
         begin = tl.load(cu_seqlens_ptr + documents, mask=exists, other=0).to(tl.int32)
         end = tl.load(cu_seqlens_ptr + documents + 1, mask=exists, other=0).to(tl.int32)
@@ -409,9 +391,9 @@ def _finish_kernel(
         begin = documents * document_length
         end = tl.where(exists, begin + document_length, begin)
     counted = end > begin
-    first = begin // PART_ROWS
-    parts = tl.where(counted, (end - 1) // PART_ROWS + 1 - first, 0)
-    best = tl.full([BLOCK_DOCUMENTS, BLOCK_ROWS], float("-inf"), tl.float32)
+    first = begin // config.part_rows
+    parts = tl.where(counted, (end - 1) // config.part_rows + 1 - first, 0)
+    best = tl.full([config.block_documents, config.block_rows], float("-inf"), tl.float32)
     in_query = tokens < query_length
     of_rows = (documents + first).to(tl.int64)[:, None] * n_columns + (query * query_length + tokens)[None, :]
     # Most documents have no more parts than are read at once.
@@ -422,7 +404,7 @@ def _finish_kernel(
         values = tl.load(best_ptr + of_rows[:, None, :] + part * n_columns, mask=mask, other=float("-inf"))
         best = larger(best, tl.reduce(values, 1, larger))
     if documents_mask_ptr is not None:
-        active = tl.zeros([BLOCK_DOCUMENTS], tl.int32)
+        active = tl.zeros([config.block_documents], tl.int32)
         for start in tl.range(0, document_length, 64):
             at = start + tl.arange(0, 64)
             of_tokens = documents.to(tl.int64)[:, None] * document_length + at[None, :]
@@ -434,11 +416,11 @@ def _finish_kernel(
     if queries_mask_ptr is not None:
         weight = tl.load(queries_mask_ptr + query * query_length + tokens, mask=in_query, other=0)
         row_active &= weight != 0
-        if WEIGHTED:
+        if config.weighted:
             best *= weight.to(tl.float32)[None, :]
     best = tl.where(counted[:, None] & row_active[None, :], best, 0.0)
     scores = tl.sum(best, axis=1)
-    if MEAN:
+    if config.mean:
         scores = tl.div_rn(scores, tl.maximum(tl.sum(row_active.to(tl.float32), axis=0), 1.0))
     scores = tl.where(counted, scores, empty_score)
     tl.store(scores_ptr + query.to(tl.int64) * n_documents + documents, scores, mask=exists)

@@ -45,6 +45,20 @@ class Described(NamedTuple):
         return TensorDescriptor(tensor, [self.rows, self.columns], [self.columns, 1], list(self.block), self.layout)
 
 
+class Constants(str):
+    """What a kernel is compiled for, by name: its last argument, `config`.
+
+    A string of it, because Triton writes constants as JSON for those who hear of what is compiled.
+    """
+
+    def __new__(cls, **named: Any) -> Constants:
+        made = super().__new__(cls, named)
+        if not knobs.runtime.interpret:
+            named = {name: tl.constexpr(value) for name, value in named.items()}
+        vars(made).update(named)
+        return made
+
+
 class Kernel:
     """A Triton kernel whose arguments come in this order: tensors (or None), numbers, strides, constants.
 
@@ -55,11 +69,15 @@ class Kernel:
     follows
         Whether its programs are started before the kernel launched before them has ended, where the device can. Then
         they must `wait_for_previous_kernel` before all else.
+    config
+        The names of its constants, which it takes as one (`Constants`); "": it takes them one by one.
     """
 
-    def __init__(self, function: Any, follows: bool = False) -> None:
+    def __init__(self, function: Any, follows: bool = False, config: str = "") -> None:
         self.function = function
         self.follows = follows
+        self._names = config.split()
+        self._configs: dict[tuple, tuple[Constants]] = {}
         self._code: dict[tuple, tuple[Callable[..., None], int]] = {}
 
     def __call__(
@@ -86,6 +104,8 @@ class Kernel:
             What the first tensors are to the kernel, which takes descriptions of them (compute capability 9.0). They
             begin at multiples of 16 bytes; their columns and blocks follow from the constants.
         """
+        if self._names:
+            constants = self._configs.get(constants) or self.one_constant(constants)
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if device >= 0 and recording.current_device() != device:
             # Triton compiles for, and launches on, the current one.
@@ -121,6 +141,13 @@ class Kernel:
             self._code[key] = code, n_tensors
         if (recorder := recording.local.recorder) is not None:
             recorder.note_launch(code, grid, tensors, integers + constants, described, n_tensors)
+
+    def one_constant(self, constants: tuple) -> tuple:
+        """The constants as the kernel takes them: one object for each set."""
+        if not self._names or isinstance(constants[0], Constants):
+            return constants
+        made = (Constants(**dict(zip(self._names, constants, strict=True))),)
+        return self._configs.setdefault(constants, made)
 
     def _compile(
         self,
@@ -169,7 +196,11 @@ def wait_for_previous_kernel():
 
 
 def kernel(
-    function: Callable[..., None] | None = None, *, follows: bool = False, jit: Callable[..., Any] = triton.jit
+    function: Callable[..., None] | None = None,
+    *,
+    follows: bool = False,
+    config: str = "",
+    jit: Callable[..., Any] = triton.jit,
 ) -> Any:
     """The `Kernel` of a function under `jit`, compiled for its constants and strides, and for no other number.
 
@@ -177,14 +208,14 @@ def kernel(
     number that it was compiled for would compile it again.
     """
     if function is None:
-        return functools.partial(kernel, follows=follows, jit=jit)
+        return functools.partial(kernel, follows=follows, config=config, jit=jit)
     numbers = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
         if not (parameter.name.endswith("_ptr") or parameter.name.startswith("stride_"))
         and "constexpr" not in str(parameter.annotation)
     ]
-    return Kernel(jit(do_not_specialize=numbers)(function), follows)
+    return Kernel(jit(do_not_specialize=numbers)(function), follows, config)
 
 
 def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:

@@ -84,37 +84,28 @@ def _described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...
 
 
 @triton.jit
-def _whole_rows(n_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def _whole_rows(n_rows, config: tl.constexpr):
     """The contiguous rows of a program, which of their elements exist, and where those are."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.arange(0, BLOCK)
-    return rows, (rows < n_rows)[:, None] & (dims < SIZE)[None, :], rows[:, None] * SIZE + dims[None, :]
+    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
+    dims = tl.arange(0, config.block)
+    mask = (rows < n_rows)[:, None] & (dims < config.size)[None, :]
+    return rows, mask, rows[:, None] * config.size + dims[None, :]
 
 
-@kernel
-def _normalized_kernel(
-    embeddings_ptr,
-    out_ptr,
-    scales_ptr,
-    n_rows,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+@kernel(config="size block block_rows")
+def _normalized_kernel(embeddings_ptr, out_ptr, scales_ptr, n_rows, config: tl.constexpr):
     """out[row] = embeddings[row] * scales[row], with scales the inverse norms; both may be the same memory."""
-    rows, mask, offset = _whole_rows(n_rows, SIZE, BLOCK, BLOCK_ROWS)
+    rows, mask, offset = _whole_rows(n_rows, config)
     values = tl.load(embeddings_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     scale = inverse_norm(tl.sum(values * values, axis=1))
     tl.store(scales_ptr + rows, scale, mask=rows < n_rows)
     tl.store(out_ptr + offset, (values * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
-def _through_normalized_kernel(
-    grad_ptr, normalized_ptr, scales_ptr, n_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+@kernel(config="size block block_rows")
+def _through_normalized_kernel(grad_ptr, normalized_ptr, scales_ptr, n_rows, config: tl.constexpr):
     """grad[row] of what is normalized to that of the embeddings."""
-    rows, mask, offset = _whole_rows(n_rows, SIZE, BLOCK, BLOCK_ROWS)
+    rows, mask, offset = _whole_rows(n_rows, config)
     grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     normalized = tl.load(normalized_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0)
@@ -194,54 +185,51 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 
 @triton.jit
 def _look_at_block(
-    embeddings_ptr, found_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    WANTED: tl.constexpr,
+    embeddings_ptr, found_ptr,
+    block, n_rows, n_sequences, length,
+    stride_group, stride_sequence, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """found[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
-    rows = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = block.to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
     exists = rows < n_rows
     base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    nonzero = tl.zeros([BLOCK_ROWS], tl.int32)
-    for start in tl.range(0, SIZE, BLOCK):
-        dims = start + tl.arange(0, BLOCK)
-        mask = exists[:, None] & (dims < SIZE)[None, :]
+    squares = tl.zeros([config.block_rows], tl.float32)
+    nonzero = tl.zeros([config.block_rows], tl.int32)
+    for start in tl.range(0, config.size, config.block):
+        dims = start + tl.arange(0, config.block)
+        mask = exists[:, None] & (dims < config.size)[None, :]
         # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
         values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        if WANTED == "nonzero":
+        if config.wanted == "nonzero":
             nonzero |= tl.max((values != 0.0).to(tl.int32), axis=1)
         else:
             squares += tl.sum(values * values, axis=1)
-    if WANTED == "nonzero":
+    if config.wanted == "nonzero":
         tl.store(found_ptr + rows, nonzero != 0, mask=exists)
     else:
-        tl.store(found_ptr + rows, 0.5 * squares if WANTED == "half squares" else inverse_norm(squares), mask=exists)
+        tl.store(
+            found_ptr + rows, 0.5 * squares if config.wanted == "half squares" else inverse_norm(squares), mask=exists
+        )
 
 
-@kernel
+@kernel(config="size block block_rows wanted")
 def _rows_kernel(
     embeddings_ptr, more_ptr, found_ptr, more_found_ptr,
     blocks, n_rows, n_sequences, length, more_rows, more_sequences, more_length,
     stride_group, stride_sequence, stride_token, stride_more_group, stride_more_sequence, stride_more_token,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    WANTED: tl.constexpr,
+    config: tl.constexpr,
 ):  # fmt: skip
     """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others."""
     block = tl.program_id(0)
     if more_ptr is not None and block >= blocks:
         _look_at_block(
             more_ptr, more_found_ptr, block - blocks, more_rows, more_sequences, more_length, stride_more_group,
-            stride_more_sequence, stride_more_token, SIZE, BLOCK, BLOCK_ROWS, WANTED,
+            stride_more_sequence, stride_more_token, config,
         )  # fmt: skip
     if block < blocks:
         _look_at_block(
             embeddings_ptr, found_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
-            SIZE, BLOCK, BLOCK_ROWS, WANTED,
+            config,
         )  # fmt: skip
 
 
@@ -295,34 +283,31 @@ def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor
     return _look_at_rows("nonzero", embeddings, more)
 
 
-@kernel
+@kernel(config="size block block_rows offset_unit back")
 def _pad_kernel(
-    packed_ptr, cu_seqlens_ptr, offsets_ptr, padded_ptr, mask_ptr, n_sequences, length, stride_token,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    OFFSET_UNIT: tl.constexpr,
-    BACK: tl.constexpr,
+    packed_ptr, cu_seqlens_ptr, offsets_ptr, padded_ptr, mask_ptr,
+    n_sequences, length,
+    stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """padded [n_sequences, length, d] from packed [T, d], with zeros past the ends, and its mask; or BACK again.
+    """padded [n_sequences, length, d] from packed [T, d], with zeros past the ends, and its mask; or `back` again.
 
-    With an OFFSET_UNIT, sequences do not follow each other: they begin so many elements times their offset further on.
+    With an `offset_unit`, sequences do not follow each other: they begin so many elements times their offset on.
     """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
     sequence = rows // length
     token = rows % length
     exists = sequence < n_sequences
     start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0).to(tl.int64)
     active = exists & (start + token < end)
-    dims = tl.arange(0, BLOCK)
+    dims = tl.arange(0, config.block)
     first = start * stride_token
-    if OFFSET_UNIT > 0:
-        first = tl.load(offsets_ptr + sequence, mask=exists, other=0) * OFFSET_UNIT
+    if config.offset_unit > 0:
+        first = tl.load(offsets_ptr + sequence, mask=exists, other=0) * config.offset_unit
     of_packed = (first + token * stride_token)[:, None] + dims[None, :]
-    of_padded = rows[:, None] * SIZE + dims[None, :]
-    inside = (dims < SIZE)[None, :]
-    if BACK:
+    of_padded = rows[:, None] * config.size + dims[None, :]
+    inside = (dims < config.size)[None, :]
+    if config.back:
         values = tl.load(padded_ptr + of_padded, mask=active[:, None] & inside, other=0.0)
         tl.store(packed_ptr + of_packed, values, mask=active[:, None] & inside)
     else:

@@ -52,41 +52,31 @@ def _factor(values, ROUNDED: tl.constexpr):
     return values.to(tl.bfloat16) if ROUNDED else values.to(tl.float32)
 
 
-@kernel
+@kernel(
+    config="size block split owned block_tokens block_rows even zero_masked rounded precision query_unit document_unit"
+)
 def _documents_kernel(
     queries_ptr, documents_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_documents_ptr, partials_ptr, slopes_ptr,
     n_documents, document_length, first_document, n_launched, n_blocks, n_groups,
-    stride_rows, stride_row, stride_group, stride_document, stride_document_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    SPLIT: tl.constexpr,
-    OWNED: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ZERO_MASKED: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    QUERY_UNIT: tl.constexpr,
-    DOCUMENT_UNIT: tl.constexpr,
+    stride_rows, stride_row, stride_group, stride_document, stride_document_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad_documents[token] = sum over rows of grad * probability * queries[row], of the rows of one group.
 
     Grid: (blocks of tokens x documents of this launch x groups, parts of an embedding). With scales, what is left of a
     split embedding, in float32, is the gradient of the scaled one. `partials` [documents of the launch x blocks, rows
     of all groups, d], float32, if any, are those of the queries, and `slopes` [programs] the sums of grad * probability
-    * log2(probability), for beta. EVEN: the last block of rows is full.
+    * log2(probability), for beta. `even`: the last block of rows is full.
 
     What is loaded for a row of the tile is spread over all threads that hold a part of it, each of which computes its
     address: it is one addition, as rows are contiguous.
     """
     # Rows of all documents lie one after the other: their number is a stride, too.
     n_rows = stride_rows
-    stride_row *= QUERY_UNIT
-    stride_group *= DOCUMENT_UNIT
-    stride_document *= DOCUMENT_UNIT
-    stride_document_token *= DOCUMENT_UNIT
+    stride_row *= config.query_unit
+    stride_group *= config.document_unit
+    stride_document *= config.document_unit
+    stride_document_token *= config.document_unit
     block = tl.program_id(0) % n_blocks
     launched = (tl.program_id(0) // n_blocks) % n_launched
     group = (tl.program_id(0) // (n_blocks * n_launched)).to(tl.int64)
@@ -104,56 +94,53 @@ def _documents_kernel(
     if active_ptr is not None:
         length = tl.load(bounds_ptr + 2 * flat_document)
 
-    positions = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    positions = block * config.block_tokens + tl.arange(0, config.block_tokens)
     token_exists = positions < length
     tokens = positions
     if active_ptr is not None:
         tokens = tl.load(active_ptr + flat + positions, mask=token_exists, other=0)
     token_rows = base + tokens.to(tl.int64) * stride_document_token
-    owned = tl.arange(0, OWNED)
-    if SPLIT:
-        owned += tl.program_id(1) * OWNED
-    inside = owned < EMBEDDING
+    owned = tl.arange(0, config.owned)
+    if config.split:
+        owned += tl.program_id(1) * config.owned
+    inside = owned < config.size
     tile = tl.load(token_rows[:, None] + owned[None, :], mask=token_exists[:, None] & inside[None, :], other=0.0)
     if queries_scale_ptr is not None:
         token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
     to_exponent = tl.load(beta_ptr) * LOG2E
-    total = tl.zeros([BLOCK_TOKENS, OWNED], tl.float32)
-    slope = tl.zeros([BLOCK_TOKENS], tl.float32)
-    if ZERO_MASKED:
-        zeros_slope = tl.zeros([BLOCK_ROWS], tl.float32)
+    total = tl.zeros([config.block_tokens, config.owned], tl.float32)
+    slope = tl.zeros([config.block_tokens], tl.float32)
+    if config.zero_masked:
+        zeros_slope = tl.zeros([config.block_rows], tl.float32)
     lse_ptr += flat_document * n_rows
     grad_rows_ptr += flat_document * n_rows
     query_rows = queries_ptr + group * n_rows * stride_row
     # What is the same for every tile is not computed for each.
-    row_offsets = tl.arange(0, BLOCK_ROWS).to(tl.int64) * stride_row
+    row_offsets = tl.arange(0, config.block_rows).to(tl.int64) * stride_row
     walked = n_rows
     if partials_ptr is None:
         # Else a program of no token has zeros to leave.
-        walked = tl.where(block * BLOCK_TOKENS < length, n_rows, 0)
-    for start in tl.range(0, walked, BLOCK_ROWS):
-        rows = start + tl.arange(0, BLOCK_ROWS)
+        walked = tl.where(block * config.block_tokens < length, n_rows, 0)
+    for start in tl.range(0, walked, config.block_rows):
+        rows = start + tl.arange(0, config.block_rows)
         row_exists = rows < n_rows
         row_starts = query_rows + tl.cast(start, tl.int64) * stride_row + row_offsets
-        if EVEN:
+        if config.even:
             lse = tl.load(lse_ptr + rows)
             grad = tl.load(grad_rows_ptr + rows)
         else:
             lse = tl.load(lse_ptr + rows, mask=row_exists, other=0.0)
             grad = tl.load(grad_rows_ptr + rows, mask=row_exists, other=0.0)
-        if EVEN and OWNED == EMBEDDING:
+        if config.even and config.owned == config.size:
             of_queries = tl.load(row_starts[:, None] + owned[None, :])
         else:
             of_queries = tl.load(
                 row_starts[:, None] + owned[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0
             )
-        if SPLIT:
-            exponents = split_products(
-                token_rows, row_starts, token_exists, row_exists, EMBEDDING, BLOCK_EMBEDDING, BLOCK_TOKENS, BLOCK_ROWS,
-                PRECISION,
-            )  # fmt: skip
+        if config.split:
+            exponents = split_products(token_rows, row_starts, token_exists, row_exists, config)
         else:
-            exponents = tl.dot(tile, tl.trans(of_queries), input_precision=PRECISION)
+            exponents = tl.dot(tile, tl.trans(of_queries), input_precision=config.precision)
         row_factor = to_exponent
         if queries_scale_ptr is not None:
             row_scale = tl.load(queries_scale_ptr + group * n_rows + rows, mask=row_exists, other=1.0)
@@ -165,7 +152,7 @@ def _documents_kernel(
         flows = tl.where((grad != 0.0)[None, :], probabilities * grad[None, :], 0.0)
         if slopes_ptr is not None:
             slope += tl.sum(tl.where(flows == 0.0, 0.0, flows * exponents), axis=1)
-            if ZERO_MASKED:
+            if config.zero_masked:
                 zero = tl.exp2(-lse * LOG2E)
                 zeros_slope -= tl.where((grad == 0.0) | (zero == 0.0), 0.0, grad * zero * (lse * LOG2E))
         if partials_ptr is not None:
@@ -173,19 +160,26 @@ def _documents_kernel(
             if queries_scale_ptr is not None:
                 partial_flows *= token_scale[:, None]
             partial = tl.dot(
-                tl.trans(_factor(partial_flows, ROUNDED)), _factor(tile, ROUNDED), input_precision=PRECISION
+                tl.trans(_factor(partial_flows, config.rounded)),
+                _factor(tile, config.rounded),
+                input_precision=config.precision,
             )
             part = (launched * n_blocks + block).to(tl.int64) * n_groups * n_rows
-            offset = (part + group * n_rows + rows)[:, None] * EMBEDDING + owned[None, :]
+            offset = (part + group * n_rows + rows)[:, None] * config.size + owned[None, :]
             tl.store(partials_ptr + offset, partial, mask=row_exists[:, None] & inside[None, :])
         if grad_documents_ptr is not None:
             if queries_scale_ptr is not None:
                 flows *= row_scale[None, :]
-            total = tl.dot(_factor(flows, ROUNDED), _factor(of_queries, ROUNDED), total, input_precision=PRECISION)
+            total = tl.dot(
+                _factor(flows, config.rounded),
+                _factor(of_queries, config.rounded),
+                total,
+                input_precision=config.precision,
+            )
     if grad_documents_ptr is not None:
-        if queries_scale_ptr is not None and not SPLIT:
+        if queries_scale_ptr is not None and not config.split:
             total = through_norm(total, tile, token_scale)
-        offset = (flat + tokens)[:, None] * EMBEDDING + owned[None, :]
+        offset = (flat + tokens)[:, None] * config.size + owned[None, :]
         tl.store(
             grad_documents_ptr + offset,
             total.to(grad_documents_ptr.dtype.element_ty),
@@ -193,7 +187,7 @@ def _documents_kernel(
         )
     if slopes_ptr is not None:
         all_slopes = tl.sum(tl.where(token_exists, slope, 0.0), axis=0)
-        if ZERO_MASKED:
+        if config.zero_masked:
             # The masked tokens of a document that has others are those of its first program.
             masked = tl.where((block == 0) & (length > 0), document_length - length, 0).to(tl.float32)
             all_slopes += tl.where(masked > 0.0, masked * tl.sum(zeros_slope, axis=0), 0.0)
@@ -201,56 +195,44 @@ def _documents_kernel(
         tl.store(slopes_ptr + tl.program_id(0), all_slopes, mask=tl.program_id(1) == 0)
 
 
-@kernel
+@kernel(config="size block split owned block_rows block_tokens through_norm rounded precision query_unit document_unit")
 def _queries_kernel(
     queries_ptr, documents_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_queries_ptr,
     n_documents, document_length, n_groups, n_splits,
-    stride_rows, stride_row, stride_group, stride_document, stride_document_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    SPLIT: tl.constexpr,
-    OWNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    THROUGH_NORM: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    QUERY_UNIT: tl.constexpr,
-    DOCUMENT_UNIT: tl.constexpr,
+    stride_rows, stride_row, stride_group, stride_document, stride_document_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad_queries[row] = sum over tokens of grad * probability * documents[token], [splits, rows of all, d].
 
-    Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). Without THROUGH_NORM, what is left
-    with scales is the gradient of the scaled queries.
+    Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). Without `through_norm`, what is
+    left with scales is the gradient of the scaled queries.
     """
     # Rows of all documents lie one after the other: their number is a stride, too.
     n_rows = stride_rows
-    stride_row *= QUERY_UNIT
-    stride_group *= DOCUMENT_UNIT
-    stride_document *= DOCUMENT_UNIT
-    stride_document_token *= DOCUMENT_UNIT
-    n_row_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    stride_row *= config.query_unit
+    stride_document_token *= config.document_unit
+    strides = stride_group * config.document_unit, stride_document * config.document_unit, stride_document_token
+    n_row_blocks = tl.cdiv(n_rows, config.block_rows)
     group = (tl.program_id(0) // n_row_blocks).to(tl.int64)
-    rows = tl.program_id(0) % n_row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    rows = tl.program_id(0) % n_row_blocks * config.block_rows + tl.arange(0, config.block_rows)
     row_exists = rows < n_rows
     global_row = group * n_rows + rows
     query_rows = queries_ptr + global_row * stride_row
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    if not SPLIT:
-        query_mask = row_exists[:, None] & (dims < EMBEDDING)[None, :]
+    dims = tl.arange(0, config.block)
+    if not config.split:
+        query_mask = row_exists[:, None] & (dims < config.size)[None, :]
         query_tile = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
-    row_factor = tl.full([BLOCK_ROWS], LOG2E, tl.float32) * tl.load(beta_ptr)
+    row_factor = tl.full([config.block_rows], LOG2E, tl.float32) * tl.load(beta_ptr)
     if queries_scale_ptr is not None:
         row_scale = tl.load(queries_scale_ptr + global_row, mask=row_exists, other=1.0)
         row_factor *= row_scale
-    owned = tl.arange(0, OWNED)
-    if SPLIT:
-        owned += tl.program_id(2) * OWNED
-    inside = owned < EMBEDDING
+    owned = tl.arange(0, config.owned)
+    if config.split:
+        owned += tl.program_id(2) * config.owned
+    inside = owned < config.size
 
     # What is the same for every tile is not computed for each.
-    token_offsets = tl.arange(0, BLOCK_TOKENS).to(tl.int64) * stride_document_token
+    token_offsets = tl.arange(0, config.block_tokens).to(tl.int64) * stride_document_token
     first = 0
     last = n_documents
     if candidates_ptr is not None:
@@ -259,14 +241,11 @@ def _queries_kernel(
     share = tl.cdiv(last - first, n_splits)
     first += tl.program_id(1) * share
     last = tl.minimum(first + share, last)
-    total = tl.zeros([BLOCK_ROWS, OWNED], tl.float32)
+    total = tl.zeros([config.block_rows, config.owned], tl.float32)
     # One loop of both, as in the forward.
-    for index in tl.range(0, last - first, flatten=not SPLIT):
+    for index in tl.range(0, last - first, flatten=not config.split):
         document = first + index
-        base, length = document_range(
-            documents_ptr, cu_seqlens_ptr, None, group, document, document_length,
-            stride_group, stride_document, stride_document_token, cu_seqlens_ptr is not None, 0,
-        )  # fmt: skip
+        base, length = document_range(documents_ptr, cu_seqlens_ptr, None, group, document, document_length, strides, 0)
         flat_document = tl.cast(document, tl.int64)
         if cu_seqlens_ptr is not None:
             flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
@@ -277,8 +256,8 @@ def _queries_kernel(
             length = tl.load(bounds_ptr + 2 * flat_document)
         lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_exists, other=0.0) * LOG2E
         grad = tl.load(grad_rows_ptr + flat_document * n_rows + rows, mask=row_exists, other=0.0)
-        for start in tl.range(0, length, BLOCK_TOKENS):
-            positions = start + tl.arange(0, BLOCK_TOKENS)
+        for start in tl.range(0, length, config.block_tokens):
+            positions = start + tl.arange(0, config.block_tokens)
             token_exists = positions < length
             if active_ptr is not None:
                 tokens = tl.load(active_ptr + flat + positions, mask=token_exists, other=0)
@@ -289,13 +268,10 @@ def _queries_kernel(
             tile = tl.load(
                 token_rows[:, None] + owned[None, :], mask=token_exists[:, None] & inside[None, :], other=0.0
             )
-            if SPLIT:
-                exponents = split_products(
-                    query_rows, token_rows, row_exists, token_exists, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
-                    BLOCK_TOKENS, PRECISION,
-                )  # fmt: skip
+            if config.split:
+                exponents = split_products(query_rows, token_rows, row_exists, token_exists, config)
             else:
-                exponents = tl.dot(query_tile, tl.trans(tile), input_precision=PRECISION)
+                exponents = tl.dot(query_tile, tl.trans(tile), input_precision=config.precision)
             if queries_scale_ptr is not None:
                 token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
                 exponents *= token_scale[None, :]
@@ -306,10 +282,12 @@ def _queries_kernel(
             flows = tl.where((grad != 0.0)[:, None], tl.exp2(exponents) * grad[:, None], 0.0)
             if queries_scale_ptr is not None:
                 flows *= token_scale[None, :]
-            total = tl.dot(_factor(flows, ROUNDED), _factor(tile, ROUNDED), total, input_precision=PRECISION)
-    if THROUGH_NORM:
+            total = tl.dot(
+                _factor(flows, config.rounded), _factor(tile, config.rounded), total, input_precision=config.precision
+            )
+    if config.through_norm:
         total = through_norm(total, query_tile, row_scale)
-    offset = (tl.program_id(1).to(tl.int64) * n_groups * n_rows + global_row)[:, None] * EMBEDDING + owned[None, :]
+    offset = (tl.program_id(1).to(tl.int64) * n_groups * n_rows + global_row)[:, None] * config.size + owned[None, :]
     tl.store(
         grad_queries_ptr + offset,
         total.to(grad_queries_ptr.dtype.element_ty),

@@ -72,28 +72,18 @@ def count(pointer, offsets, mask, PTX: tl.constexpr):
         tl.atomic_add(pointer + offsets, 1, mask=mask, sem="relaxed")
 
 
-@kernel
+@kernel(config="size block block_rows block_tokens split mode groups depth ptx precision")
 def _walk_kernel(
     queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, winners_ptr, scratch_ptr, state_ptr, counts_ptr,
     n_rows, query_length, n_documents, document_length, n_runs, run, n_groups,
-    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
-    stride_scratch,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MODE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token, stride_scratch,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """MAXIMA: best [Nd, rows] and winners; and in each row's scratch the bits of the maxima of GROUPS groups of each
+    """MAXIMA: best [Nd, rows] and winners; and in each row's scratch the bits of the maxima of so many groups of each
     tile's tokens, but those of tiles without an active token, and of groups from `n_groups` on.
 
-    COLLECT: in each row's scratch, [runs, DEPTH, BLOCK_TOKENS], the bits of similarities, from that of the row's key
-    on, of every column of the tiles of a run; counts [rows, runs, BLOCK_TOKENS] how many there are, also where they are
+    COLLECT: in each row's scratch, [runs, depth, block_tokens], the bits of similarities, from that of the row's key
+    on, of every column of the tiles of a run; counts [rows, runs, block_tokens] how many there are, also where they are
     more. Of rows with a width from 0 on.
 
     BINS: adds to counts of bins in each row's scratch the similarities of each bin of 2**width keys, from the row's key
@@ -105,14 +95,14 @@ def _walk_kernel(
 
     Grid: blocks of rows x runs of documents. Programs that run together read the same documents, out of L2.
     """
-    n_row_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
-    rows = tl.program_id(0) % n_row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    n_row_blocks = tl.cdiv(n_rows, config.block_rows)
+    rows = tl.program_id(0) % n_row_blocks * config.block_rows + tl.arange(0, config.block_rows)
     row_exists = rows < n_rows
     first = tl.program_id(0) // n_row_blocks * run
     last = tl.minimum(first + run, n_documents)
-    if MODE != MAXIMA:
+    if config.mode != MAXIMA:
         lowest = tl.load(state_ptr + rows, mask=row_exists, other=0)
-        if MODE == TALLY:
+        if config.mode == TALLY:
             counted = tl.load(state_ptr + 3 * n_rows + rows, mask=row_exists, other=0) != 0
         else:
             width = tl.load(state_ptr + n_rows + rows, mask=row_exists, other=-1)
@@ -121,61 +111,61 @@ def _walk_kernel(
         # Nothing is walked through for rows that are done.
         last = tl.where(tl.max(counted.to(tl.int32), axis=0) > 0, last, first)
 
-    dims = tl.arange(0, BLOCK_EMBEDDING)
+    dims = tl.arange(0, config.block)
     query_offset = (rows // query_length).to(tl.int64) * stride_query + rows % query_length * stride_query_token
     query_rows = queries_ptr + query_offset[:, None] + dims[None, :]
-    if not SPLIT:
-        query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
-    slots = tl.arange(0, BLOCK_TOKENS)
-    first_row = tl.program_id(0) % n_row_blocks * BLOCK_ROWS
-    if MODE != TALLY:
+    if not config.split:
+        query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < config.size)[None, :], other=0.0)
+    slots = tl.arange(0, config.block_tokens)
+    first_row = tl.program_id(0) % n_row_blocks * config.block_rows
+    if config.mode != TALLY:
         scratch_ptr += first_row.to(tl.int64) * stride_scratch
-        row_scratch = tl.arange(0, BLOCK_ROWS) * stride_scratch
-    if MODE == COLLECT:
+        row_scratch = tl.arange(0, config.block_rows) * stride_scratch
+    if config.mode == COLLECT:
         # All that is kept of an element is its next place, which takes it past the end of its row's when there is none.
-        ROOM: tl.constexpr = DEPTH * BLOCK_TOKENS
+        ROOM: tl.constexpr = config.depth * config.block_tokens
         run_index = tl.program_id(0) // n_row_blocks
         row_begins = row_scratch + run_index * ROOM
         bound = similarities_of(lowest)
         place = row_begins[:, None] + slots[None, :]
-    for index in tl.range(0, last - first, flatten=not SPLIT):
+    for index in tl.range(0, last - first, flatten=not config.split):
         document = first + index
         flat = document.to(tl.int64)
         base = documents_ptr + flat * stride_document
         length = document_length
         if active_ptr is not None:
             length = tl.load(bounds_ptr + 2 * flat)
-        best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
-        above = tl.zeros([BLOCK_ROWS], tl.int32)
-        equal = tl.zeros([BLOCK_ROWS], tl.int32)
+        best = tl.full([config.block_rows], float("-inf"), tl.float32)
+        key = tl.full([config.block_rows], NO_WINNER, tl.int32)
+        above = tl.zeros([config.block_rows], tl.int32)
+        equal = tl.zeros([config.block_rows], tl.int32)
         columns = slots
-        if MODE == COLLECT:
+        if config.mode == COLLECT:
             # Markers begin every document, and would all seek a place in one column.
-            columns = (slots + document) % BLOCK_TOKENS
-        for start in tl.range(0, length, BLOCK_TOKENS):
+            columns = (slots + document) % config.block_tokens
+        for start in tl.range(0, length, config.block_tokens):
             # The last token is seen several times: no maximum notices, and what is counted has to exist.
             tokens = tl.minimum(start + columns, length - 1)
             if active_ptr is not None:
                 tokens = tl.load(active_ptr + flat * document_length + tokens)
             token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
-            if SPLIT:
-                similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-                for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
-                    products = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-                    for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
-                        exists = dim + dims < EMBEDDING
+            if config.split:
+                similarities = tl.zeros([config.block_rows, config.block_tokens], tl.float32)
+                for sum_start in tl.static_range(0, config.size, SUMMED_EMBEDDING):
+                    products = tl.zeros([config.block_rows, config.block_tokens], tl.float32)
+                    for dim in tl.range(sum_start, min(config.size, sum_start + SUMMED_EMBEDDING), config.block):
+                        exists = dim + dims < config.size
                         part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
                         tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
-                        products = tl.dot(part, tile, products, input_precision=PRECISION)
+                        products = tl.dot(part, tile, products, input_precision=config.precision)
                     similarities += products
             else:
-                if BLOCK_EMBEDDING == EMBEDDING:
+                if config.block == config.size:
                     tile = tl.load(token_rows)
                 else:
-                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[:, None], other=0.0)
-                similarities = tl.dot(query_tile, tile, input_precision=PRECISION)
-            if MODE == MAXIMA:
+                    tile = tl.load(token_rows, mask=(dims < config.size)[:, None], other=0.0)
+                similarities = tl.dot(query_tile, tile, input_precision=config.precision)
+            if config.mode == MAXIMA:
                 tile_best = max_along(similarities, 1)
                 won = (similarities == tile_best[:, None]) | (similarities != similarities)
                 tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
@@ -183,43 +173,45 @@ def _walk_kernel(
                 later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
                 key = tl.where(later, tile_key, key)
                 best = larger(best, tile_best)
-                if GROUPS > 0:
-                    # Every GROUPS-th token: those lie within a thread, or close to it. What does not exist is no more
+                if config.groups > 0:
+                    # Every so many-th token: those lie within a thread, or close to it. What does not exist is no more
                     # than one of them.
                     found = tl.where((start + columns < length)[None, :], similarities, float("-inf"))
-                    found = tl.reshape(found, [BLOCK_ROWS, BLOCK_TOKENS // GROUPS, GROUPS])
-                    group = (flat * tl.cdiv(document_length, BLOCK_TOKENS) + start // BLOCK_TOKENS) * GROUPS
-                    group += tl.arange(0, GROUPS)
+                    found = tl.reshape(found, [config.block_rows, config.block_tokens // config.groups, config.groups])
+                    group = (
+                        flat * tl.cdiv(document_length, config.block_tokens) + start // config.block_tokens
+                    ) * config.groups
+                    group += tl.arange(0, config.groups)
                     to = scratch_ptr + row_scratch[:, None] + group[None, :]
                     mask = row_exists[:, None] & (group < n_groups)[None, :]
                     tl.store(to, max_along(found, 1).to(tl.int32, bitcast=True), mask=mask)
             else:
                 exists = counted[:, None] & (start + columns < length)[None, :]
-                if MODE == COLLECT:
+                if config.mode == COLLECT:
                     reaches = exists & ~(similarities < bound[:, None])
                     fits = reaches & (place < (row_begins + ROOM)[:, None])
-                    scatter(scratch_ptr, place, similarities.to(tl.int32, bitcast=True), fits, PTX)
-                    place += tl.where(reaches, BLOCK_TOKENS, 0)
-                elif MODE == BINS:
+                    scatter(scratch_ptr, place, similarities.to(tl.int32, bitcast=True), fits, config.ptx)
+                    place += tl.where(reaches, config.block_tokens, 0)
+                elif config.mode == BINS:
                     keys = keys_of(similarities)
                     bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
                     inside = exists & (keys >= lowest[:, None]) & (bins < _N_BINS)
-                    count(scratch_ptr, row_scratch[:, None] + bins.to(tl.int32, bitcast=True), inside, PTX)
+                    count(scratch_ptr, row_scratch[:, None] + bins.to(tl.int32, bitcast=True), inside, config.ptx)
                 else:
                     keys = keys_of(similarities)
                     above += tl.sum((exists & (keys > lowest[:, None])).to(tl.int32), axis=1)
                     equal += tl.sum((exists & (keys == lowest[:, None])).to(tl.int32), axis=1)
         to = flat * n_rows + rows
-        if MODE == MAXIMA:
+        if config.mode == MAXIMA:
             tl.store(best_ptr + to, best, mask=row_exists)
             tl.store(winners_ptr + to, winner_of(key, best).to(winners_ptr.dtype.element_ty), mask=row_exists)
-        if MODE == TALLY:
+        if config.mode == TALLY:
             dtype = counts_ptr.dtype.element_ty
             tl.store(counts_ptr + to, above.to(dtype), mask=counted)
             tl.store(counts_ptr + tl.cast(n_documents, tl.int64) * n_rows + to, equal.to(dtype), mask=counted)
-    if MODE == COLLECT:
-        to = (rows.to(tl.int64) * n_runs + run_index)[:, None] * BLOCK_TOKENS + slots[None, :]
-        tl.store(counts_ptr + to, (place - row_begins[:, None]) // BLOCK_TOKENS, mask=row_exists[:, None])
+    if config.mode == COLLECT:
+        to = (rows.to(tl.int64) * n_runs + run_index)[:, None] * config.block_tokens + slots[None, :]
+        tl.store(counts_ptr + to, (place - row_begins[:, None]) // config.block_tokens, mask=row_exists[:, None])
 
 
 def walk_similarities(
@@ -283,27 +275,22 @@ def _is_tallied(key, count, wanted, WITH_WHOLE: tl.constexpr):
     return tallied
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="maxima block groups block_tokens steps_follow bin_bits")
 def _begin_kernel(
     best_ptr, bounds_ptr, scratch_ptr, state_ptr,
-    n_rows, n_groups, n_documents, n_tiles, k, stride_scratch,
-    MAXIMA: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    STEPS_FOLLOW: tl.constexpr,
-    BIN_BITS: tl.constexpr,
+    n_rows, n_groups, n_documents, n_tiles, k,
+    stride_scratch, config: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: as lowest key the k-th largest of at most MAXIMA groups, and bins up to the largest key.
+    """Of one row: as lowest key the k-th largest of at most so many groups, and bins up to the largest key.
 
-    If the STEPS_FOLLOW at once, counts of bins are zeros.
+    If the `steps_follow` at once, counts of bins are zeros.
     """
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
-    n_active = tl.zeros([BLOCK], tl.int64)
+    n_active = tl.zeros([config.block], tl.int64)
     largest = LOWEST_KEY
-    for start in tl.range(0, n_documents, BLOCK):
-        documents = start + tl.arange(0, BLOCK)
+    for start in tl.range(0, n_documents, config.block):
+        documents = start + tl.arange(0, config.block)
         exists = documents < n_documents
         best = tl.load(best_ptr + documents.to(tl.int64) * n_rows + row, mask=exists, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(keys_of(best), axis=0))
@@ -312,75 +299,66 @@ def _begin_kernel(
     wanted = k
     if bounds_ptr is not None:
         wanted = tl.minimum(k, tl.sum(n_active, axis=0)).to(tl.int32)
-    slots = tl.arange(0, MAXIMA)
+    slots = tl.arange(0, config.maxima)
     exists = slots < n_groups
     of_row = scratch_ptr + row * stride_scratch
-    if GROUPS > 0:
+    if config.groups > 0:
         if bounds_ptr is not None:
             # Tiles without an active token have left no maximum.
-            tile = slots // GROUPS
+            tile = slots // config.groups
             count = tl.load(bounds_ptr + 2 * (tile // n_tiles).to(tl.int64), mask=exists, other=0)
-            exists = exists & (tile % n_tiles * BLOCK_TOKENS < count)
+            exists = exists & (tile % n_tiles * config.block_tokens < count)
         maxima = tl.load(of_row + slots, mask=exists, other=0).to(tl.float32, bitcast=True)
     else:
         maxima = tl.load(best_ptr + slots.to(tl.int64) * n_rows + row, mask=exists, other=0.0)
     lowest = tl.maximum(_lower_bound(keys_of(maxima), exists, wanted), LOWEST_KEY)
     span = (tl.maximum(largest, lowest) - lowest).to(tl.uint32, bitcast=True)
     width = 0
-    for bits in tl.static_range(32 - BIN_BITS):
-        width += ((span >> bits) >= (1 << BIN_BITS)).to(tl.int32)
+    for bits in tl.static_range(32 - config.bin_bits):
+        width += ((span >> bits) >= (1 << config.bin_bits)).to(tl.int32)
     tl.store(state_ptr + row, lowest)
     tl.store(state_ptr + n_rows + row, tl.where(wanted > 0, width, -1))
     tl.store(state_ptr + 2 * n_rows + row, wanted)
     tl.store(state_ptr + 3 * n_rows + row, 0)
-    if STEPS_FOLLOW:
+    if config.steps_follow:
         # Over the maxima, which the sums above have seen.
-        tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
+        tl.store(of_row + tl.arange(0, 1 << config.bin_bits), tl.zeros([1 << config.bin_bits], tl.int32))
 
 
-@kernel(follows=True)
-def _select_kernel(
-    counts_ptr, scratch_ptr, state_ptr,
-    n_rows, n_runs, stride_scratch,
-    SLOTS: tl.constexpr,
-    PACKED: tl.constexpr,
-    DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WITH_WHOLE: tl.constexpr,
-    BIN_BITS: tl.constexpr,
-):  # fmt: skip
-    """Of one row: its search is over, if all similarities from that of its key on have found a place, PACKED at most.
+@kernel(follows=True, config="slots packed depth columns with_whole bin_bits")
+def _select_kernel(counts_ptr, scratch_ptr, state_ptr, n_rows, n_runs, stride_scratch, config: tl.constexpr):
+    """Of one row: its search is over, if all similarities from that of its key on have a place, at most `packed`.
 
     If it goes on, counts of bins take their places, zeros.
     """
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
-    slots = tl.arange(0, SLOTS)
-    counts = tl.load(counts_ptr + row * n_runs * COLUMNS + slots, mask=slots < n_runs * COLUMNS, other=0)
+    slots = tl.arange(0, config.slots)
+    counts = tl.load(counts_ptr + row * n_runs * config.columns + slots, mask=slots < n_runs * config.columns, other=0)
     of_row = scratch_ptr + row * stride_scratch
     width = tl.load(state_ptr + n_rows + row)
     goes_on = width >= 0
     deepest, total = tl.max(counts, axis=0), tl.sum(counts, axis=0)
-    fits = (deepest <= DEPTH) & (total <= PACKED)
+    fits = (deepest <= config.depth) & (total <= config.packed)
     if goes_on & fits:
         # Most places are empty, and all of them would be looked at once for every bit.
-        of_column = of_row + slots // COLUMNS * (DEPTH * COLUMNS) + slots % COLUMNS
-        packed = of_row + n_runs * (DEPTH * COLUMNS)
+        of_column = of_row + slots // config.columns * (config.depth * config.columns) + slots % config.columns
+        packed = of_row + n_runs * (config.depth * config.columns)
         to = packed + tl.cumsum(counts, axis=0) - counts
         for depth in tl.range(0, deepest):
             there = depth < counts
-            tl.store(to + depth, tl.load(of_column + depth * COLUMNS, mask=there), mask=there)
+            tl.store(to + depth, tl.load(of_column + depth * config.columns, mask=there), mask=there)
         tl.debug_barrier()
-        at = tl.arange(0, PACKED)
+        at = tl.arange(0, config.packed)
         exists = at < total
         keys = keys_of(tl.load(packed + at, mask=exists, other=0).to(tl.float32, bitcast=True))
         lowest = tl.load(state_ptr + row)
         wanted = tl.load(state_ptr + 2 * n_rows + row)
-        # Below 2**(width + BIN_BITS), which may be 2**32.
+        # Below 2**(width + bin_bits), which may be 2**32.
         distances = tl.where(exists, keys - lowest, 0).to(tl.uint32, bitcast=True)
         found = tl.full([], 0, tl.uint32)
-        bit = tl.full([], 1 << 31, tl.uint32) >> (32 - BIN_BITS - width).to(tl.uint32)
-        for _ in tl.range(0, width + BIN_BITS):
+        bit = tl.full([], 1 << 31, tl.uint32) >> (32 - config.bin_bits - width).to(tl.uint32)
+        for _ in tl.range(0, width + config.bin_bits):
             higher = found | bit
             bit >>= 1
             reach = tl.sum((distances >= higher).to(tl.int32), axis=0)
@@ -391,20 +369,16 @@ def _select_kernel(
         tl.store(state_ptr + row, key)
         tl.store(state_ptr + n_rows + row, -1)
         tl.store(state_ptr + 2 * n_rows + row, wanted)
-        tl.store(state_ptr + 3 * n_rows + row, _is_tallied(key, equal, wanted, WITH_WHOLE).to(tl.int32))
+        tl.store(state_ptr + 3 * n_rows + row, _is_tallied(key, equal, wanted, config.with_whole).to(tl.int32))
     if goes_on & ~fits:
-        tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
+        tl.store(of_row + tl.arange(0, 1 << config.bin_bits), tl.zeros([1 << config.bin_bits], tl.int32))
 
 
-@kernel(follows=True)
-def _narrow_kernel(
-    scratch_ptr, state_ptr, n_rows, stride_scratch,
-    WITH_WHOLE: tl.constexpr,
-    BIN_BITS: tl.constexpr,
-):  # fmt: skip
+@kernel(follows=True, config="with_whole bin_bits")
+def _narrow_kernel(scratch_ptr, state_ptr, n_rows, stride_scratch, config: tl.constexpr):
     """Of one row: its search goes on in the bin with the threshold, or is over; its counts are zeros again."""
     wait_for_previous_kernel()
-    BINS: tl.constexpr = 1 << BIN_BITS
+    BINS: tl.constexpr = 1 << config.bin_bits
     row = tl.program_id(0).to(tl.int64)
     width = tl.load(state_ptr + n_rows + row)
     if width >= 0:
@@ -421,13 +395,13 @@ def _narrow_kernel(
         wanted -= tl.sum(tl.where(found, reached - counts, 0), axis=0)
         over = (count == wanted) | (width == 0)
         lowest = tl.load(state_ptr + row) + ((BINS - 1 - place) << width)
-        narrower = tl.maximum(width - BIN_BITS, 0)
+        narrower = tl.maximum(width - config.bin_bits, 0)
         # The next bins end where this one does, and where they are more than it has keys, they begin before it.
-        begin = lowest + (1 << width) - (1 << (narrower + BIN_BITS))
+        begin = lowest + (1 << width) - (1 << (narrower + config.bin_bits))
         tl.store(state_ptr + row, tl.where(over, lowest, begin))
         tl.store(state_ptr + n_rows + row, tl.where(over, -1, narrower))
         tl.store(state_ptr + 2 * n_rows + row, wanted)
-        tallied = over & _is_tallied(lowest, count, wanted, WITH_WHOLE)
+        tallied = over & _is_tallied(lowest, count, wanted, config.with_whole)
         tl.store(state_ptr + 3 * n_rows + row, tallied.to(tl.int32))
 
 

@@ -41,20 +41,16 @@ class Retrieved(NamedTuple):
     counts: Tensor
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="block_documents block_rows counted with_whole weighted")
 def _score_kernel(
     best_ptr, found_ptr, state_ptr, counts_ptr, bounds_ptr, mask_ptr, scores_ptr, divisors_ptr, winners_ptr,
     n_rows, query_length, n_documents, document_length, run, k, winners_stride, least, empty_score,
-    BLOCK_DOCUMENTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    COUNTED: tl.constexpr,
-    WITH_WHOLE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    config: tl.constexpr,
 ):  # fmt: skip
     """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr` in blocks."""
     wait_for_previous_kernel()
     query = tl.program_id(0).to(tl.int64)
-    tokens = tl.arange(0, BLOCK_ROWS)
+    tokens = tl.arange(0, config.block_rows)
     rows = query * query_length + tokens
     row_exists = tokens < query_length
     threshold = similarities_of(tl.load(state_ptr + rows, mask=row_exists, other=0))[None, :]
@@ -69,26 +65,26 @@ def _score_kernel(
     first = tl.program_id(1) * run
     last = tl.minimum(first + run, n_documents)
     # Of equal tokens, those of earlier documents are retrieved first.
-    before = tl.zeros([BLOCK_ROWS], tl.int32)
-    for start in tl.range(0, tl.where(any_tallied, first, 0), BLOCK_DOCUMENTS):
-        documents = start + tl.arange(0, BLOCK_DOCUMENTS)
+    before = tl.zeros([config.block_rows], tl.int32)
+    for start in tl.range(0, tl.where(any_tallied, first, 0), config.block_documents):
+        documents = start + tl.arange(0, config.block_documents)
         at = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
         before += tl.sum(
             tl.load(equal_ptr + at, mask=(documents < first)[:, None] & tallied[None, :], other=0).to(tl.int32), axis=0
         )
-    if WITH_WHOLE and bounds_ptr is not None:
+    if config.with_whole and bounds_ptr is not None:
         # Masked tokens are retrieved after all active ones, in their order.
-        n_active_in_all = tl.zeros([COUNTED], tl.int64)
-        n_masked_before = tl.zeros([COUNTED], tl.int64)
-        for start in tl.range(0, tl.where(any_tallied, n_documents, 0), COUNTED):
-            documents = start + tl.arange(0, COUNTED)
+        n_active_in_all = tl.zeros([config.counted], tl.int64)
+        n_masked_before = tl.zeros([config.counted], tl.int64)
+        for start in tl.range(0, tl.where(any_tallied, n_documents, 0), config.counted):
+            documents = start + tl.arange(0, config.counted)
             n_active = tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=documents < n_documents, other=0)
             n_active_in_all += n_active
             n_masked_before += tl.where(documents < first, document_length - n_active, 0)
         n_masked_retrieved = k - tl.sum(n_active_in_all, axis=0)
         masked_before = tl.sum(n_masked_before, axis=0)
-    for start in tl.range(first, last, BLOCK_DOCUMENTS):
-        documents = start + tl.arange(0, BLOCK_DOCUMENTS)
+    for start in tl.range(first, last, config.block_documents):
+        documents = start + tl.arange(0, config.block_documents)
         exists = documents < last
         at = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
         inside = exists[:, None] & row_exists[None, :]
@@ -106,7 +102,7 @@ def _score_kernel(
         # Where nothing was counted, all that reaches the threshold is retrieved.
         scores = nan | ((best >= threshold) & ((taken > 0) | ~tallied[None, :]))
         scores = scores & (n_active > 0)[:, None] & row_counts[None, :]
-        if WITH_WHOLE:
+        if config.with_whole:
             # A token that was not retrieved counts as 0, and wins over negative ones.
             whole = tallied[None, :] & (taken >= n_active[:, None])
             if bounds_ptr is not None:
@@ -116,10 +112,10 @@ def _score_kernel(
                 whole = whole & complete[:, None]
             scores = scores & (whole | ~(best <= 0.0))
         best = tl.where(scores, best, 0.0)
-        if WEIGHTED:
+        if config.weighted:
             best *= weight.to(tl.float32)[None, :]
         counted = scores
-        if WITH_WHOLE:
+        if config.with_whole:
             counted = best > 0.0
         divisor = tl.maximum(tl.sum(counted.to(tl.float32), axis=1), least)
         score = tl.where(n_active > 0, tl.sum(best, axis=1) / divisor, empty_score)

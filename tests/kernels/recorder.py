@@ -50,7 +50,7 @@ class Launch:
         assert numbers
         hash((constants, warps))
         self.kernel, self.described = kernel, described
-        self.arguments = (*map(tensor_of, tensors), *numbers, *strides, *constants)
+        self.arguments = (*map(tensor_of, tensors), *numbers, *strides, *kernel.one_constant(constants))
         self.options = dict(zip(("num_warps", "num_stages", "maxnreg"), warps, strict=True))
 
     def compile(self, capability: int) -> Any:

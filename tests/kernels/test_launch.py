@@ -171,109 +171,53 @@ def test_new_numbers_of_packed_tokens_take_none(functions) -> None:
     assert sum(before.values()) == 1
 
 
-SAME = {
-    "grid": {"grid": (1, 2, 3)},
-    "numbers": {"numbers": (12, -3.5)},
-    "a number of 1 or a multiple of 16": {"numbers": (1, 16.0)},
-    "the largest number of 32 bits": {"numbers": (2**31 - 1, 0.5)},
-    "another multiple of 16": {"strides": (1, 2**31 - 16)},
-    "a stride of 0": {"strides": (1, 0)},
-}
-OTHER = {
-    "constants": {"constants": ("constant", 128)},
-    "names": {"constants": ("other", 64)},
-    "warps": {"warps": (8, 1, None)},
-    "stages": {"warps": (4, 2, None)},
-    "registers": {"warps": (4, 1, 128)},
-    "a stride that is not 1": {"strides": (2, 16)},
-    "a stride that is 1": {"strides": (1, 1)},
-    "a stride that is no multiple of 16": {"strides": (1, 24)},
-    "a stride that is 1 more than a multiple of 16": {"strides": (17, 16)},
-    "a stride of 64 bits": {"strides": (1, 2**31)},
-    "a number of 64 bits": {"numbers": (2**31, 0.5)},
-}
+def two(first: Address | None = None, second: Address | None = None) -> dict[str, tuple]:
+    return {"tensors": (first or Address(), second or Address())}
 
 
-@pytest.mark.parametrize("change", SAME)
-def test_what_code_does_not_depend_on(change: str) -> None:
+BASE = 1 << 20
+# Calls, and for how many of them a kernel is compiled.
+CALLS: dict[str, tuple[list[dict], int]] = {
+    "grids": ([{}, {"grid": (1, 2, 3)}], 1),
+    "numbers": ([{}, {"numbers": (12, -3.5)}, {"numbers": (1, 16.0)}, {"numbers": (2**31 - 1, 0.5)}], 1),
+    "multiples of 16": ([{}, {"strides": (1, 2**31 - 16)}, {"strides": (1, 0)}], 1),
+    "strides that are none": ([{"strides": (stride, 16)} for stride in (17, 24, 2, 1000, 2**31 - 1)], 1),
+    "a stride that is not 1": ([{}, {"strides": (2, 16)}], 2),
+    "a stride that is 1": ([{}, {"strides": (1, 1)}], 2),
+    "a stride that is no multiple of 16": ([{}, {"strides": (1, 24)}], 2),
+    "a stride that is 1 more than a multiple of 16": ([{}, {"strides": (17, 16)}], 2),
+    "a stride of 64 bits": ([{}, {"strides": (1, 2**31)}], 2),
+    "numbers of 64 bits": (
+        [{"numbers": numbers} for numbers in ((2**31, 1), (1, 2**31), (2**31, 2**31), (2**40, 7), (1, 7))], 4
+    ),
+    "constants": ([{}, {"constants": ("constant", 128)}, {"constants": ("other", 64)}], 3),
+    "warps": ([{}, *({"warps": warps} for warps in ((8, 1, None), (4, 2, None), (4, 1, 128)))], 4),
+    "addresses": ([two(Address(address), Address(address)) for address in (BASE, 2 * BASE, BASE + 16)], 1),
+    "which tensor is not aligned": (
+        [two(Address(BASE + first), Address(BASE + second)) for first, second in ((0, 8), (8, 0), (8, 8), (24, 40))], 3
+    ),
+    "types": (
+        [two(Address(dtype=dtype)) for dtype in (torch.float32, torch.int32, torch.bool)]
+        + [two(None, Address(dtype=torch.int32))],
+        4,
+    ),
+    "no tensor": ([two(), {"tensors": (Address(), None)}], 2),
+    "devices": ([two(*[Address(device=device)] * 2) for device in (0, 1)], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_code_depends_on(name: str) -> None:
+    calls, count = CALLS[name]
     function = Function()
     kernel = Kernel(function)
     for _ in range(2):
-        call(kernel)
-        call(kernel, **SAME[change])
-    assert len(function.compilations) == 1
-
-
-@pytest.mark.parametrize("change", OTHER)
-def test_what_code_depends_on(change: str) -> None:
-    function = Function()
-    kernel = Kernel(function)
-    for _ in range(2):
-        call(kernel)
-        call(kernel, **OTHER[change])
-    assert len(function.compilations) == 2
-
-
-def test_which_number_has_64_bits_matters() -> None:
-    function = Function()
-    kernel = Kernel(function)
-    for numbers in ((2**31, 1), (1, 2**31), (2**31, 2**31), (2**40, 7)):
-        call(kernel, numbers=numbers)
-    assert len(function.compilations) == 3
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_code_depends_on_each_tensor(index: int) -> None:
-    """On its type, on its device, on whether there is one, and on whether it begins at a multiple of 16 bytes."""
-    function = Function()
-    kernel = Kernel(function)
-
-    def other(tensor: Address | None) -> None:
-        tensors: list = [Address(), Address()]
-        tensors[index] = tensor
-        call(kernel, *tensors)
-
-    for _ in range(2):
-        other(Address())
-        other(Address(1 << 21))
-        other(Address((1 << 20) + 16))
-    assert len(function.compilations) == 1
-    others: list = [Address(dtype=torch.int32), Address((1 << 20) + 8), Address(dtype=torch.bool)]
-    if index == 1:
-        others += [None]
-    for count, tensor in enumerate(others, 2):
-        for _ in range(2):
-            other(tensor)
-        assert len(function.compilations) == count
-    other(Address((1 << 20) + 4))
-    assert len(function.compilations) == count, "by how much it misses 16 bytes does not matter"
-
-
-def test_strides_that_triton_does_not_tell_apart() -> None:
-    function = Function()
-    kernel = Kernel(function)
-    for stride in (17, 24, 2, 1000, 2**31 - 1):
-        call(kernel, strides=(stride, 16))
-    assert len(function.compilations) == 1
-
-
-def test_which_tensor_is_not_aligned_matters() -> None:
-    function = Function()
-    kernel = Kernel(function)
-    for first, second in ((0, 8), (8, 0), (8, 8), (24, 40)):
-        call(kernel, Address((1 << 20) + first), Address((1 << 20) + second))
-    assert len(function.compilations) == 3
-
-
-def test_each_device_has_its_own_code() -> None:
-    function = Function()
-    kernel = Kernel(function)
-    for _ in range(2):
-        for device in (0, 1):
-            call(kernel, Address(device=device))
-    assert len(function.compilations) == 2
+        for changes in calls:
+            call(kernel, *changes.get("tensors", ()), **{key: changes[key] for key in changes.keys() - {"tensors"}})
+    assert len(function.compilations) == count
     assert function.result is not None
-    assert function.result.streams == [900, 901], "the stream is that of the device"
+    if name == "devices":
+        assert function.result.streams == [900, 901], "the stream is that of the device"
 
 
 def test_code_does_not_depend_on_the_size_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +240,20 @@ def test_code_does_not_depend_on_the_size_of_a_matrix(monkeypatch: pytest.Monkey
     assert len(function.compilations) == 1
     described(300, 768, (64, 64))
     assert len(function.compilations) == 2
+
+
+def test_constants_are_one_argument() -> None:
+    """The same object whenever they are the same; of another one, the code is another."""
+    function = Function()
+    kernel = Kernel(function, config="name size")
+    for _ in range(2):
+        call(kernel)
+        call(kernel, constants=("constant", 128))
+    (*_, first), (*_, second) = function.compilations
+    assert (first.name.value, first.size.value, second.size.value) == ("constant", 64, 128)
+    assert (first, second) == ("{'name': 'constant', 'size': 64}", "{'name': 'constant', 'size': 128}")
+    with pytest.raises(ValueError, match="zip"):
+        call(kernel, constants=("constant",))
 
 
 def test_the_interpreter_compiles_nothing() -> None:
@@ -478,46 +436,35 @@ CPU = torch.device("cpu")
 
 
 def test_scratch_lies_in_memory_as_far_as_it_reaches() -> None:
-    memory = torch.zeros(100, dtype=torch.bfloat16)
-    begin = memory.data_ptr()
-    scratch = Scratch(memory)
-    first = scratch.empty(3, torch.uint8, CPU)
-    second = scratch.empty(5, torch.int64, CPU)
-    third = scratch.empty(28, torch.float32, CPU)
-    assert [t.data_ptr() - begin for t in (first, second, third)] == [0, 16, 64]
-    tensors = [region.tensor() for region in (first, second, third)]
-    assert [(len(t), t.dtype) for t in tensors] == [(3, torch.uint8), (5, torch.int64), (28, torch.float32)]
-    assert [t.data_ptr() - begin for t in tensors] == [0, 16, 64]
-    assert [t.dtype for t in (first, second, third)] == [torch.uint8, torch.int64, torch.float32]
-    # Of 200 bytes, 24 are left.
-    beyond = scratch.empty(7, torch.float32, CPU)
+    """From multiples of 16 bytes on."""
+    memory = torch.zeros(101, dtype=torch.bfloat16)[1:]
+    scratch, begin = Scratch(memory), memory.data_ptr() + 14
+    asked = (3, torch.uint8), (5, torch.int64), (28, torch.float32)
+    regions = [scratch.empty(count, dtype, CPU) for count, dtype in asked]
+    tensors = [region.tensor() for region in regions]
+    for each in (regions, tensors):
+        assert [t.data_ptr() - begin for t in each] == [0, 16, 64]
+        assert [t.dtype for t in each] == [dtype for _, dtype in asked]
+    assert [len(t) for t in tensors] == [count for count, _ in asked]
+    # Of 200 bytes, the last 10 are left.
+    beyond = scratch.empty(3, torch.float32, CPU)
     assert not begin <= beyond.data_ptr() < begin + 200
-    assert scratch.empty(6, torch.float32, CPU).data_ptr() - begin == 176
+    assert scratch.empty(2, torch.float32, CPU).data_ptr() - begin == 176
     for tensor in (*tensors, beyond.tensor()):
         tensor.fill_(1)
-    assert memory.view(torch.uint8)[:3].tolist() == [1, 1, 1]
-    halves = third.view(torch.float16).tensor()
-    assert (halves.data_ptr(), len(halves), halves.dtype) == (third.data_ptr(), 56, torch.float16)
+    assert memory.view(torch.uint8)[14:17].tolist() == [1, 1, 1]
+    halves = regions[2].view(torch.float16).tensor()
+    assert (halves.data_ptr(), len(halves), halves.dtype) == (regions[2].data_ptr(), 56, torch.float16)
 
 
 def test_scratch_lies_in_a_part_of_a_tensor_and_gives_it_out_twice() -> None:
     memory = torch.zeros(100, dtype=torch.int32)
     scratch = Scratch(memory, 40, 100)
-    first = scratch.empty(1, torch.int32, CPU)
-    fork = scratch.fork()
+    first, fork = scratch.empty(1, torch.int32, CPU), scratch.fork()
     assert [s.empty(4, torch.int32, CPU).data_ptr() - memory.data_ptr() for s in (scratch, fork)] == [64, 64]
     assert first.data_ptr() - memory.data_ptr() == 48
     assert scratch.empty(15, torch.int32, CPU).data_ptr() - memory.data_ptr() == 80
-    beyond = fork.empty(16, torch.int32, CPU).data_ptr() - memory.data_ptr()
-    assert not 0 <= beyond < 400
-
-
-def test_scratch_begins_at_multiples_of_16_bytes() -> None:
-    memory = torch.zeros(101, dtype=torch.bfloat16)[1:]
-    scratch = Scratch(memory)
-    tensors = [scratch.empty(count, torch.float32, CPU) for count in (1, 5, 2)]
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    assert [t.data_ptr() - memory.data_ptr() for t in tensors] == [14, 30, 62]
+    assert not 0 <= fork.empty(16, torch.int32, CPU).data_ptr() - memory.data_ptr() < 400
 
 
 def test_scratch_without_memory_is_of_its_own() -> None:

@@ -112,14 +112,11 @@ def joined(low, high, ROWS: tl.constexpr, BLOCK_EMBEDDING: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, BLOCK_EMBEDDING])
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="size block block_rows")
 def _finish_kernel(
     parts_ptr, embeddings_ptr, scales_ptr, weights_ptr, grad_ptr,
     n_rows, n_parts, n_sequences, length,
-    stride_group, stride_sequence, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    stride_group, stride_sequence, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad[row] from the sum, in order, of parts [n_parts, n_rows, d] in float32; rows [groups, sequences, length].
 
@@ -127,13 +124,13 @@ def _finish_kernel(
     what becomes of it.
     """
     wait_for_previous_kernel()
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
-    offset = rows[:, None] * EMBEDDING + dims[None, :]
-    total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
+    dims = tl.arange(0, config.block)
+    mask = (rows < n_rows)[:, None] & (dims < config.size)[None, :]
+    offset = rows[:, None] * config.size + dims[None, :]
+    total = tl.zeros([config.block_rows, config.block], tl.float32)
     for part in tl.range(0, n_parts):
-        total += tl.load(parts_ptr + tl.cast(part, tl.int64) * n_rows * EMBEDDING + offset, mask=mask, other=0.0)
+        total += tl.load(parts_ptr + tl.cast(part, tl.int64) * n_rows * config.size + offset, mask=mask, other=0.0)
     if scales_ptr is not None:
         source = row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
         embeddings = tl.load(embeddings_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)

@@ -16,57 +16,51 @@ from ..rows import through_norm
 from .common import BackwardTensors, Destination, group_of, layout, quotient, token_of
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="size block block_rows chunk normalize add")
 def _compare_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, grad_documents_ptr,
-    n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, next_query,
-    next_document, n_groups,
-    stride_query, stride_query_token, stride_group, stride_document, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    ADD: tl.constexpr,
+    n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, next_query, next_document,
+    n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad_documents[winner of a row] = sum of grad_score * queries[row] over the rows of the same winner.
 
     Grid: blocks of rows x documents. Only the first row of a winner, which leads, sums and writes, or ADDs.
     """
     wait_for_previous_kernel()
-    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    n_blocks = tl.cdiv(n_rows, config.block_rows)
     flat = (tl.program_id(0) // n_blocks).to(tl.int64)
-    first_row = tl.program_id(0) % n_blocks * BLOCK_ROWS
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
-    slots = tl.arange(0, CHUNK)
+    first_row = tl.program_id(0) % n_blocks * config.block_rows
+    rows = first_row + tl.arange(0, config.block_rows)
+    slots = tl.arange(0, config.chunk)
     winners_ptr += flat * n_rows
     winner = tl.load(winners_ptr + rows, mask=rows < n_rows, other=-1).to(tl.int32)
     leads = winner >= 0
     # Of many rows, those that lead are mostly among the first, and the others soon meet them here.
     start = first_row * 0
-    while (start < first_row + BLOCK_ROWS) & (tl.max(leads.to(tl.int32), axis=0) > 0):
+    while (start < first_row + config.block_rows) & (tl.max(leads.to(tl.int32), axis=0) > 0):
         others = start + slots
         chosen = tl.load(winners_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
         earlier = (winner[:, None] == chosen[None, :]) & (others[None, :] < rows[:, None])
         leads = leads & (tl.max(earlier.to(tl.int32), axis=1) == 0)
-        start += CHUNK
+        start += config.chunk
     if tl.max(leads.to(tl.int32), axis=0) > 0:
         group, weights_ptr = group_of(
             flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, next_query, next_document
         )
         queries_ptr += group * n_group_queries * stride_query
-        dims = tl.arange(0, BLOCK_EMBEDDING)
-        dim_exists = dims < EMBEDDING
-        total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
-        for start in tl.range(first_row, n_rows, CHUNK):
+        dims = tl.arange(0, config.block)
+        dim_exists = dims < config.size
+        total = tl.zeros([config.block_rows, config.block], tl.float32)
+        for start in tl.range(first_row, n_rows, config.chunk):
             others = start + slots
             chosen = tl.load(winners_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
             same = leads[:, None] & (winner[:, None] == chosen[None, :])
-            # The next row of the same winner, CHUNK if there is none.
-            position = tl.min(tl.where(same, slots[None, :], CHUNK), axis=1)
-            while tl.min(position, axis=0) < CHUNK:
-                found = position < CHUNK
+            # The next row of the same winner, chunk if there is none.
+            position = tl.min(tl.where(same, slots[None, :], config.chunk), axis=1)
+            while tl.min(position, axis=0) < config.chunk:
+                found = position < config.chunk
                 row = start + position
                 query = quotient(row, magic, shift)
                 weight = tl.load(weights_ptr + query.to(tl.int64) * next_query, mask=found, other=0.0)
@@ -78,17 +72,17 @@ def _compare_kernel(
                 values = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
                 total += values.to(tl.float32) * weight[:, None]
                 later = same & (slots[None, :] > position[:, None])
-                position = tl.min(tl.where(later, slots[None, :], CHUNK), axis=1)
+                position = tl.min(tl.where(later, slots[None, :], config.chunk), axis=1)
         at, source = token_of(
             flat, winner, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
         )
         mask = leads[:, None] & dim_exists[None, :]
-        if NORMALIZE:
+        if config.normalize:
             embeddings = tl.load(documents_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
             scale = tl.load(documents_scale_ptr + at, mask=leads, other=1.0)
             total = through_norm(total, embeddings, scale)
-        to = grad_documents_ptr + at[:, None] * EMBEDDING + dims[None, :]
-        if ADD:
+        to = grad_documents_ptr + at[:, None] * config.size + dims[None, :]
+        if config.add:
             total += tl.load(to, mask=mask, other=0.0)
         tl.store(to, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 

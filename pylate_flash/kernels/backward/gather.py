@@ -25,32 +25,26 @@ def gathered(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
     n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
-    stride_query, stride_query_token, stride_group, stride_document, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_DOCUMENTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad_queries[row] = sum over documents of grad_score * documents[winner], [Nq * Lq, d]; the rows of one group.
 
-    BLOCK_DOCUMENTS documents are in flight at once. Under SPLIT the sums stay in float32, [splits, Nq * Lq, d], and
-    their Jacobian and weights are `_finish_kernel`'s. NARROW: an offset within a document, or among the scores of one,
+    `block_documents` documents are in flight at once. Under `split` the sums stay in float32, [splits, Nq * Lq, d], and
+    their Jacobian and weights are `_finish_kernel`'s. `narrow`: an offset within a document, or among the scores of one,
     fits into 32 bits.
 
     A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
     which takes as many instructions as summing them does.
     """
-    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    n_blocks = tl.cdiv(n_rows, config.block_rows)
     group = (program // n_blocks).to(tl.int64)
-    first_row = program % n_blocks * BLOCK_ROWS
-    slots = tl.arange(0, BLOCK_ROWS * BLOCK_DOCUMENTS)
-    rows = first_row + slots % BLOCK_ROWS
+    first_row = program % n_blocks * config.block_rows
+    slots = tl.arange(0, config.block_rows * config.block_documents)
+    rows = first_row + slots % config.block_rows
     row_exists = rows < n_rows
     query = group * (n_rows // query_length) + rows // query_length
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    dim_exists = dims < EMBEDDING
+    dims = tl.arange(0, config.block)
+    dim_exists = dims < config.size
 
     origin = group * n_documents
     first = origin
@@ -63,25 +57,25 @@ def gathered(
     first += split * share
     count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
     to_query = query * next_query
-    if NARROW:
+    if config.narrow:
         to_query = to_query.to(tl.int32)
-    HALF: tl.constexpr = BLOCK_EMBEDDING // 2
+    HALF: tl.constexpr = config.block // 2
     halves = tl.arange(0, HALF)
     documents_ptr += group * stride_group
-    low = tl.zeros([BLOCK_ROWS * BLOCK_DOCUMENTS, HALF], tl.float32)
-    high = tl.zeros([BLOCK_ROWS * BLOCK_DOCUMENTS, HALF], tl.float32)
-    for step in tl.range(0, count, BLOCK_DOCUMENTS):
-        if BLOCK_DOCUMENTS == 1:
+    low = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
+    high = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
+    for step in tl.range(0, count, config.block_documents):
+        if config.block_documents == 1:
             document = first + step
             exists = row_exists
         else:
-            ahead = step + slots // BLOCK_ROWS
+            ahead = step + slots // config.block_rows
             document = first + ahead
             exists = row_exists & (ahead < count)
         winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
         won = winner >= 0
         weight = tl.load(grad_scores_ptr + (document - origin) * next_document + to_query, mask=won, other=0.0)
-        offset = winner * stride_token if NARROW else winner.to(tl.int64) * stride_token
+        offset = winner * stride_token if config.narrow else winner.to(tl.int64) * stride_token
         if cu_seqlens_ptr is not None:
             # The end of the last document, where several are in flight and some are past it.
             begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
@@ -91,24 +85,24 @@ def gathered(
             base = documents_ptr + (document - origin) * stride_document
         if documents_scale_ptr is not None:
             weight *= tl.load(documents_scale_ptr + begin + winner, mask=won, other=0.0)
-        if BLOCK_DOCUMENTS > 1:
+        if config.block_documents > 1:
             base = base[:, None]
         at = base + halves[None, :] + offset[:, None]
-        if BLOCK_EMBEDDING == EMBEDDING:
+        if config.block == config.size:
             left = tl.load(at, mask=won[:, None], other=0.0)
             right = tl.load(at + HALF, mask=won[:, None], other=0.0)
         else:
-            left = tl.load(at, mask=won[:, None] & (halves < EMBEDDING)[None, :], other=0.0)
-            right = tl.load(at + HALF, mask=won[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
+            left = tl.load(at, mask=won[:, None] & (halves < config.size)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=won[:, None] & (HALF + halves < config.size)[None, :], other=0.0)
         low += weight[:, None] * left.to(tl.float32)
         high += weight[:, None] * right.to(tl.float32)
 
-    total = joined(low, high, BLOCK_ROWS * BLOCK_DOCUMENTS, BLOCK_EMBEDDING)
-    if BLOCK_DOCUMENTS > 1:
-        total = tl.sum(tl.reshape(total, [BLOCK_DOCUMENTS, BLOCK_ROWS, BLOCK_EMBEDDING]), axis=0)
-    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    total = joined(low, high, config.block_rows * config.block_documents, config.block)
+    if config.block_documents > 1:
+        total = tl.sum(tl.reshape(total, [config.block_documents, config.block_rows, config.block]), axis=0)
+    rows = first_row + tl.arange(0, config.block_rows)
     mask = (rows < n_rows)[:, None] & dim_exists[None, :]
-    if queries_scale_ptr is not None and not SPLIT:
+    if queries_scale_ptr is not None and not config.split:
         query = group * (n_rows // query_length) + rows // query_length
         source = query * stride_query + rows % query_length * stride_query_token
         embeddings = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -117,27 +111,21 @@ def gathered(
     if queries_weight_ptr is not None:
         total *= tl.load(queries_weight_ptr + group * n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
     offset = group * n_rows + rows
-    if SPLIT:
+    if config.split:
         offset += split.to(tl.int64) * (n_programs // n_blocks) * n_rows
     tl.store(
-        grad_queries_ptr + offset[:, None] * EMBEDDING + dims[None, :],
+        grad_queries_ptr + offset[:, None] * config.size + dims[None, :],
         total.to(grad_queries_ptr.dtype.element_ty),
         mask=mask,
     )
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="size block block_rows block_documents split narrow")
 def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
     n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
-    stride_query, stride_query_token, stride_group, stride_document, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_DOCUMENTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """What `gathered` says; grid: (blocks of rows x groups, splits of the documents)."""
     wait_for_previous_kernel()
@@ -145,8 +133,7 @@ def _gather_kernel(
         tl.program_id(0), tl.program_id(1), tl.num_programs(0), grad_scores_ptr, queries_ptr, documents_ptr,
         queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, candidates_ptr, winners_ptr, queries_weight_ptr,
         grad_queries_ptr, n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
-        stride_query, stride_query_token, stride_group, stride_document, stride_token, EMBEDDING, BLOCK_EMBEDDING,
-        BLOCK_ROWS, BLOCK_DOCUMENTS, SPLIT, NARROW,
+        stride_query, stride_query_token, stride_group, stride_document, stride_token, config,
     )  # fmt: skip
 
 

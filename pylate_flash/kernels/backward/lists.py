@@ -50,12 +50,8 @@ def _sorted(keys, N_BITS: tl.constexpr):
 
 
 @triton.jit
-def _bins_of(
-    items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows,
-    SHIFT: tl.constexpr,
-    BIN_BITS: tl.constexpr,
-):  # fmt: skip
-    """Rows of a document by position, and their bins: `winner >> SHIFT` modulo 2**BIN_BITS, 2**BIN_BITS for none.
+def _bins_of(items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows, config: tl.constexpr):
+    """Rows of a document by position, and their bins: `winner >> shift` modulo 2**bin_bits, 2**bin_bits for none.
 
     With a list of an earlier pass, positions count in it.
     """
@@ -66,17 +62,13 @@ def _bins_of(
         exists = items < n_rows
         rows = items
     winners = tl.load(winners_ptr + flat * n_rows + rows, mask=exists, other=-1).to(tl.int32)
-    return rows, tl.where(winners >= 0, (winners >> SHIFT) & ((1 << BIN_BITS) - 1), 1 << BIN_BITS)
+    return rows, tl.where(winners >= 0, (winners >> config.shift) & ((1 << config.bin_bits) - 1), 1 << config.bin_bits)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="shift bin_bits chunk_bits block_bins")
 def _sort_kernel(
     winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr,
-    first_document, n_rows, n_chunks, n_bins,
-    SHIFT: tl.constexpr,
-    BIN_BITS: tl.constexpr,
-    CHUNK_BITS: tl.constexpr,
-    BLOCK_BINS: tl.constexpr,
+    first_document, n_rows, n_chunks, n_bins, config: tl.constexpr,
 ):  # fmt: skip
     """order[local document, chunk] = the chunk's rows by bin, and within a bin in their order; chunks x documents.
 
@@ -84,26 +76,26 @@ def _sort_kernel(
     `reached` [local document, chunk, block of bins] where a block's do.
     """
     wait_for_previous_kernel()
-    CHUNK: tl.constexpr = 1 << CHUNK_BITS
+    CHUNK: tl.constexpr = 1 << config.chunk_bits
     program = tl.program_id(0).to(tl.int64)
     local = program // n_chunks
     ranks = tl.arange(0, CHUNK)
     _, bins = _bins_of(
         tl.program_id(0) % n_chunks * CHUNK + ranks, winners_ptr, listed_ptr, n_listed_ptr, first_document + local,
-        local, n_rows, SHIFT, BIN_BITS,
+        local, n_rows, config,
     )  # fmt: skip
     # The position in the chunk makes keys different and the sort stable. Rows without a bin come last.
-    keys = _sorted((bins << CHUNK_BITS) | ranks, CHUNK_BITS)
-    bins = keys >> CHUNK_BITS
+    keys = _sorted((bins << config.chunk_bits) | ranks, config.chunk_bits)
+    bins = keys >> config.chunk_bits
     tl.store(order_ptr + program * CHUNK + ranks, (keys & (CHUNK - 1)).to(tl.uint16))
-    exists = bins < (1 << BIN_BITS)
+    exists = bins < (1 << config.bin_bits)
     begins = (ranks == 0) | (tl.gather(bins, tl.maximum(ranks - 1, 0), axis=0) != bins)
     ends = (ranks == CHUNK - 1) | (tl.gather(bins, tl.minimum(ranks + 1, CHUNK - 1), axis=0) != bins)
-    reached_ptr += program * tl.cdiv(n_bins, BLOCK_BINS)
-    for block in tl.range(0, n_bins, BLOCK_BINS):
-        tl.store(reached_ptr + block // BLOCK_BINS, tl.sum((bins < block).to(tl.int32), axis=0))
-        every = block + tl.arange(0, BLOCK_BINS)
-        tl.store(counts_ptr + program * n_bins + every, tl.zeros([BLOCK_BINS], tl.int32), mask=every < n_bins)
+    reached_ptr += program * tl.cdiv(n_bins, config.block_bins)
+    for block in tl.range(0, n_bins, config.block_bins):
+        tl.store(reached_ptr + block // config.block_bins, tl.sum((bins < block).to(tl.int32), axis=0))
+        every = block + tl.arange(0, config.block_bins)
+        tl.store(counts_ptr + program * n_bins + every, tl.zeros([config.block_bins], tl.int32), mask=every < n_bins)
     tl.debug_barrier()
     runs_ptr += program * n_bins * 2
     tl.store(runs_ptr + bins * 2, ranks.to(tl.uint16), mask=exists & begins)
@@ -116,31 +108,27 @@ def _smaller(a, b):
 
 
 @triton.jit
-def _list_rows(
-    local, winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length,
-    ROW_BITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
+def _list_rows(local, winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
     """list[local document] = its rows by the token that they chose, and where each token's begin.
 
-    All of at most 2**ROW_BITS rows, and of fewer than BLOCK_TOKENS tokens, are in registers.
+    All of at most 2**`row_bits rows, and of fewer than `block_tokens tokens, are in registers.
     """
-    ROWS: tl.constexpr = 1 << ROW_BITS
+    ROWS: tl.constexpr = 1 << config.row_bits
     local = local.to(tl.int64)
     ranks = tl.arange(0, ROWS)
     winners_ptr += (first_document + local) * n_rows
     winners = tl.load(winners_ptr + ranks, mask=ranks < n_rows, other=-1).to(tl.int32)
     # The row makes keys different and the sort stable. Rows without a winner come last.
-    keys = _sorted((tl.where(winners >= 0, winners, document_length) << ROW_BITS) | ranks, ROW_BITS)
-    tokens = keys >> ROW_BITS
+    keys = _sorted((tl.where(winners >= 0, winners, document_length) << config.row_bits) | ranks, config.row_bits)
+    tokens = keys >> config.row_bits
     listed = tokens < document_length
     tl.store(list_ptr + local * n_rows + ranks, (keys & (ROWS - 1)).to(list_ptr.dtype.element_ty), mask=listed)
 
     # A token's rows begin where the first of them is; without any, where those of the next token do.
     starts_ptr += local * (document_length + 1)
-    every = tl.arange(0, BLOCK_TOKENS)
+    every = tl.arange(0, config.block_tokens)
     n_listed = tl.sum(listed.to(tl.int32), axis=0)
-    starts = tl.zeros([BLOCK_TOKENS], tl.int32) + n_listed
+    starts = tl.zeros([config.block_tokens], tl.int32) + n_listed
     tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every <= document_length)
     tl.debug_barrier()
     begins = (ranks == 0) | (tl.gather(tokens, tl.maximum(ranks - 1, 0), axis=0) != tokens)
@@ -151,48 +139,31 @@ def _list_rows(
     tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every < document_length)
 
 
-@kernel(follows=True)
-def _list_kernel(
-    winners_ptr, list_ptr, starts_ptr,
-    first_document, n_rows, document_length,
-    ROW_BITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
+@kernel(follows=True, config="row_bits block_tokens")
+def _list_kernel(winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
     """What `_list_rows` says; one program for each document."""
     wait_for_previous_kernel()
-    _list_rows(
-        tl.program_id(0), winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, ROW_BITS,
-        BLOCK_TOKENS,
-    )  # fmt: skip
+    _list_rows(tl.program_id(0), winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="size block block_rows block_documents split narrow row_bits block_tokens")
 def _list_and_gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
     n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, n_listed,
-    stride_query, stride_query_token, stride_group, stride_document, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_DOCUMENTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NARROW: tl.constexpr,
-    ROW_BITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """The lists of all documents, by a program for each, and beside them the gradient of the queries, without SPLIT."""
+    """The lists of all documents, by a program for each, and beside them the gradient of the queries, not `split`."""
     wait_for_previous_kernel()
     program = tl.program_id(0)
     if program < n_listed:
-        _list_rows(program, winners_ptr, list_ptr, starts_ptr, 0, n_rows, document_length, ROW_BITS, BLOCK_TOKENS)
+        _list_rows(program, winners_ptr, list_ptr, starts_ptr, 0, n_rows, document_length, config)
     else:
         gathered(
             program - n_listed, 0, 0, grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr,
             documents_scale_ptr, cu_seqlens_ptr, candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
             n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, stride_query,
-            stride_query_token, stride_group, stride_document, stride_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
-            BLOCK_DOCUMENTS, SPLIT, NARROW,
+            stride_query_token, stride_group, stride_document, stride_token, config,
         )  # fmt: skip
 
 
@@ -206,27 +177,24 @@ def _load_runs(runs_ptr, n_chunks, n_bins, chunks, bins):
     return begins, (run >> 16) - begins, at, mask
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="block_bins block_chunks with_starts")
 def _scan_kernel(
     counts_ptr, reached_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
-    first_document, n_chunks, n_bins, document_length,
-    BLOCK_BINS: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    WITH_STARTS: tl.constexpr,
+    first_document, n_chunks, n_bins, document_length, config: tl.constexpr,
 ):  # fmt: skip
     """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and bin.
 
-    Also leaves how many rows have a bin and, WITH_STARTS (where bins are tokens), where the list of every token begins;
-    of a packed document also whose tokens they are. Grid: blocks of bins x documents.
+    Also leaves how many rows have a bin and, `with_starts` (where bins are tokens), where the list of every token
+    begins; of a packed document also whose tokens they are. Grid: blocks of bins x documents.
     """
     wait_for_previous_kernel()
-    n_blocks = tl.cdiv(n_bins, BLOCK_BINS)
+    n_blocks = tl.cdiv(n_bins, config.block_bins)
     local = (tl.program_id(0) // n_blocks).to(tl.int64)
     block = tl.program_id(0) % n_blocks
     flat = first_document + local
     counts_ptr += local * n_chunks * n_bins
     length = document_length
-    if WITH_STARTS:
+    if config.with_starts:
         if cu_seqlens_ptr is not None:
             token = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
             length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - token).to(tl.int32)
@@ -234,52 +202,49 @@ def _scan_kernel(
             starts_ptr += token + flat
         else:
             starts_ptr += local * (document_length + 1)
-    bins = block * BLOCK_BINS + tl.arange(0, BLOCK_BINS)
+    bins = block * config.block_bins + tl.arange(0, config.block_bins)
     reached_ptr += local * n_chunks * n_blocks + block
     reached = n_chunks * 0
-    totals = tl.zeros([BLOCK_BINS], tl.int32)
-    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
-        chunks = chunk + tl.arange(0, BLOCK_CHUNKS)
+    totals = tl.zeros([config.block_bins], tl.int32)
+    for chunk in tl.range(0, n_chunks, config.block_chunks):
+        chunks = chunk + tl.arange(0, config.block_chunks)
         _, rows, _, _ = _load_runs(counts_ptr, n_chunks, n_bins, chunks, bins)
         totals += tl.sum(rows, axis=0)
         reached += tl.sum(tl.load(reached_ptr + chunks * n_blocks, mask=chunks < n_chunks, other=0), axis=0)
     place = reached + tl.cumsum(totals, axis=0) - totals
     # Places overwrite runs that another thread may have to read first.
     tl.debug_barrier()
-    if WITH_STARTS:
+    if config.with_starts:
         tl.store(starts_ptr + bins, place.to(starts_ptr.dtype.element_ty), mask=bins < length)
         if cu_seqlens_ptr is not None:
             tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
-    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
-        begins, rows, at, mask = _load_runs(counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, BLOCK_CHUNKS), bins)
+    for chunk in tl.range(0, n_chunks, config.block_chunks):
+        begins, rows, at, mask = _load_runs(
+            counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, config.block_chunks), bins
+        )
         tl.store(counts_ptr + at, place[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
         place += tl.sum(rows, axis=0)
     if block == n_blocks - 1:
         listed = reached + tl.sum(totals, axis=0)
         tl.store(n_listed_ptr + local, listed)
-        if WITH_STARTS:
+        if config.with_starts:
             tl.store(starts_ptr + length, listed.to(starts_ptr.dtype.element_ty))
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="shift bin_bits chunk_bits")
 def _place_kernel(
     winners_ptr, listed_ptr, order_ptr, places_ptr, n_listed_ptr, list_ptr,
-    first_document, n_rows, n_chunks, n_bins,
-    SHIFT: tl.constexpr,
-    BIN_BITS: tl.constexpr,
-    CHUNK_BITS: tl.constexpr,
+    first_document, n_rows, n_chunks, n_bins, config: tl.constexpr,
 ):  # fmt: skip
     """list[local document] = its rows by bin, from the sorted chunks and the places of their bins."""
     wait_for_previous_kernel()
-    CHUNK: tl.constexpr = 1 << CHUNK_BITS
+    CHUNK: tl.constexpr = 1 << config.chunk_bits
     program = tl.program_id(0).to(tl.int64)
     local = program // n_chunks
     ranks = tl.arange(0, CHUNK)
     items = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
-    rows, bins = _bins_of(
-        items, winners_ptr, listed_ptr, n_listed_ptr, first_document + local, local, n_rows, SHIFT, BIN_BITS
-    )
-    exists = bins < (1 << BIN_BITS)
+    rows, bins = _bins_of(items, winners_ptr, listed_ptr, n_listed_ptr, first_document + local, local, n_rows, config)
+    exists = bins < (1 << config.bin_bits)
     places = tl.load(places_ptr + program * n_bins + bins, mask=exists, other=0)
     tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
 

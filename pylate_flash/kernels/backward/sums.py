@@ -65,38 +65,28 @@ def _segment(
 
 @triton.jit
 def _store_token(
-    total, at, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists,
-    EMBEDDING: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    ADD: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient [d] of a token (`token_of`) from its sum, or ADD the sum to it, where `exists`."""
+    total, at, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, config: tl.constexpr
+):
+    """Write the gradient [d] of a token (`token_of`) from its sum, or (`add`) the sum added to it, where `exists`."""
     dims = tl.arange(0, total.shape[0])
-    mask = (dims < EMBEDDING) & exists
-    if NORMALIZE:
+    mask = (dims < config.size) & exists
+    if config.normalize:
         embedding = tl.load(documents_ptr + source + dims, mask=mask, other=0.0)
         scale = tl.load(documents_scale_ptr + at + tl.arange(0, 1), mask=exists, other=1.0)
         total = tl.reshape(through_norm(total[None, :], embedding[None, :], scale), total.shape)
-    grad_documents_ptr += at * EMBEDDING
-    if ADD:
+    grad_documents_ptr += at * config.size
+    if config.add:
         total += tl.load(grad_documents_ptr + dims, mask=mask, other=0.0)
     tl.store(grad_documents_ptr + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="size block block_rows segment normalize narrow add")
 def _sum_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
     first_document, n_block_documents, n_segments, n_rows, n_group_queries, query_length, magic, shift, n_documents,
     document_length, next_query, next_document, n_groups,
-    stride_query, stride_query_token, stride_group, stride_document, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    NARROW: tl.constexpr,
-    ADD: tl.constexpr,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad_documents[token] = sum of grad_score * queries[row] over the rows on its list, in their order.
 
@@ -105,9 +95,9 @@ def _sum_kernel(
     segment, 2, d]: what the token's own program summed, at the segment that follows, and what that segment's program
     did.
 
-    NARROW: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows are
-    loaded in halves, as in `_gather_kernel`. ADD: to what is there, float32, of which tokens without a list stay as
-    they are.
+    `narrow`: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows
+    are loaded in halves, as in `_gather_kernel`. `add`: to what is there, float32, of which tokens without a list stay
+    as they are.
     """
     wait_for_previous_kernel()
     program = tl.program_id(0)
@@ -117,10 +107,10 @@ def _sum_kernel(
         flat = first_document + local
         boundary, token, start, end, mine = _segment(
             winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, program % n_segments, n_rows,
-            document_length, SEGMENT,
+            document_length, config.segment,
         )  # fmt: skip
         low = boundary
-        high = tl.where(mine, tl.minimum(boundary + SEGMENT, end), boundary)
+        high = tl.where(mine, tl.minimum(boundary + config.segment, end), boundary)
         in_parts = mine
         exists = mine
         part = program.to(tl.int64) * 2 + 1
@@ -140,29 +130,29 @@ def _sum_kernel(
             starts_at = local * (document_length + 1) + token
         low = tl.load(starts_ptr + starts_at, mask=exists, other=0).to(tl.int32)
         end = tl.load(starts_ptr + starts_at + 1, mask=exists, other=0).to(tl.int32)
-        if ADD:
+        if config.add:
             exists = exists & (end > low)
-        boundary = tl.where(n_segments > 0, (tl.cdiv(low, SEGMENT) + 1) * SEGMENT, end)
+        boundary = tl.where(n_segments > 0, (tl.cdiv(low, config.segment) + 1) * config.segment, end)
         in_parts = end > boundary
         high = tl.minimum(end, boundary)
-        part = (local * n_segments + boundary // SEGMENT - 1) * 2
+        part = (local * n_segments + boundary // config.segment - 1) * 2
 
     group, weights_ptr = group_of(
         flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, next_query, next_document
     )
     queries_ptr += group * n_group_queries * stride_query
     list_ptr += local * n_rows
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    HALF: tl.constexpr = BLOCK_EMBEDDING // 2
+    dims = tl.arange(0, config.block)
+    HALF: tl.constexpr = config.block // 2
     halves = tl.arange(0, HALF)
-    left_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
-    right_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
-    for position in tl.range(low, high, BLOCK_ROWS):
-        positions = position + tl.arange(0, BLOCK_ROWS)
+    left_sum = tl.zeros([config.block_rows, HALF], tl.float32)
+    right_sum = tl.zeros([config.block_rows, HALF], tl.float32)
+    for position in tl.range(low, high, config.block_rows):
+        positions = position + tl.arange(0, config.block_rows)
         mask = positions < high
         row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
         query = quotient(row, magic, shift)
-        if NARROW:
+        if config.narrow:
             weight = tl.load(weights_ptr + query * next_query, mask=mask, other=0.0)
             source = row * stride_query_token
         else:
@@ -171,39 +161,31 @@ def _sum_kernel(
         if queries_scale_ptr is not None:
             weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
         at = queries_ptr + halves[None, :] + source[:, None]
-        if BLOCK_EMBEDDING == EMBEDDING:
+        if config.block == config.size:
             left = tl.load(at, mask=mask[:, None], other=0.0)
             right = tl.load(at + HALF, mask=mask[:, None], other=0.0)
         else:
-            left = tl.load(at, mask=mask[:, None] & (halves < EMBEDDING)[None, :], other=0.0)
-            right = tl.load(at + HALF, mask=mask[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
+            left = tl.load(at, mask=mask[:, None] & (halves < config.size)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None] & (HALF + halves < config.size)[None, :], other=0.0)
         left_sum += weight[:, None] * left.to(tl.float32)
         right_sum += weight[:, None] * right.to(tl.float32)
-    total = joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, BLOCK_EMBEDDING)
-    total = tl.reshape(total, [BLOCK_EMBEDDING])
+    total = joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, config.block)
+    total = tl.reshape(total, [config.block])
     if in_parts:
-        tl.store(parts_ptr + part * EMBEDDING + dims, total, mask=dims < EMBEDDING)
+        tl.store(parts_ptr + part * config.size + dims, total, mask=dims < config.size)
     else:
         to, source = token_of(
             flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
         )
-        _store_token(
-            total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, EMBEDDING, NORMALIZE, ADD
-        )
+        _store_token(total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, config)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="size block block_parts segment normalize add")
 def _combine_kernel(
     documents_ptr, documents_scale_ptr, cu_seqlens_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr,
     grad_documents_ptr,
     first_document, n_rows, n_documents, document_length, n_segments,
-    stride_group, stride_document, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    ADD: tl.constexpr,
+    stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """The gradient of every token whose list was summed in parts, from `parts`; a program for each segment.
 
@@ -215,24 +197,22 @@ def _combine_kernel(
     flat = first_document + local
     boundary, token, start, end, taken = _segment(
         winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, tl.program_id(0) % n_segments, n_rows,
-        document_length, SEGMENT,
+        document_length, config.segment,
     )  # fmt: skip
-    if taken & (boundary < start + 2 * SEGMENT):
-        dims = tl.arange(0, BLOCK_EMBEDDING)
-        parts_ptr += program * 2 * EMBEDDING
-        total = tl.load(parts_ptr + dims, mask=dims < EMBEDDING, other=0.0)
-        count = tl.cdiv(end - boundary, SEGMENT)
-        for first in tl.range(0, count, BLOCK_PARTS):
-            parts = first + tl.arange(0, BLOCK_PARTS)
-            mask = (parts < count)[:, None] & (dims < EMBEDDING)[None, :]
-            at = (parts * 2 + 1)[:, None] * EMBEDDING + dims[None, :]
+    if taken & (boundary < start + 2 * config.segment):
+        dims = tl.arange(0, config.block)
+        parts_ptr += program * 2 * config.size
+        total = tl.load(parts_ptr + dims, mask=dims < config.size, other=0.0)
+        count = tl.cdiv(end - boundary, config.segment)
+        for first in tl.range(0, count, config.block_parts):
+            parts = first + tl.arange(0, config.block_parts)
+            mask = (parts < count)[:, None] & (dims < config.size)[None, :]
+            at = (parts * 2 + 1)[:, None] * config.size + dims[None, :]
             total += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
         to, source = token_of(
             flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
         )
-        _store_token(
-            total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, taken, EMBEDDING, NORMALIZE, ADD
-        )
+        _store_token(total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, taken, config)
 
 
 def sum_lists(

@@ -76,26 +76,19 @@ def load_padded(pointers, inside, PADDED: tl.constexpr):
 
 
 @triton.jit
-def split_products(
-    left_rows, right_rows, left_exists, right_exists,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Products [LEFT, RIGHT] of embeddings that are read block by block, from where the rows begin."""
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    similarities = tl.zeros([LEFT, RIGHT], tl.float32)
-    for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
-        products = tl.zeros([LEFT, RIGHT], tl.float32)
-        for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
-            inside = dim + dims < EMBEDDING
+def split_products(left_rows, right_rows, left_exists, right_exists, config: tl.constexpr):
+    """Products [left, right] of embeddings that are read block by block, from where the rows begin."""
+    dims = tl.arange(0, config.block)
+    similarities = tl.zeros([left_rows.shape[0], right_rows.shape[0]], tl.float32)
+    for sum_start in tl.static_range(0, config.size, SUMMED_EMBEDDING):
+        products = tl.zeros([left_rows.shape[0], right_rows.shape[0]], tl.float32)
+        for dim in tl.range(sum_start, min(config.size, sum_start + SUMMED_EMBEDDING), config.block):
+            inside = dim + dims < config.size
             exists = left_exists[:, None] & inside[None, :]
             left = tl.load(left_rows[:, None] + (dim + dims)[None, :], mask=exists, other=0.0)
             exists = right_exists[None, :] & inside[:, None]
             right = tl.load(right_rows[None, :] + (dim + dims)[:, None], mask=exists, other=0.0)
-            products = tl.dot(left, right, products, input_precision=PRECISION)
+            products = tl.dot(left, right, products, input_precision=config.precision)
         similarities += products
     return similarities
 
@@ -116,16 +109,14 @@ def with_masked_zeros(best, winner, first_masked, document_length):
 
 @triton.jit
 def document_range(
-    documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length, stride_group, stride_document,
-    stride_token,
-    PACKED: tl.constexpr,
-    OFFSET_UNIT: tl.constexpr,
-):  # fmt: skip
-    """Address of a document's first token, and its number of tokens.
+    documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length, strides, OFFSET_UNIT: tl.constexpr
+):
+    """Address of a document's first token, and its number of tokens, by the strides of groups, documents and tokens.
 
     Packed documents follow each other or, with an OFFSET_UNIT, begin so many elements times their offset further on.
     """
-    if PACKED:
+    stride_group, stride_document, stride_token = strides
+    if cu_seqlens_ptr is not None:
         start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + document + 1).to(tl.int64) - start).to(tl.int32)
         offset = start * stride_token

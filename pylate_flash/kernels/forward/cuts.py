@@ -112,17 +112,10 @@ def owner_of(candidates_ptr, n_queries, document):
     )
 
 
-@kernel
+@kernel(config="block_pieces block_rows has_candidates has_queries_mask weighted normalize with_winners")
 def _merge_kernel(
     best_ptr, keys_ptr, queries_mask_ptr, queries_scale_ptr, cu_seqlens_ptr, candidates_ptr, scores_ptr, winners_ptr,
-    n_queries, query_length, n_documents, n_programs, cut, whole, rows, rows_per_query,
-    BLOCK_PIECES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
-    HAS_QUERIES_MASK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    WITH_WINNERS: tl.constexpr,
+    n_queries, query_length, n_documents, n_programs, cut, whole, rows, rows_per_query, config: tl.constexpr,
 ):  # fmt: skip
     """Scores and winners of the document that begins in a cut and is in pieces, if there is one.
 
@@ -137,32 +130,32 @@ def _merge_kernel(
         n_pieces = tl.cdiv(before + length, cut)
         first_query = tl.program_id(0) % n_programs
         last_query = n_queries
-        if HAS_CANDIDATES:
+        if config.has_candidates:
             first_query = owner_of(candidates_ptr, n_queries, document)
             last_query = first_query + 1
         for query in tl.range(first_query, last_query, n_programs):
             score = tl.cast(document, tl.int64)
             winners_row = tl.cast(document, tl.int64)
             first_row = 0
-            if not HAS_CANDIDATES:
+            if not config.has_candidates:
                 score += tl.cast(query, tl.int64) * n_documents
                 winners_row = winners_row * n_queries + query
                 first_row = query * rows_per_query
-            total = tl.zeros([BLOCK_ROWS], tl.float32)
-            for start in tl.range(0, query_length, BLOCK_ROWS):
-                tokens = start + tl.arange(0, BLOCK_ROWS)
+            total = tl.zeros([config.block_rows], tl.float32)
+            for start in tl.range(0, query_length, config.block_rows):
+                tokens = start + tl.arange(0, config.block_rows)
                 exists = tokens < query_length
-                best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-                key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
-                for first_piece in tl.range(0, n_pieces, BLOCK_PIECES):
+                best = tl.full([config.block_rows], float("-inf"), tl.float32)
+                key = tl.full([config.block_rows], NO_WINNER, tl.int32)
+                for first_piece in tl.range(0, n_pieces, config.block_pieces):
                     # The last piece again, rather than one that does not exist.
-                    pieces = tl.minimum(first_piece + tl.arange(0, BLOCK_PIECES), n_pieces - 1)
+                    pieces = tl.minimum(first_piece + tl.arange(0, config.block_pieces), n_pieces - 1)
                     # The first is the second piece of its cut; every other one is the first piece of its own.
                     slots = 2 * (index + pieces) + (pieces == 0).to(tl.int32)
                     offsets = slots.to(tl.int64)[:, None] * rows + (first_row + tokens)[None, :]
                     piece_best = tl.load(best_ptr + offsets, mask=exists[None, :], other=0.0)
                     block_best = max_along(piece_best, 0)
-                    if WITH_WINNERS:
+                    if config.with_winners:
                         piece_key = tl.load(keys_ptr + offsets, mask=exists[None, :], other=0)
                         won = (piece_best == block_best[None, :]) | (piece_best != piece_best)
                         won = won & (piece_key != NO_WINNER)
@@ -174,16 +167,16 @@ def _merge_kernel(
                     best = larger(best, block_best)
                 active = exists
                 global_row = tl.cast(query, tl.int64) * query_length + tokens
-                if HAS_QUERIES_MASK:
+                if config.has_queries_mask:
                     weight = tl.load(queries_mask_ptr + global_row, mask=exists, other=0)
                     active = active & (weight != 0)
-                if WITH_WINNERS:
+                if config.with_winners:
                     winner = tl.where(active & (key != NO_WINNER) & (best != float("-inf")), key, -1)
                     winner = winner.to(winners_ptr.dtype.element_ty)
                     tl.store(winners_ptr + winners_row * query_length + tokens, winner, mask=exists)
-                if NORMALIZE:
+                if config.normalize:
                     best *= tl.load(queries_scale_ptr + global_row, mask=exists, other=0.0)
-                if WEIGHTED:
+                if config.weighted:
                     best *= weight.to(tl.float32)
                 total += tl.where(active, best, 0.0)
             tl.store(scores_ptr + score, tl.sum(total, axis=0))

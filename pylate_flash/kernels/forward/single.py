@@ -71,9 +71,8 @@ def _single_kernel(
     HAS_CANDIDATES: tl.constexpr = config.documents == "candidates"
     stride_query *= config.query_unit
     stride_query_token *= config.query_unit
-    stride_group *= config.document_unit
-    stride_document *= config.document_unit
     stride_document_token *= config.document_unit
+    strides = stride_group * config.document_unit, stride_document * config.document_unit, stride_document_token
     n_runs = tl.cdiv(per_query, run)
     program = tl.program_id(0)
     if config.in_pieces:
@@ -143,9 +142,8 @@ def _single_kernel(
     for index in tl.range(0, 1 if config.chosen else last - first, flatten=config.flatten):
         document = first + index
         base, length = document_range(
-            documents_ptr, cu_seqlens_ptr, offsets_ptr, query, document, document_length,
-            stride_group, stride_document, stride_document_token, config.packed, config.offset_unit,
-        )  # fmt: skip
+            documents_ptr, cu_seqlens_ptr, offsets_ptr, query, document, document_length, strides, config.offset_unit
+        )
         flat_document = tl.cast(document, tl.int64)
         if not (HAS_CANDIDATES or config.shared):
             flat_document += query.to(tl.int64) * n_documents

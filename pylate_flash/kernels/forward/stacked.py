@@ -101,11 +101,10 @@ def _stacked_kernel(
     SCALES_FIRST: tl.constexpr = config.values or config.nbits > 0
     stride_query *= config.query_unit
     stride_query_token *= config.query_unit
-    stride_group *= config.document_unit
-    stride_document *= config.document_unit
     stride_document_token *= config.document_unit
     if config.nbits > 0:
         stride_document_token = EMBEDDING * config.nbits // 8
+    strides = stride_group * config.document_unit, stride_document * config.document_unit, stride_document_token
     n_row_blocks = tl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
     row_block = tl.program_id(0) % n_row_blocks
     run_index = (tl.program_id(0) // n_row_blocks) % n_runs
@@ -182,9 +181,8 @@ def _stacked_kernel(
             listed = tl.load(candidates_ptr + group.to(tl.int64) * n_documents + place).to(tl.int32)
             document = tl.maximum(listed, 0)
         base, length = document_range(
-            documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length,
-            stride_group, stride_document, stride_document_token, config.packed, config.offset_unit,
-        )  # fmt: skip
+            documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length, strides, config.offset_unit
+        )
         if config.documents == "candidates":
             flat_document = tl.cast(place, tl.int64)
         else:

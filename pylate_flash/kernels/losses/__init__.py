@@ -211,23 +211,20 @@ def _margin_errors(scores: Tensor, teacher: Tensor) -> Tensor:
     return (scores[:, :1] - scores[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="block first_in_place second_in_place")
 def _rescale_kernel(
-    factor_ptr, first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_first, n_second,
-    BLOCK: tl.constexpr,
-    FIRST_IN_PLACE: tl.constexpr,
-    SECOND_IN_PLACE: tl.constexpr,
-):  # fmt: skip
+    factor_ptr, first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_first, n_second, config: tl.constexpr
+):
     """Two tensors of so many elements times a factor on the device; in place, a factor of 1 is left out."""
     wait_for_previous_kernel()
     factor = tl.load(factor_ptr)
     # What is compiled, then what is computed.
     if first_ptr is not None:  # noqa: SIM102
-        if not FIRST_IN_PLACE or factor != 1.0:
-            multiplied(first_ptr, first_target_ptr, n_first, factor, BLOCK)
+        if not config.first_in_place or factor != 1.0:
+            multiplied(first_ptr, first_target_ptr, n_first, factor, config.block)
     if second_ptr is not None:  # noqa: SIM102
-        if not SECOND_IN_PLACE or factor != 1.0:
-            multiplied(second_ptr, second_target_ptr, n_second, factor, BLOCK)
+        if not config.second_in_place or factor != 1.0:
+            multiplied(second_ptr, second_target_ptr, n_second, factor, config.block)
 
 
 def rescale(

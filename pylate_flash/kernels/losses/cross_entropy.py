@@ -165,34 +165,28 @@ def _leave_losses(
         tl.store(values_ptr + 5 * n_all, some.to(tl.float32), mask=there)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="block own_candidates n_values")
 def losses_kernel(
     scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr,
-    n_queries, n_documents, first_query, n_all, scale, margin,
-    BLOCK: tl.constexpr,
-    OWN_CANDIDATES: tl.constexpr,
-    N_VALUES: tl.constexpr,
+    n_queries, n_documents, first_query, n_all, scale, margin, config: tl.constexpr,
 ):  # fmt: skip
     """What `_leave_losses` says; a program for each query of the chunk."""
     wait_for_previous_kernel()
     _leave_losses(
         scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr, n_queries, n_documents,
-        first_query, n_all, scale, margin, 1, BLOCK, OWN_CANDIDATES, N_VALUES,
+        first_query, n_all, scale, margin, 1, config.block, config.own_candidates, config.n_values,
     )  # fmt: skip
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="block normalize n_values")
 def divergence_kernel(
     scores_ptr, teacher_ptr, temperature_ptr, row_ptr, values_ptr,
-    n_documents, first_query, n_all, scale, teacher_scale,
-    BLOCK: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    N_VALUES: tl.constexpr,
+    n_documents, first_query, n_all, scale, teacher_scale, config: tl.constexpr,
 ):  # fmt: skip
     """The values of a query (see above), and rows [8, n] for its gradient; a program for each query of the chunk.
 
-    Rows: highest score, logarithm of the sum, scale, both of the teacher's scores, and under NORMALIZE the gradient of
-    the range, and where the highest and the lowest score stand.
+    Rows: highest score, logarithm of the sum, scale, both of the teacher's scores, and under `normalize` the gradient
+    of the range, and where the highest and the lowest score stand.
     """
     wait_for_previous_kernel()
     local = tl.program_id(0)
@@ -203,17 +197,17 @@ def divergence_kernel(
     temperature_scale = _scale_of(temperature_ptr, scale)
     scale = temperature_scale
     lowest = 0.0
-    if NORMALIZE:
-        lowest, highest = _extremes_of(scores_ptr, n_documents, BLOCK)
+    if config.normalize:
+        lowest, highest = _extremes_of(scores_ptr, n_documents, config.block)
         scale = scale / (highest - lowest + _EPSILON)
-    best, log_sum = _softmax_of(scores_ptr, n_documents, scale, BLOCK)
-    teacher_best, teacher_log_sum = _softmax_of(teacher_ptr, n_documents, teacher_scale, BLOCK)
-    terms = tl.zeros([BLOCK], tl.float32)
-    expected = tl.zeros([BLOCK], tl.float32)
-    first_highest = tl.full([BLOCK], _NONE, tl.int32)
-    first_lowest = tl.full([BLOCK], _NONE, tl.int32)
-    for first in tl.range(0, n_documents, BLOCK):
-        documents = first + tl.arange(0, BLOCK)
+    best, log_sum = _softmax_of(scores_ptr, n_documents, scale, config.block)
+    teacher_best, teacher_log_sum = _softmax_of(teacher_ptr, n_documents, teacher_scale, config.block)
+    terms = tl.zeros([config.block], tl.float32)
+    expected = tl.zeros([config.block], tl.float32)
+    first_highest = tl.full([config.block], _NONE, tl.int32)
+    first_lowest = tl.full([config.block], _NONE, tl.int32)
+    for first in tl.range(0, n_documents, config.block):
+        documents = first + tl.arange(0, config.block)
         exists = documents < n_documents
         scores = tl.load(scores_ptr + documents, mask=exists, other=0.0)
         teacher = tl.load(teacher_ptr + documents, mask=exists, other=float("-inf"))
@@ -222,10 +216,10 @@ def divergence_kernel(
         log_q = (scores - best) * scale - log_sum
         # What the teacher rules out adds nothing.
         terms += tl.where(target == 0.0, 0.0, target * (log_target - log_q))
-        if N_VALUES > 1 or NORMALIZE:
+        if config.n_values > 1 or config.normalize:
             difference = tl.where(exists, tl.exp(log_q) - target, 0.0)
             expected += tl.where(difference == 0.0, 0.0, difference * (scores - best) * scale)
-        if NORMALIZE:
+        if config.normalize:
             first_highest = tl.minimum(first_highest, tl.where(exists & (scores == best), documents, _NONE))
             first_lowest = tl.minimum(first_lowest, tl.where(exists & (scores == lowest), documents, _NONE))
     slope = tl.sum(expected, axis=0)
@@ -234,37 +228,35 @@ def divergence_kernel(
     tl.store(row_ptr + 2 * n_rows + local, scale)
     tl.store(row_ptr + 3 * n_rows + local, teacher_best)
     tl.store(row_ptr + 4 * n_rows + local, teacher_log_sum)
-    if NORMALIZE:
+    if config.normalize:
         tl.store(row_ptr + 5 * n_rows + local, slope / temperature_scale)
         tl.store(row_ptr + 6 * n_rows + local, tl.min(first_highest, axis=0).to(tl.float32))
         tl.store(row_ptr + 7 * n_rows + local, tl.min(first_lowest, axis=0).to(tl.float32))
     tl.store(values_ptr + query, tl.sum(terms, axis=0))
-    if N_VALUES > 1:
+    if config.n_values > 1:
         tl.store(values_ptr + n_all + query, -slope * temperature_scale)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="tile first")
 def columns_kernel(
     scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr,
-    n_queries, n_documents, first_query, scale, margin,
-    TILE: tl.constexpr,
-    FIRST: tl.constexpr,
+    n_queries, n_documents, first_query, scale, margin, config: tl.constexpr,
 ):  # fmt: skip
-    """Add a chunk's scores to the `columns`, which the FIRST chunk begins; a program for each TILE documents."""
+    """Add a chunk's scores to the `columns`, which the `first` chunk begins; a program for so many documents."""
     wait_for_previous_kernel()
     scale = _scale_of(temperature_ptr, scale)
-    documents = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    documents = tl.program_id(0) * config.tile + tl.arange(0, config.tile)
     there = documents < n_documents
-    if FIRST:
-        best = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        weighted = tl.zeros([TILE], tl.float32)
+    if config.first:
+        best = tl.full([config.tile], float("-inf"), tl.float32)
+        total = tl.zeros([config.tile], tl.float32)
+        weighted = tl.zeros([config.tile], tl.float32)
     else:
         best = tl.load(columns_ptr + documents, mask=there, other=0.0)
         total = tl.load(columns_ptr + n_documents + documents, mask=there, other=0.0)
         weighted = tl.load(columns_ptr + 2 * n_documents + documents, mask=there, other=0.0)
-    for first in tl.range(0, n_queries, TILE):
-        rows = first + tl.arange(0, TILE)
+    for first in tl.range(0, n_queries, config.tile):
+        rows = first + tl.arange(0, config.tile)
         row_exists = rows < n_queries
         starts = rows.to(tl.int64) * n_documents
         label = _label_of(first_query + rows, row_exists, labels_ptr, exclude_ptr, n_documents, False)
@@ -317,16 +309,11 @@ def _leave_totals(
         tl.store(statistics_ptr + 2, hardest / some)
 
 
-@kernel(follows=True)
-def total_kernel(
-    values_ptr, loss_ptr, slope_ptr, statistics_ptr,
-    n_queries, share,
-    N_VALUES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+@kernel(follows=True, config="n_values block")
+def total_kernel(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_queries, share, config: tl.constexpr):
     """What `_leave_totals` says; one program."""
     wait_for_previous_kernel()
-    _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_queries, share, N_VALUES, BLOCK)
+    _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_queries, share, config.n_values, config.block)
 
 
 @triton.jit
@@ -418,18 +405,12 @@ def _leave_gradient(
     tl.store(grad_scores_ptr + to, grad * factor[:, None], mask=exists)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="tile block own_candidates has_teacher normalize n_values")
 def gradient_kernel(
     scores_ptr, target_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr, counts_ptr,
     grad_scores_ptr, values_ptr, loss_ptr, slope_ptr, statistics_ptr,
     n_queries, n_documents, first_query, n_all, scale, share,
-    stride_query, stride_document,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OWN_CANDIDATES: tl.constexpr,
-    HAS_TEACHER: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    N_VALUES: tl.constexpr,
+    stride_query, stride_document, config: tl.constexpr,
 ):  # fmt: skip
     """What `_leave_gradient` says; a program for each tile.
 
@@ -437,39 +418,34 @@ def gradient_kernel(
     """
     wait_for_previous_kernel()
     if loss_ptr is not None and tl.program_id(0) == 0:
-        _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_all, share, N_VALUES, BLOCK)
+        _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_all, share, config.n_values, config.block)
     _leave_gradient(
         tl.program_id(0), scores_ptr, target_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr,
         counts_ptr, grad_scores_ptr, n_queries, n_documents, first_query, scale, share, stride_query, stride_document,
-        TILE, OWN_CANDIDATES, HAS_TEACHER, NORMALIZE,
+        config.tile, config.own_candidates, config.has_teacher, config.normalize,
     )  # fmt: skip
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="rows block tile own_candidates n_values")
 def whole_kernel(
     scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr, counts_ptr,
     grad_scores_ptr, values_ptr, loss_ptr, slope_ptr, statistics_ptr,
     n_queries, n_documents, scale, margin, share,
-    stride_query, stride_document,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    OWN_CANDIDATES: tl.constexpr,
-    N_VALUES: tl.constexpr,
+    stride_query, stride_document, config: tl.constexpr,
 ):  # fmt: skip
     """All of a cross entropy, and its gradient, if asked for; one program, of so few scores that it holds them all."""
     wait_for_previous_kernel()
     _leave_losses(
         scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr, n_queries, n_documents,
-        0, n_queries, scale, margin, ROWS, BLOCK, OWN_CANDIDATES, N_VALUES,
+        0, n_queries, scale, margin, config.rows, config.block, config.own_candidates, config.n_values,
     )  # fmt: skip
     # What threads have left, others read.
     tl.debug_barrier()
-    _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_queries, share, N_VALUES, ROWS)
+    _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_queries, share, config.n_values, config.rows)
     if grad_scores_ptr is not None:
-        for tile in tl.range(0, tl.cdiv(n_queries, TILE) * tl.cdiv(n_documents, TILE)):
+        for tile in tl.range(0, tl.cdiv(n_queries, config.tile) * tl.cdiv(n_documents, config.tile)):
             _leave_gradient(
                 tile, scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr,
                 counts_ptr, grad_scores_ptr, n_queries, n_documents, 0, scale, share, stride_query, stride_document,
-                TILE, OWN_CANDIDATES, False, False,
+                config.tile, config.own_candidates, False, False,
             )  # fmt: skip
