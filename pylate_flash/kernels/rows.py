@@ -184,15 +184,14 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 
 
 @triton.jit
-def _look_at_block(
-    embeddings_ptr, found_ptr,
-    block, n_rows, n_sequences, length,
-    stride_group, stride_sequence, stride_token, config: tl.constexpr,
-):  # fmt: skip
-    """found[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
+def _look_at_block(embeddings_ptr, found_ptr, block, n_rows, layout, config: tl.constexpr):
+    """found[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows.
+
+    `layout`: sequences and their length, and the strides of groups, sequences and tokens.
+    """
     rows = block.to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
     exists = rows < n_rows
-    base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
+    base = embeddings_ptr + row_addresses(rows, layout[0], layout[1], layout[2], layout[3], layout[4])
     squares = tl.zeros([config.block_rows], tl.float32)
     nonzero = tl.zeros([config.block_rows], tl.int32)
     for start in tl.range(0, config.size, config.block):
@@ -222,15 +221,11 @@ def _rows_kernel(
     """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others."""
     block = tl.program_id(0)
     if more_ptr is not None and block >= blocks:
-        _look_at_block(
-            more_ptr, more_found_ptr, block - blocks, more_rows, more_sequences, more_length, stride_more_group,
-            stride_more_sequence, stride_more_token, config,
-        )  # fmt: skip
+        layout = more_sequences, more_length, stride_more_group, stride_more_sequence, stride_more_token
+        _look_at_block(more_ptr, more_found_ptr, block - blocks, more_rows, layout, config)
     if block < blocks:
-        _look_at_block(
-            embeddings_ptr, found_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
-            config,
-        )  # fmt: skip
+        layout = n_sequences, length, stride_group, stride_sequence, stride_token
+        _look_at_block(embeddings_ptr, found_ptr, block, n_rows, layout, config)
 
 
 def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:

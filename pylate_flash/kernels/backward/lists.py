@@ -80,10 +80,8 @@ def _sort_kernel(
     program = tl.program_id(0).to(tl.int64)
     local = program // n_chunks
     ranks = tl.arange(0, CHUNK)
-    _, bins = _bins_of(
-        tl.program_id(0) % n_chunks * CHUNK + ranks, winners_ptr, listed_ptr, n_listed_ptr, first_document + local,
-        local, n_rows, config,
-    )  # fmt: skip
+    items, flat = tl.program_id(0) % n_chunks * CHUNK + ranks, first_document + local
+    _, bins = _bins_of(items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows, config)
     # The position in the chunk makes keys different and the sort stable. Rows without a bin come last.
     keys = _sorted((bins << config.chunk_bits) | ranks, config.chunk_bits)
     bins = keys >> config.chunk_bits

@@ -38,15 +38,13 @@ class Lists(NamedTuple):
 
 
 @triton.jit
-def _segment(
-    winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, segment, n_rows, document_length,
-    SEGMENT: tl.constexpr,
-):  # fmt: skip
+def _segment(tensors, flat, local, segment, n_rows, document_length, SEGMENT: tl.constexpr):
     """The token whose rows stand around the `segment`-th multiple of SEGMENT in a document's list.
 
     Returns that multiple, the token, where its rows begin and end, and whether they go on for SEGMENT before it, so
     that a program of its own takes them from there.
     """
+    winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr = tensors
     boundary = (segment + 1) * SEGMENT
     if cu_seqlens_ptr is not None:
         begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
@@ -105,10 +103,10 @@ def _sum_kernel(
     if program < n_extra:
         local = (program // n_segments).to(tl.int64)
         flat = first_document + local
+        tensors = winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
         boundary, token, start, end, mine = _segment(
-            winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, program % n_segments, n_rows,
-            document_length, config.segment,
-        )  # fmt: skip
+            tensors, flat, local, program % n_segments, n_rows, document_length, config.segment
+        )
         low = boundary
         high = tl.where(mine, tl.minimum(boundary + config.segment, end), boundary)
         in_parts = mine
@@ -195,10 +193,10 @@ def _combine_kernel(
     program = tl.program_id(0).to(tl.int64)
     local = program // n_segments
     flat = first_document + local
+    tensors = winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
     boundary, token, start, end, taken = _segment(
-        winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, tl.program_id(0) % n_segments, n_rows,
-        document_length, config.segment,
-    )  # fmt: skip
+        tensors, flat, local, tl.program_id(0) % n_segments, n_rows, document_length, config.segment
+    )
     if taken & (boundary < start + 2 * config.segment):
         dims = tl.arange(0, config.block)
         parts_ptr += program * 2 * config.size

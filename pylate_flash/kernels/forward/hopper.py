@@ -159,16 +159,11 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 32 // ITEM])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     first_row = (row_block * PARTS + PART) * ROWS
-    query_tile = query_rows(
-        queries_ptr, first_row, group, n_queries, query_length, padded_query_length, stride_query, stride_query_token,
-        0, BLOCK_EMBEDDING, config.size, ROWS, operand,
-    )  # fmt: skip
+    layout = group, n_queries, query_length, padded_query_length, stride_query, stride_query_token
+    query_tile = query_rows(queries_ptr, first_row, layout, 0, BLOCK_EMBEDDING, config, operand)
     second_query_tile = query_tile
     if SECOND > 0:
-        second_query_tile = query_rows(
-            queries_ptr, first_row, group, n_queries, query_length, padded_query_length, stride_query,
-            stride_query_token, BLOCK_EMBEDDING, SECOND, config.size, ROWS, operand,
-        )  # fmt: skip
+        second_query_tile = query_rows(queries_ptr, first_row, layout, BLOCK_EMBEDDING, SECOND, config, operand)
     operands = (query_tile, second_query_tile, tiles, second_tiles, scales, full, empty)
 
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
