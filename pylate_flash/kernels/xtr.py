@@ -23,10 +23,10 @@ from torch import Tensor
 from triton import knobs
 
 from ..problem import Problem, Rule
-from .forward.common import NO_WINNER, SUMMED_EMBEDDING, winner_of
+from .forward.common import NO_WINNER, load_padded, split_products, winner_of, with_maxima
 from .launch import Region, kernel, wait_for_previous_kernel
 from .plan_operations import SearchPlan, search_plan
-from .reductions import LOWEST_KEY, keys_of, larger, max_along, similarities_of
+from .reductions import LOWEST_KEY, keys_of, max_along, similarities_of
 from .tables import XTR_BIN_BITS, XTR_STEPS, power_of_two
 from .xtr_scores import Retrieved
 
@@ -113,9 +113,10 @@ def _walk_kernel(
 
     dims = tl.arange(0, config.block)
     query_offset = (rows // query_length).to(tl.int64) * stride_query + rows % query_length * stride_query_token
-    query_rows = queries_ptr + query_offset[:, None] + dims[None, :]
+    query_rows = queries_ptr + query_offset
     if not config.split:
-        query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < config.size)[None, :], other=0.0)
+        in_query = row_exists[:, None] & (dims < config.size)[None, :]
+        query_tile = tl.load(query_rows[:, None] + dims[None, :], mask=in_query, other=0.0)
     slots = tl.arange(0, config.block_tokens)
     first_row = tl.program_id(0) % n_row_blocks * config.block_rows
     if config.mode != TALLY:
@@ -148,31 +149,15 @@ def _walk_kernel(
             tokens = tl.minimum(start + columns, length - 1)
             if active_ptr is not None:
                 tokens = tl.load(active_ptr + flat * document_length + tokens)
-            token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
+            token_rows = base + tokens.to(tl.int64) * stride_document_token
             if config.split:
-                similarities = tl.zeros([config.block_rows, config.block_tokens], tl.float32)
-                for sum_start in tl.static_range(0, config.size, SUMMED_EMBEDDING):
-                    products = tl.zeros([config.block_rows, config.block_tokens], tl.float32)
-                    for dim in tl.range(sum_start, min(config.size, sum_start + SUMMED_EMBEDDING), config.block):
-                        exists = dim + dims < config.size
-                        part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
-                        tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
-                        products = tl.dot(part, tile, products, input_precision=config.precision)
-                    similarities += products
+                similarities = split_products(query_rows, token_rows, row_exists, None, config)
             else:
-                if config.block == config.size:
-                    tile = tl.load(token_rows)
-                else:
-                    tile = tl.load(token_rows, mask=(dims < config.size)[:, None], other=0.0)
+                inside = (dims < config.size)[:, None]
+                tile = load_padded(token_rows[None, :] + dims[:, None], inside, config.block > config.size)
                 similarities = tl.dot(query_tile, tile, input_precision=config.precision)
             if config.mode == MAXIMA:
-                tile_best = max_along(similarities, 1)
-                won = (similarities == tile_best[:, None]) | (similarities != similarities)
-                tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
-                # A later tile must be strictly better, or the first NaN.
-                later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
-                key = tl.where(later, tile_key, key)
-                best = larger(best, tile_best)
+                best, key = with_maxima(similarities, tokens, best, key, True)
                 if config.groups > 0:
                     # Every so many-th token: those lie within a thread, or close to it. What does not exist is no more
                     # than one of them.

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..launch import Region, kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
+from ..reductions import larger, max_along
 from ..tables import SUMMED_EMBEDDING as _SUMMED
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
@@ -86,11 +87,26 @@ def split_products(left_rows, right_rows, left_exists, right_exists, config: tl.
             inside = dim + dims < config.size
             exists = left_exists[:, None] & inside[None, :]
             left = tl.load(left_rows[:, None] + (dim + dims)[None, :], mask=exists, other=0.0)
-            exists = right_exists[None, :] & inside[:, None]
+            exists = inside[:, None]
+            if right_exists is not None:
+                exists = right_exists[None, :] & exists
             right = tl.load(right_rows[None, :] + (dim + dims)[:, None], mask=exists, other=0.0)
             products = tl.dot(left, right, products, input_precision=config.precision)
         similarities += products
     return similarities
+
+
+@triton.jit
+def with_maxima(similarities, tokens, best, key, WITH_WINNERS: tl.constexpr):
+    """Best similarities [rows], and the first tokens that attain them, with those of a tile [rows, tokens]."""
+    tile_best = max_along(similarities, 1)
+    if WITH_WINNERS:
+        won = (similarities == tile_best[:, None]) | (similarities != similarities)
+        tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
+        # A later tile must be strictly better, or the first NaN.
+        later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
+        key = tl.where(later, tile_key, key)
+    return larger(best, tile_best), key
 
 
 @triton.jit

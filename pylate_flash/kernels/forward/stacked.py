@@ -28,7 +28,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..launch import kernel
 from ..plan import ForwardPlan
-from ..reductions import LOG2E, add_exponentials, larger, log_sums, max_along
+from ..reductions import LOG2E, add_exponentials, log_sums
 from .codes import decompressed
 from .common import (
     NO_WINNER,
@@ -39,6 +39,7 @@ from .common import (
     numbers_of,
     winner_of,
     with_masked_zeros,
+    with_maxima,
 )
 from .cuts import document_position, documents_of_cut, reaches_into, tokens_of_piece
 from .quantized_rows import leave_values
@@ -252,14 +253,7 @@ def _stacked_kernel(
                 similarities = tl.where((positions < length)[None, :], similarities, float("-inf"))
                 best, total = add_exponentials(similarities, row_factor, best, total)
             else:
-                tile_best = max_along(similarities, 1)
-                if config.with_winners:
-                    won = (similarities == tile_best[:, None]) | (similarities != similarities)
-                    tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
-                    # A later tile must be strictly better, or the first NaN.
-                    later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
-                    key = tl.where(later, tile_key, key)
-                best = larger(best, tile_best)
+                best, key = with_maxima(similarities, tokens, best, key, config.with_winners)
 
         stored = row_exists
         if config.in_pieces:
