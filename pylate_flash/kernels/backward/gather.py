@@ -30,8 +30,8 @@ def gathered(
     """grad_queries[row] = sum over documents of grad_score * documents[winner], [Nq * Lq, d]; the rows of one group.
 
     `block_documents` documents are in flight at once. Under `split` the sums stay in float32, [splits, Nq * Lq, d], and
-    their Jacobian and weights are `_finish_kernel`'s. `narrow`: an offset within a document, or among the scores of one,
-    fits into 32 bits.
+    their Jacobian and weights are `_finish_kernel`'s. `narrow`: an offset within a document, or among the scores of
+    one, fits into 32 bits.
 
     A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
     which takes as many instructions as summing them does.

@@ -109,7 +109,7 @@ def _smaller(a, b):
 def _list_rows(local, winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
     """list[local document] = its rows by the token that they chose, and where each token's begin.
 
-    All of at most 2**`row_bits rows, and of fewer than `block_tokens tokens, are in registers.
+    All of at most 2**row_bits rows, and of fewer than `block_tokens`, are in registers.
     """
     ROWS: tl.constexpr = 1 << config.row_bits
     local = local.to(tl.int64)
