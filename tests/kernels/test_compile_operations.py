@@ -170,7 +170,7 @@ def skip_fp8(dtype: torch.dtype, capability: int) -> None:
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 @pytest.mark.parametrize(
     ("dtype", "n_queries", "size"),
-    [(INT8, 1, 72), (INT8, 32, 128), (INT8, 3, 300), (UINT8, 32, 128), (FP8, 1, 128), (FP8, 32, 72)],
+    [(INT8, 1, 72), (INT8, 32, 128), (INT8, 3, 300), (UINT8, 32, 128), (FP8, 2, 128), (FP8, 32, 72)],
 )
 def test_products_of_8_bits(dtype: torch.dtype, n_queries: int, size: int, capability: int) -> None:
     skip_fp8(dtype, capability)
