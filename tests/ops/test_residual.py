@@ -148,6 +148,8 @@ QUERIES = torch.ones(2, 3, 8)
         wrong(TypeError, "documents must be ResidualCodes", maxsim_residual, QUERIES, torch.ones(2, 3, 8)),
         wrong(TypeError, "documents must be a torch.Tensor, got ResidualCodes", maxsim, QUERIES, changed()),
         wrong(ValueError, r"queries must have shape \[Nq, Lq, d\]", maxsim_residual, QUERIES[0], changed()),
+        wrong(ValueError, "precision must be one of 'int8', 'full', got 'half'",
+              maxsim_residual, QUERIES, changed(), precision="half"),
         wrong(ValueError, "documents must have the embedding size of queries, 4, got 8",
               maxsim_residual, QUERIES[..., :4], changed()),
         wrong(ValueError, r"queries_mask must have shape \[2, 3\]",
