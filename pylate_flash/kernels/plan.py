@@ -274,7 +274,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
     """
     kind, rows = problem.kind, _stacked_rows(problem)
-    if kind.quantize_queries and problem.n_queries == problem.groups and _is_short(problem, 0):
+    own = kind.quantize_queries and problem.n_queries == problem.groups and kind.quantized != torch.float8_e4m3fn
+    if own and problem.n_tokens >= tables.SHORT_QUANTIZED_TOKENS and _is_short(problem, 0):
         return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "cut", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)

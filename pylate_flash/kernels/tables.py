@@ -203,7 +203,7 @@ RESIDUAL_LONGEST_RUN = 16
 RESIDUAL_LARGEST_CUT = 4096
 RESIDUAL_PER_SM = {RESIDUAL_TILE.num_warps: 2, RESIDUAL_FEW_ROWS.num_warps: 5}
 # Query rows from which on codes are decompressed once, to memory, where embeddings take no more than so many bytes:
-# about 0.11 ms in place of 0.265 at 32 x 1024, 32 x 180, on Hopper.
+# 0.098 ms in place of 0.265 at 32 x 1024, 32 x 180, on Hopper.
 RESIDUAL_MANY_ROWS = 256
 RESIDUAL_SCRATCH = 64 << 20
 # Rows of a program of the gradient, and programs of an SM at which the documents are shared out no more.
@@ -215,14 +215,18 @@ RESIDUAL_SMALLEST_SHARE = 8
 # Of short queries against documents of few bits.
 
 # Document tokens of a step, registers of a thread, of which there are 32, and programs of an SM that this makes. Of
-# 10000 documents of 300 tokens and one query of 32, 4 and 2 bits take 0.126 and 0.095 ms, where codes decompressed for
-# `stacked` take 0.649 and 0.414, and int8 0.111 of 0.132; 16 tokens and 128 registers 0.130, 0.100 and 0.114.
+# 10000 documents of 300 tokens and one query of 32, 4 and 2 bits take 0.140 and 0.102 ms, where codes decompressed for
+# `stacked` take 0.648 and 0.414, and int8 0.111 of 0.132; with 184 registers 0.161, 0.119 and 0.135.
 SHORT_ROWS = 32
 SHORT_REGISTERS = 168
 SHORT_PER_SM = 12
 # Query tokens, and elements of a query that registers hold with the rest.
 SHORT_MAX_LENGTH = 64
 SHORT_MAX_ELEMENTS = 8192
+# Tokens of documents in 8 bits from which on it serves them, as programs of one warp hide little of what few of them
+# wait for: int8 0.0116 ms in place of 0.0087 at 1 x 100 (32 x 180), and 0.0241 of 0.0264 at 1 x 1000 (32 x 300). Not of
+# fp8, which it multiplies as float16: 0.0270 and 0.0250 there, and 0.127 and 0.129 at 1 x 10000.
+SHORT_QUANTIZED_TOKENS = 200_000
 # Queries that meet the same codes, at most: more of them decompress them together.
 SHORT_MAX_QUERIES = 4
 # Tokens that a query meets for each centroid, at least, or the table of centroids takes longer than it saves.

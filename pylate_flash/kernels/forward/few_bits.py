@@ -147,19 +147,19 @@ def token_of_columns(COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _bytes(words, DTYPE: tl.constexpr):
+def _bytes(words):
     """The bytes [..., 2, 2] of words [...]."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
-    return tl.join(even, odd).to(DTYPE, bitcast=True)
+    return tl.join(even, odd)
 
 
 @triton.jit
-def operand(words, DTYPE: tl.constexpr):
+def operand(words):
     """[rows, 16 * J] of the bytes of words [4, rows, J], in the order in which tensor cores take them of a thread."""
     ROWS: tl.constexpr = words.shape[1]
     J: tl.constexpr = words.shape[2]
-    bytes_ = tl.permute(tl.reshape(_bytes(words, DTYPE), [4, ROWS, J // 2, 8]), (1, 2, 0, 3))
+    bytes_ = tl.permute(tl.reshape(_bytes(words), [4, ROWS, J // 2, 8]), (1, 2, 0, 3))
     return tl.reshape(bytes_, [ROWS, 16 * J])
 
 
@@ -169,10 +169,9 @@ def query_values(
     EMBEDDING: tl.constexpr,
     COLUMNS: tl.constexpr,
     NBITS: tl.constexpr,
-    DTYPE: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """A query in 8 bits [columns, elements], an element for each that words have room for; and the columns' scales."""
+    """A query in int8 [columns, elements], an element for each that words have room for; and the columns' scales."""
     J: tl.constexpr = words_of(EMBEDDING, NBITS)
     ELEMENTS: tl.constexpr = 4 if NBITS == 0 else 32 // NBITS
     GROUPS: tl.constexpr = 8 if NBITS == 0 else 4
@@ -188,7 +187,7 @@ def query_values(
         exists = (tokens < query_length)[:, None] & (word < HELD)[None, :]
         places = (places // (ELEMENTS * J) * HELD + word) * ELEMENTS + places % ELEMENTS
     rows = tl.load(query_ptr + tokens[:, None] * stride_token + places[None, :], mask=exists, other=0.0)
-    values, scale = rounded_rows(rows.to(tl.float32), DTYPE, NORMALIZE)
+    values, scale = rounded_rows(rows.to(tl.float32), tl.int8, NORMALIZE)
     return values, scale
 
 
@@ -210,7 +209,7 @@ def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr):
     at = ((part * EIGHTS + tl.arange(0, EIGHTS)[None, None, :]) * 8 + lanes) * 4 + four
     values_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(values_ptr + at[:, :, :, None] * J + tl.arange(0, J)[None, None, None, :])
-    bytes_ = tl.reshape(_bytes(words, tl.int8), [4, 8, EIGHTS, J // 2, 8])
+    bytes_ = tl.reshape(_bytes(words), [4, 8, EIGHTS, J // 2, 8])
     return tl.reshape(tl.permute(bytes_, (3, 0, 4, 2, 1)), [16 * J, COLUMNS])
 
 
@@ -229,7 +228,7 @@ def _leave_query(
     """
     J: tl.constexpr = words_of(EMBEDDING, NBITS)
     ELEMENTS: tl.constexpr = 32 // NBITS
-    values, scale = query_values(query_ptr, query_length, stride_token, EMBEDDING, COLUMNS, NBITS, tl.int8, False)
+    values, scale = query_values(query_ptr, query_length, stride_token, EMBEDDING, COLUMNS, NBITS, False)
     columns, places = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
     word, element = places // ELEMENTS % J, places % ELEMENTS
     if NBITS == 4:
@@ -258,14 +257,14 @@ def _table_kernel(
     """
     wait_for_previous_kernel()
     LARGEST: tl.constexpr = _LARGEST_VALUE * EMBEDDING**0.5
-    n_blocks = tl.cdiv(n_centroids, CENTROIDS)
-    query = (tl.program_id(0) // n_blocks).to(tl.int64)
-    block = tl.program_id(0) % n_blocks
+    # One program of each query leaves the query, the others a block of the table.
+    n_programs = tl.cdiv(n_centroids, CENTROIDS) + 1
+    query = (tl.program_id(0) // n_programs).to(tl.int64)
+    block = tl.program_id(0) % n_programs - 1
     queries_ptr += query * stride_query * QUERY_UNIT
     stride_query_token *= QUERY_UNIT
-    tokens = tl.arange(0, COLUMNS)
     bytes_, unit, zero = _bucket_bytes(weights_ptr, NBITS)
-    if block == 0:
+    if block < 0:
         SIZE: tl.constexpr = values_size(EMBEDDING, NBITS)
         values_ptr += query * COLUMNS * SIZE
         scales_ptr += query * COLUMNS
@@ -276,20 +275,21 @@ def _table_kernel(
         for word in tl.static_range(4):
             tl.store(luts_ptr + word, _word(bytes_, 4 * word))
         tl.store(luts_ptr + 4, (unit * (_LARGEST_ENTRY / LARGEST)).to(tl.int32, bitcast=True))
-    dims = tl.arange(0, triton.next_power_of_2(EMBEDDING))
-    inside = dims < EMBEDDING
-    at = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
-    rows = tl.load(at, mask=(tokens < query_length)[:, None] & inside[None, :], other=0.0)
-    rows, _ = divided_rows(rows.to(tl.float32), _LARGEST_VALUE)
-    # What bytes are more than weights, of all elements.
-    more = tl.sum(tl.floor(rows + 0.5), axis=1) * zero * unit
-    centroids = block * CENTROIDS + tl.arange(0, CENTROIDS)
-    exists = centroids < n_centroids
-    at = centroids_ptr + centroids[:, None] * EMBEDDING + dims[None, :]
-    tile = tl.load(at, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float16)
-    entries = (tl.dot(tile, tl.trans(rows.to(tl.float16))) - more[None, :]) * (_LARGEST_ENTRY / LARGEST)
-    at = (query * n_centroids + centroids[:, None]) * COLUMNS + tokens[None, :]
-    tl.store(table_ptr + at, entries.to(tl.float16), mask=exists[:, None])
+    else:
+        tokens, dims = tl.arange(0, COLUMNS), tl.arange(0, triton.next_power_of_2(EMBEDDING))
+        inside = dims < EMBEDDING
+        at = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
+        rows = tl.load(at, mask=(tokens < query_length)[:, None] & inside[None, :], other=0.0)
+        rows, _ = divided_rows(rows.to(tl.float32), _LARGEST_VALUE)
+        # What bytes are more than weights, of all elements.
+        more = tl.sum(tl.floor(rows + 0.5), axis=1) * zero * unit
+        centroids = block * CENTROIDS + tl.arange(0, CENTROIDS)
+        exists = centroids < n_centroids
+        at = centroids_ptr + centroids[:, None] * EMBEDDING + dims[None, :]
+        tile = tl.load(at, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float16)
+        entries = (tl.dot(tile, tl.trans(rows.to(tl.float16))) - more[None, :]) * (_LARGEST_ENTRY / LARGEST)
+        at = (query * n_centroids + centroids[:, None]) * COLUMNS + tokens[None, :]
+        tl.store(table_ptr + at, entries.to(tl.float16), mask=exists[:, None])
 
 
 def with_table(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors) -> ForwardTensors:
@@ -304,7 +304,7 @@ def with_table(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors) -> 
         luts=torch.empty(8, dtype=torch.int32, device=device),
     )
     _table_kernel(
-        (n_queries * -(-n_centroids // _CENTROIDS), 1, 1),
+        (n_queries * (-(-n_centroids // _CENTROIDS) + 1), 1, 1),
         (
             made.queries, made.centroids, made.bucket_weights, made.table, made.values, made.queries_scale, made.luts,
         ),
