@@ -102,10 +102,14 @@ class Queries:
 
     def packed(self) -> Packed:
         """All of them, on the device: a call of which something is on the host is planned anew."""
-        sequences, bounds = self.sequences, np.concatenate([[0], self.lengths.cumsum()])
+        sequences = self.sequences
         if len(sequences) == 1:
-            values = sequences[0]
-        elif self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
+            # Of one query, the GPU waits for every step of the host.
+            length = len(sequences[0])
+            values = on_device(sequences[0].to(self.dtype), self.device)
+            return Packed(values, _bounds_of_one(length, values.device), length)
+        bounds = np.concatenate([[0], self.lengths.cumsum()])
+        if self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
             # At once into memory that a GPU copies from.
             dtype = functools.reduce(torch.promote_types, {sequence.dtype for sequence in sequences})
             values = torch.empty(int(bounds[-1]), sequences[0].shape[1], dtype=dtype, pin_memory=True)
@@ -114,6 +118,11 @@ class Queries:
             values = torch.cat([sequence.to(self.device) for sequence in sequences])
         values = on_device(values, self.device).to(self.dtype)
         return Packed(values, on_device(bounds.astype(np.int32), self.device), int(self.lengths.max()))
+
+
+@functools.lru_cache(maxsize=256)
+def _bounds_of_one(length: int, device: torch.device) -> Tensor:
+    return torch.tensor([0, length], dtype=torch.int32, device=device)
 
 
 def _hidden_scores(
