@@ -46,12 +46,31 @@ def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
     close(found, expected, precision, quantize_queries)
 
 
+@pytest.mark.parametrize("precision", ["int8", "uint8"])
+def test_packed_rows_with_scales_between_them(precision: str) -> None:
+    """As an index keeps them, of documents of all lengths, some of them empty."""
+    lengths = torch.tensor([(37 * index) % 301 for index in range(2000)])
+    bounds = torch.tensor([0, *lengths.cumsum(0)], device="cuda")
+    packed, query = quantize(unit(int(bounds[-1]), 128, seed=1), precision), unit(32, 128, dtype=torch.bfloat16)
+    rows = torch.zeros(len(packed.values), 144, dtype=torch.uint8, device="cuda")
+    rows[:, 16:], numbers = packed.values.view(torch.uint8), rows[:, :8].view(torch.float32)
+    numbers[:, 0], offsets = packed.scales, None
+    if packed.offsets is not None:
+        numbers[:, 1], offsets = packed.offsets, numbers[:, 1]
+    between = QuantizedEmbeddings(rows[:, 16:].view(packed.values.dtype), numbers[:, 0], offsets)
+    call = query, torch.tensor([0, 32], device="cuda"), bounds
+    found = maxsim_varlen(call[0], packed, *call[1:], empty_score=-3.0)
+    close(found, maxsim_quantized_reference(call[0], packed, *call[1:], empty_score=-3.0), precision, True)
+    assert torch.equal(maxsim_varlen(call[0], between, *call[1:], empty_score=-3.0), found)
+
+
 @pytest.mark.parametrize("quantize_queries", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("queries_shape", "documents_shape"),
     [
-        ((1, 32, 128), (500, 300, 128)),
+        ((1, 32, 128), (700, 300, 128)),
+        ((1, 50, 96), (700, 300, 96)),
         ((32, 32, 128), (200, 180, 128)),
         ((1, 1024, 128), (30, 1024, 128)),
         ((7, 77, 72), (50, 77, 72)),
