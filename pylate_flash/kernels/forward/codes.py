@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -101,7 +103,7 @@ def _decompress_kernel(
     tl.store(at, embeddings, mask=(dims < EMBEDDING)[None, :])
 
 
-def decompressed_embeddings(problem: Problem, codes: tuple[Tensor, ...], nbits: int) -> Tensor:
+def decompressed_embeddings(problem: Problem, codes: tuple[Any, ...], nbits: int) -> Tensor:
     """Normalised embeddings [T, d] in the type of the queries, of `forward.Codes`."""
     numbers, residuals, centroids, weights, _, scales, _ = codes
     n_tokens, size = len(numbers), problem.size

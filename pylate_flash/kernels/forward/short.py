@@ -287,6 +287,7 @@ def _short_kernel(
 
 def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, scores: Tensor) -> None:
     """Leave the scores, [Nq, documents of each]."""
+    assert tensors.documents_scale is not None
     n_centroids = 0 if tensors.centroids is None else len(tensors.centroids)
     next_group = problem.n_documents if problem.groups > 1 and plan.config.documents == "run" else 0
     _short_kernel(
