@@ -113,8 +113,9 @@ FORWARD = [
     [(1, 10, 32, 180), (1, 1000, 20, 150)],
     [(3, 10, 32, 180), (4, 100, 29, 190)],
 ]
-# With gradients; many documents are shared by programs, some are taken several at a time, one alone.
-KNOWN = [(64, 100, 32, 180), (64, 33, 32, 180), (64, 1, 32, 180)]
+# With gradients, of up to 2048 rows, whose winners one program lists, and of more; many documents are shared by
+# programs, some are taken several at a time, one alone.
+KNOWN = [(n_queries, n_documents, 32, 180) for n_queries in (64, 72) for n_documents in (100, 33, 1)]
 NEW = [(64, 101, 32, 181), (70, 33, 32, 77), (65, 1, 32, 300), (128, 20, 32, 1)]
 
 
@@ -165,7 +166,8 @@ def test_new_packed_sizes_compile_nothing(candidates: bool) -> None:
 def test_new_packed_sizes_compile_nothing_where_lengths_are_not_given() -> None:
     def step(*lengths: int) -> None:
         call = packed(maxsim_varlen, [32] * 8, [*lengths], 128, max_query_length=None, max_document_length=None)
-        call.gradients(call(), call.leaves[1:])
+        queries, documents = call.leaves
+        call.gradients(call(queries.detach(), documents), [documents])
 
     step(20, 300)
     with compilations() as compiled:

@@ -292,8 +292,12 @@ def test_masks_and_options_in_chunks(queries, documents, loss: str, scoring: dic
     masks = {"queries_mask": weights * (weights > 0.3), "documents_mask": of_documents}
     case = replace(case, case=replace(case.case, **masks))
     chunked = case.run(max_scratch_bytes=budget(queries, documents, 5))
-    for found, reference in zip(chunked, case.run(), strict=True):
+    whole = case.run()
+    for found, reference in zip(chunked[:3], whole[:3], strict=True):
         assert relative_error(found, reference) <= 3e-6
+    # Of a temperature, terms of about 1 that may cancel.
+    for found, reference in zip(chunked[3:], whole[3:], strict=True):
+        torch.testing.assert_close(found, reference, rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -59,9 +59,9 @@ def test_scores_and_gradients(case: Case) -> None:
     check(kernel, maxsim_reference, on_gpu(case))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+# Of the steps' many maxima in float32, some are so close to the next that its rounding decides.
 @pytest.mark.parametrize(
-    ("shapes", "normalize"), [*((shapes, False) for shapes in SHAPES), *product(STEPS, [False, True])]
+    ("shapes", "normalize", "dtype"), [*product(SHAPES, [False], DTYPES), *product(STEPS, [False, True], DTYPES[:2])]
 )
 def test_shapes_in_use(shapes, normalize: bool, dtype: torch.dtype) -> None:
     embeddings = (unit(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
