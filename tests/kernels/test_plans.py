@@ -174,7 +174,7 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100], indirect=True)
-@pytest.mark.parametrize(("plan_of", "served"), HOPPER, ids=str)
+@pytest.mark.parametrize(("plan_of", "served"), HOPPER)
 def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capability: int) -> None:
     plan = plan_of(served)
     assert plan.kernel == ("hopper" if capability == 90 else "stacked"), plan.reason
@@ -186,7 +186,7 @@ def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capab
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
-@pytest.mark.parametrize(("plan_of", "served", "kernel", "reason"), OTHERS, ids=str)
+@pytest.mark.parametrize(("plan_of", "served", "kernel", "reason"), OTHERS)
 def test_what_other_kernels_serve(
     plan_of: Callable, served: Problem, kernel: str, reason: str, capability: int
 ) -> None:
@@ -206,7 +206,6 @@ def test_what_other_kernels_serve(
         (quantized((32, 32, 256), (40, 180, 256)), 128, 64),
         (packed_quantized(), 256, 64),
     ],
-    ids=str,
 )
 def test_tiles_of_8_bits(served: Problem, rows: int, tail: int, capability: int) -> None:
     plan = quantized_plan(served)
