@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from typer.testing import CliRunner
 
+from pylate_flash import indexes
 from pylate_flash.cli import app
+
+CPU = ("--device", "cpu")
 
 
 def invoke(*arguments, input=None):
@@ -26,3 +31,12 @@ def assert_one_clear_sentence(result, *parts):
     assert sentence.startswith("pylate-flash: ")
     for part in parts:
         assert str(part) in sentence
+
+
+def write_corpus(path, *ids):
+    path.write_text("".join(json.dumps({"_id": id_, "text": f"the text of {id_}"}) + "\n" for id_ in ids))
+    return path
+
+
+def ids_in(index):
+    return indexes.Flat(index.parent, index.name, device="cpu").documents_ids
