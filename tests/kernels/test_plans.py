@@ -168,7 +168,8 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (quantized_plan, quantized((32, 32, 72), (40, 180, 72)), "stacked", "copied 16 bytes at a time"),
     (quantized_plan, unaligned_quantized(), "stacked", "copied 16 bytes at a time"),
     (quantized_plan, quantized((2, 32, 128), (40, 180, 128)), "stacked", "fewer than 65 query tokens"),
-    (quantized_plan, quantized((32, 32, 128), (32, 5, 180, 128)), "short", "at most 64 tokens"),
+    (quantized_plan, quantized((32, 32, 128), (32, 50, 180, 128)), "short", "at most 64 tokens"),
+    (quantized_plan, quantized((32, 32, 128), (32, 5, 180, 128)), "stacked", "fewer than 65 query tokens"),
     (quantized_plan, packed_quantized([0, 2, 3, 4]), "stacked", "candidates"),
 ]
 
