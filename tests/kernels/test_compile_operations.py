@@ -295,9 +295,10 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
     products = ptx[ptx.index("mma.sync") : ptx.rindex("mma.sync")]
     assert "s32.s8.s8.s32" in products
     # Later versions of Triton exchange values between threads, which costs time and changes no score.
-    exchanged = re.search(r"(ld|st)\.shared|ldmatrix|shfl|cvt\.\S*s32", products)
+    decoded = isinstance(bits, int)
+    exchanged = re.search(r"(ld|st)\.shared|ldmatrix|shfl|cvt\.\S*s32" + ("" if decoded else "|prmt"), products)
     assert not exchanged or triton_version() > (3, 6)
-    assert ("prmt" in products) == isinstance(bits, int)
+    assert "prmt" in products or not decoded
     assert re.search(r"ld\.global\S*v4\.b32" if size == 128 and bits != 2 else r"ld\.global", ptx)
 
 
