@@ -63,7 +63,7 @@ docs: $(VENV)/.installed-dev ## Build the site of guides and reference into docs
 bench-docs: $(VENV)/.installed-dev ## Write the tables and the picture again from the results under docs/benchmarks/results/.
 	$(BIN)/python docs/benchmarks/make_tables.py
 	$(BIN)/python docs/benchmarks/make_picture.py
-	-$(BIN)/python docs/benchmarks/make_search_picture.py
+	$(if $(wildcard docs/benchmarks/results/retrieval-*.json),$(BIN)/python docs/benchmarks/make_search_picture.py)
 
 clean: ## Remove the demo's output and the caches; the virtual environment stays.
 	rm -rf demo-output notebooks/demo-output docs/_build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

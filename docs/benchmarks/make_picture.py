@@ -273,8 +273,12 @@ def read_contents(path: Path) -> dict[str, Any]:
         return dict(json.loads(picture.info["Description"]))
 
 
-def main() -> None:
-    """Draw the picture again, for both themes."""
+def draw_themes(
+    gather: Callable[[], dict[str, Any]],
+    draw: Callable[[dict[str, Any], Theme, Path], None],
+    path_of: Callable[[str], Path],
+) -> None:
+    """Draw a picture again, for both themes."""
     try:
         contents = gather()
     except ValueError as error:
@@ -285,4 +289,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    draw_themes(gather, draw, path_of)

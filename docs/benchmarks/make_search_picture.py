@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from make_picture import THEMES, Theme, save
+from make_picture import Theme, draw_themes, save
 from make_tables import HERE, RESULTS, newest
 from pylate_flash.bench import load_suite
 from pylate_flash.bench.report import titles
@@ -98,16 +98,5 @@ def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
     save(figure, contents, path)
 
 
-def main() -> None:
-    """Draw the picture again, for both themes."""
-    try:
-        contents = gather()
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    for name, theme in THEMES.items():
-        draw(contents, theme, path_of(name))
-        print(f"{path_of(name)}: drawn")
-
-
 if __name__ == "__main__":
-    main()
+    draw_themes(gather, draw, path_of)
