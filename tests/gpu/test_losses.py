@@ -332,6 +332,25 @@ def test_statistics() -> None:
             assert equal(maxsim_cross_entropy(queries, documents, **options)[1], statistics)
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("margin", [None, -0.5])
+@pytest.mark.parametrize("shape", [(32, 32), (20, 60), (1, 1), (5, 5), (2, 1000), (40, 60)], ids=str)
+def test_few_scores_give_the_same_bits(shape: tuple[int, int], margin: float | None, symmetric: bool) -> None:
+    """What one program computes, but of the last; a single document leaves no hardest negative."""
+    leaves = unit(shape[0], 32, 128).requires_grad_(), unit(shape[1], 20, 128, seed=1).requires_grad_()
+    temperature = torch.tensor(0.7, device="cuda", requires_grad=True)
+    options = {"temperature": temperature, "symmetric": symmetric, "margin": margin, "with_statistics": True}
+
+    def step() -> list[torch.Tensor]:
+        loss, statistics = maxsim_cross_entropy(*leaves, **options)
+        return [loss.detach(), *statistics, *torch.autograd.grad(loss, (*leaves, temperature))]
+
+    first = step()
+    assert [tensor.isnan().any().item() for tensor in first] == [False] * 3 + [shape[1] == 1] + [False] * 3
+    for _ in range(20):
+        torch.testing.assert_close(step(), first, rtol=0, atol=0, equal_nan=True)
+
+
 def peak(batch: int, **options) -> tuple[int, int]:
     """Bytes beyond the inputs at the peak of a step, and those of the gradients; 32 x 180 tokens of 64 dimensions."""
     leaves = [unit(batch, length, 64, dtype=HALF).requires_grad_() for length in (32, 180)]

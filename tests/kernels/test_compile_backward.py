@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+import re
 from functools import partial
 
 import pytest
@@ -135,7 +136,9 @@ def test_all_of_few_scores(shape: tuple[int, int], symmetric: bool, capability: 
     for targets, with_statistics in ((Targets(None, exclude, torch.ones(())), True), (Targets(labels), False)):
         comparison = Comparison("cross entropy", symmetric=symmetric, with_statistics=with_statistics)
         found = losses.ChunkedLoss(comparison, targets, (*shape, shape[0]), False, with_statistics, scores.device)
-        compiled(partial(found.gradient, scores, 0, torch.ones(shape[0], 1)), "whole", capability)
+        whole = compiled(partial(found.gradient, scores, 0, torch.ones(shape[0], 1)), "whole", capability)["whole"]
+        order = "".join(re.findall(r"\b[lsb](?=[td]\.global|ar\.sync)", whole.asm["ptx"]))
+        assert re.match("[lb]*s[sb]*bl", order), "threads must meet before they read what others have stored"
         compiled(partial(found.compare, scores, 0), "whole", capability)
 
 
