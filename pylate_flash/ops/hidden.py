@@ -30,7 +30,7 @@ from .checks import (
 )
 from .hidden_blocks import compute_hidden, compute_hidden_gradients
 from .maxsim_operator import CALL_SCHEMA, autocast, checked, reference_scores, with_lengths
-from .operator import NOT_PLAIN, Operation, cast_like, is_plain
+from .operator import Operation
 
 _QUERIES = {3: "[Nq, Lq, d]"}
 _HIDDEN = {3: "[Nd, Ld, d_model]", 4: "[Nq, K, Ld, d_model]"}
@@ -224,60 +224,15 @@ def _call(arguments: Sequence[Any]) -> tuple[Tensor, Tensor | None, Tensors, Opt
     return weight, bias, Tensors(*tensors), Options(*arguments[_N_TENSORS:])
 
 
-def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
-    scores, (argmax, _) = compute_hidden(*_call(arguments), with_argmax)
-    return scores, argmax
+def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor | None, ...]:
+    scores, argmax, projected = compute_hidden(*_call(arguments), with_argmax)
+    return scores, argmax, *(projected or ())
 
 
 def _compute_gradients(
-    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, ...]
+    grad_scores: Tensor, kept: list[Tensor], arguments: tuple, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    return compute_hidden_gradients(*_call(arguments), grad_scores, [(saved[0], None)], needs)
-
-
-def _function_of(operation: Operation) -> type[torch.autograd.Function]:
-    class Function(torch.autograd.Function):
-        """The operator where a gradient is needed: keeps argmax, and of plain tensors the projected embeddings too.
-
-        These an operator, whose outputs have one shape whatever their size, could not return only where there is room.
-        """
-
-        @staticmethod
-        def forward(ctx, call, *tensors):
-            key, options, called = call
-            ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:4]]
-            argmax = None
-            # Not among the saved tensors, which live until the whole backward is over.
-            ctx.unsaved = []
-            if key is NOT_PLAIN:
-                scores, argmax = operation.operator_forward(*tensors, *options)
-            else:
-                arguments = operation.check((*tensors, *options), called)
-                tensors, options = arguments[:_N_TENSORS], arguments[_N_TENSORS:]
-                scores, unsaved = compute_hidden(*_call(arguments), True)
-                ctx.unsaved.append(unsaved)
-            ctx.save_for_backward(*tensors, argmax)
-            ctx.options = options
-            return scores
-
-        @staticmethod
-        def backward(ctx, grad_scores):
-            *tensors, argmax = ctx.saved_tensors
-            arguments, needs = (*tensors, *ctx.options), ctx.needs_input_grad[1:5]
-            if argmax is None and not ctx.unsaved:
-                # A second backward through a retained graph.
-                ctx.unsaved.append(compute_hidden(*_call(arguments), True)[1])
-            if argmax is None and not torch.is_grad_enabled() and is_plain(grad_scores):
-                gradients = compute_hidden_gradients(*_call(arguments), grad_scores, ctx.unsaved, needs)
-            else:
-                # A graph of the backward is asked for: the operator has one, which says that there is no second
-                # derivative.
-                argmax = ctx.unsaved[0][0] if argmax is None else argmax
-                whole = operation.operator_backward(grad_scores, argmax, *arguments, *needs)
-                gradients = tuple([gradient if need else None for gradient, need in zip(whole, needs, strict=True)])
-            return None, *cast_like(gradients, ctx.likes), *(None,) * (_N_TENSORS - 4)
-
-    return Function
+    return compute_hidden_gradients(*_call(arguments), grad_scores, kept, needs)
 
 
 _maxsim_hidden = Operation(
@@ -290,5 +245,4 @@ _maxsim_hidden = Operation(
     _compute_gradients,
     lambda *arguments: empty_results(*_call(arguments)[2:]),
     no_second_derivative("maxsim_from_hidden"),
-    _function_of,
 )

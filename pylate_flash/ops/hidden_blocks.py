@@ -50,23 +50,19 @@ class Embeddings(NamedTuple):
         return Embeddings(self.values[rows], None if self.scales is None else self.scales[rows])
 
 
-# What a forward leaves for its backward: argmax, and the projected embeddings where there is room for them.
-Saved = tuple[Tensor | None, Embeddings | None]
-
-
 def compute_hidden(
     weight: Tensor, bias: Tensor | None, tensors: Tensors, options: Options, with_argmax: bool
-) -> tuple[Tensor, Saved]:
-    """Scores, and what the backward needs, if asked for; `tensors` have hidden states in place of documents.
+) -> tuple[Tensor, Tensor | None, Embeddings | None]:
+    """Scores, and argmax if asked for; `tensors` have hidden states in place of documents.
 
-    The projected embeddings are kept where the bound has room for them and for their gradient.
+    With it come the projected embeddings, where the bound has room for them and for their gradient.
     """
     layer, hidden = _layer(weight, bias, options), tensors.documents
     with without_autocast(weight.device), torch.no_grad():
         if not with_argmax:
             scores = _fused(layer, tensors, options)
             if scores is not None:
-                return scores, (None, None)
+                return scores, None, None
         queries = _normalized_queries(layer, tensors.queries)
         blocks, scratch = _blocks(layer, tensors, SCRATCH_BYTES)
         tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=False)
@@ -76,7 +72,7 @@ def compute_hidden(
 
         scores, argmax = compute_by_block(tensors, options, with_argmax, blocks, produce)
         keep = with_argmax and len(blocks) == 1 and 2 * scratch.values.nbytes <= SCRATCH_BYTES
-        return scores, (argmax, scratch if keep else None)
+        return scores, argmax, scratch if keep else None
 
 
 def compute_hidden_gradients(
@@ -85,17 +81,18 @@ def compute_hidden_gradients(
     tensors: Tensors,
     options: Options,
     grad_scores: Tensor,
-    saved: list[Saved],
+    kept: list[Tensor],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of weight, bias, queries and hidden in their types; None for one that is not needed.
 
-    `saved` holds what the forward left, and is emptied: it is let go before the gradient of the hidden states, which is
-    larger than all of it, is allocated. Sums over several blocks are of float32 (float64 for float64).
+    `kept` holds argmax, and what there is of the projected embeddings, and is emptied: they are let go before the
+    gradient of the hidden states, which is larger than all of them, is allocated. Sums over several blocks are of
+    float32 (float64 for float64).
     """
     need_weight, need_bias, need_queries, need_hidden = needs
-    argmax, projected = saved.pop()
-    assert argmax is not None
+    argmax, projected = kept[0], Embeddings(*kept[1:]) if len(kept) > 1 else None
+    kept.clear()
     layer, hidden = _layer(weight, bias, options), tensors.documents
     with without_autocast(weight.device), torch.no_grad():
         queries = _normalized_queries(layer, tensors.queries)

@@ -209,15 +209,15 @@ class Operation:
         From the arguments of a call, and the name of what was called: the operator's, after the checks that it relies
         on and autocast.
     compute
-        From the operator's arguments, and whether to keep: the result, and what is kept (None if it is not to be).
+        From the operator's arguments, and whether to keep: the result, and what is kept (None if it is not to be). What
+        follows that is lent to the backward of plain tensors, where it may be gone: of a graph, or for the second time.
     compute_gradients
-        From the gradient of the result, what was kept, the arguments, and which gradients are needed: those.
+        From the gradient of the result, a list of what was kept and is lent, which it may empty to let go of that, the
+        arguments, and which gradients are needed: those.
     shapes
         From the arguments one by one: the result and what is kept, uninitialised, after every check.
     no_second
         Says why there is no second derivative.
-    function
-        Makes what autograd records, where that keeps something else than told above.
     """
 
     def __init__(
@@ -228,14 +228,13 @@ class Operation:
         kept: tuple[str, ...],
         check: Callable[[tuple, str], tuple],
         compute: Callable[[tuple, bool], Sequence[Tensor | None]],
-        compute_gradients: Callable[[Tensor, Sequence[Tensor], tuple, tuple], Sequence[Tensor | None]],
+        compute_gradients: Callable[[Tensor, list[Tensor], tuple, tuple], Sequence[Tensor | None]],
         shapes: Callable[..., Sequence[Tensor]],
         no_second: Callable[..., None] | None = None,
-        function: Callable[[Operation], type[torch.autograd.Function]] | None = None,
     ) -> None:
         self.name, self.check, self.compute, self.compute_gradients = name, check, compute, compute_gradients
         self.n, self.n_tensors, self.n_kept = len(differentiated), schema.count("Tensor"), len(kept)
-        self.function = (function or _function_of)(self)
+        self.function = _function_of(self)
         self._define(schema, differentiated, kept, shapes)
         torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
 
@@ -296,8 +295,8 @@ class Operation:
             return whole if n > 1 else whole[0]
 
         def backward(grad_scores: Tensor, *others):
-            saved, arguments, needs = others[:n_kept], others[n_kept:-n], others[-n:]
-            return returned(self.compute_gradients(grad_scores, saved, arguments, needs), arguments[0])
+            kept, arguments, needs = list(others[:n_kept]), others[n_kept:-n], others[-n:]
+            return returned(self.compute_gradients(grad_scores, kept, arguments, needs), arguments[0])
 
         def gradient_shapes(grad_scores: Tensor, *others):
             arguments, needs = others[n_kept:-n], others[-n:]
@@ -325,11 +324,14 @@ class Operation:
 def _function_of(operation: Operation) -> type[torch.autograd.Function]:
     """What autograd records of an operation."""
     n, n_tensors = operation.n, operation.n_tensors
+    end = n_tensors + 1 + operation.n_kept
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, call, *tensors):
             key, options, called = call
+            # Not among the saved tensors, which live until the whole backward is over.
+            ctx.lent = []
             if key is NOT_PLAIN:
                 # It goes into a graph, or to what else there is between.
                 result, *kept = operation.operator_forward(*tensors, *options)
@@ -342,7 +344,8 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
                     return (*arguments[:n_tensors], *found), arguments[n_tensors:]
 
                 computed, options = repeat(key, compute, tensors)
-                used, result, kept = computed[:n_tensors], computed[n_tensors], computed[n_tensors + 1 :]
+                used, result, kept = computed[:n_tensors], computed[n_tensors], computed[n_tensors + 1 : end]
+                ctx.lent += computed[end:]
             ctx.save_for_backward(*used, *kept)
             ctx.options, ctx.is_plain = options, key is not NOT_PLAIN
             # Of the arguments, from which autocast may have parted.
@@ -355,6 +358,7 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             if grad_scores is None:
                 return (None,) * len(ctx.needs_input_grad)
             saved, options, likes, needs = ctx.saved_tensors, ctx.options, ctx.likes, ctx.needs_input_grad[1 : n + 1]
+            lent = ctx.lent
             given = (grad_scores, *saved)
             key = signature(operation.function, given, (*options, *needs, *likes))
             if is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
@@ -370,10 +374,11 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
 
                 def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
                     grad_scores, *saved = given
-                    arguments, kept = (*saved[:n_tensors], *options), saved[n_tensors:]
+                    arguments, kept = (*saved[:n_tensors], *options), [*saved[n_tensors:], *lent]
+                    lent.clear()
                     return cast_like(operation.compute_gradients(grad_scores, kept, arguments, needs), likes), None
 
-                found, _ = repeat(key, compute, given)
+                found, _ = repeat(UNREPEATED if lent else key, compute, given)
             return None, *found, *(None,) * (n_tensors - n)
 
     return Function
