@@ -79,12 +79,9 @@ def test_the_top_floor_holds_what_users_import_and_what_a_call_is_made_of() -> N
     assert {path.stem for path in PACKAGE.glob("*.py")} == PUBLIC | behind
 
 
-# Of `bench`, some functions import what imports them.
 @pytest.mark.parametrize("in_functions", [False, True], ids=["of modules", "of functions too"])
 def test_imports_make_no_circle(in_functions: bool) -> None:
     graph = {name: imported(path, in_functions) for name, path in MODULES.items()}
-    if in_functions:
-        graph = {name: found for name, found in graph.items() if name.partition(".")[0] != "bench"}
     assert {"training.contrast", "encoding.projection", "scores"} <= graph["losses"] | graph["hosts.pylate.loss_inputs"]
     try:
         TopologicalSorter(graph).prepare()

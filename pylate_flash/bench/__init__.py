@@ -2,15 +2,15 @@
 
 ``pylate-flash bench [SUITE]`` and ``python -m pylate_flash.bench [SUITE]`` run it. From the bottom up:
 
-- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache), and the floor that they give a
-  piece of work.
-- `rows`, `exact`: shapes with names and their work; what is right, in float64, and how far a result is from it.
+- `protocol`: how one call is timed, the card's ceilings, and the floor that they give a piece of work.
+- `rows`, `exact`: shapes with names and their work (`l2`: the ceiling of the GPU's cache, for steps); what is right, in
+  float64, and how far a result is from it.
 - `suite`: what a suite is (rows, inputs, systems), and the loop that checks, times and compares the systems.
 - `calls`, `rerank`, `steps`: the inputs of what users call, and how each system is called for them.
-- `forward`, `quantized`, `residual`, `varlen`, `training`, `losses` (with `loss_steps`), `retrieval`, `launch`: the
-  suites. Another one is one more file like them, named in `SUITES` or by its path, as those in docs/benchmarks/suites.
+- `forward`, `varlen`, `training`, `losses` (with `loss_steps`), `retrieval`: the suites. Another one is one more file
+  like them, named in `SUITES` or by its path, as those in docs/benchmarks/suites.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
-- `memory`: the memory of one system, measured in a process of its own (`fresh`).
+- `memory`: the memory of one system, in a process of its own (`fresh`), which the loop starts.
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
 
 Importing this package needs neither PyLate nor the other packages measured.
@@ -31,13 +31,10 @@ if TYPE_CHECKING:
 # The suites by name, and what they measure; each is a module here with a function `suite()`.
 SUITES = {
     "forward": "scores of padded batches, on this device",
-    "quantized": "scores of documents in 8 bits",
-    "residual": "scores of residual codes, as of PLAID",
     "varlen": "packed documents of many lengths, and reranking through PyLate",
     "training": "forward, loss and backward, with uniform and with skewed winners",
     "losses": "the same of large batches, up to 65536, in chunks, and by the losses of PyLate's users",
     "retrieval": "searches of an index of up to two million documents, beside the operation and a PLAID index",
-    "launch": "how long a call keeps the host, in microseconds, and what it compiles",
 }
 
 
@@ -52,7 +49,7 @@ def load_suite(name: str) -> Suite:
     if name.endswith(".py"):
         return _of_file(Path(name).resolve())
     if name not in SUITES:
-        raise ValueError(f"suite: there is no {name!r}, expected one of {', '.join(SUITES)}")
+        raise ValueError(f"suite: there is no {name!r}, expected one of {', '.join(SUITES)}, or a .py file")
     suite: Suite = importlib.import_module(f"{__name__}.{name}").suite()
     return suite
 

@@ -29,13 +29,11 @@ class Dtype(str, Enum):
 def bench(
     suite: Annotated[
         str,
-        typer.Argument(
-            help=" ".join(f"{name}: {about}." for name, about in SUITES.items())
-            + " Or the path of a Python file whose function suite() returns one."
-        ),
+        typer.Argument(metavar="SUITE", help="One of these, or a Python file whose function `suite()` returns one."),
     ] = "forward",
     rows: Annotated[
-        list[str] | None, typer.Option(help="Only these rows: names, with commas between them, or the option again.")
+        list[str] | None,
+        typer.Option(help="Only these rows: names between commas, or the option again; a wrong one lists them."),
     ] = None,
     device: Annotated[
         str, typer.Option(help="auto (the suite's own, else a GPU if there is one), cuda, cuda:1, cpu.")
@@ -68,11 +66,7 @@ def bench(
     ] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Measure this package, its peers and plain torch on this machine, beside the floor that the machine allows.
-
-    Every system is checked against float64 on the same inputs before it is timed. Exits with 1 where pylate_flash was
-    wrong, inaccurate or failed.
-    """
+    """Measure this package, its peers and plain torch on this machine, beside the floor that the machine allows."""
     try:
         found = load_suite(suite)
         where = _device(device, found)
@@ -150,6 +144,31 @@ def _device(name: str, suite: suites.Suite) -> torch.device:
     return torch.device("cuda", index)
 
 
-def main() -> None:
-    """Run the command on its own."""
-    typer.run(bench)
+_HELP = f"""{bench.__doc__}
+
+A suite is a table, with a shape in each row:
+
+{chr(10).join(f"- `{name}`: {about}" for name, about in SUITES.items())}
+
+Every system is checked against float64 on the same inputs before it is timed, and systems take turns. The floor is the
+time that the operations or the bytes of a row cost at the rates that a large matrix product and a large copy reach
+here. `ours / floor` is 1 at best; `best other / ours` is above 1 where pylate_flash is the fastest.
+
+Exits with 1 where pylate_flash was wrong, inaccurate or failed.
+"""
+
+
+def main(arguments: list[str] | None = None, name: str = "python -m pylate_flash.bench") -> None:
+    """Run the command with these arguments, or those of this process."""
+    application = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    application.command(
+        help=_HELP,
+        epilog=f"Examples: `{name} --quick` (a look, in minutes), `{name} training --memory --json results/`, "
+        f"`{name} losses --rows batch-256,batch-1024 --no-peers`.",
+    )(bench)
+    application(arguments, prog_name=name)

@@ -13,6 +13,9 @@ from pylate_flash.bench.protocol import MIB
 # The similarities that are held at a time.
 REFERENCE_BYTES = 1024 * MIB
 
+# Where similarities, or gradients on the way, are rounded elsewhere, other tokens win, and gradients differ by so much.
+ROUNDED = 0.3
+
 # From queries, documents and, where there are some, both masks, their scores.
 Score = Callable[..., torch.Tensor]
 

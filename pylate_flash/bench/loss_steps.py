@@ -27,8 +27,6 @@ LONG = 1e13
 LOOP_QUERIES = 1024
 # Queries that other packages score at a time: their defaults, and what suits large batches.
 CHUNKS = (32, 128, 1024)
-# What rounds similarities, or gradients on the way, to half differs by so much: other tokens win.
-ROUNDED = 0.3
 
 
 class LargeStep(FusedStep):

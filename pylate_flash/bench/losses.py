@@ -19,10 +19,10 @@ import torch
 
 from pylate_flash.bench import calls, exact, training
 from pylate_flash.bench.exact import Step, einsum_scores
-from pylate_flash.bench.loss_steps import LONG, LOOP_QUERIES, ROUNDED, LargeStep
+from pylate_flash.bench.loss_steps import LONG, LOOP_QUERIES, LargeStep
 from pylate_flash.bench.peers import PYLATE
-from pylate_flash.bench.protocol import L2, Rounds, make_stopwatch
-from pylate_flash.bench.rows import Row
+from pylate_flash.bench.protocol import Rounds, make_stopwatch
+from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, MARGIN, OUR_SYSTEM, WRONG, Suite, System, another_way
 from pylate_flash.bench.training import TEMPERATURE
 
@@ -149,7 +149,7 @@ def accuracy(inputs: LargeStep, dtype: torch.dtype) -> float:
     Of given embeddings, whether one is divided by its norm before it is rounded or a similarity after it decides which
     token wins in a few of a thousand cases.
     """
-    return ROUNDED / MARGIN if inputs.is_given else min(exact.accuracy(dtype, gradients=True), WRONG / MARGIN)
+    return exact.ROUNDED / MARGIN if inputs.is_given else min(exact.accuracy(dtype, gradients=True), WRONG / MARGIN)
 
 
 def rounds_of(row: Row, rounds: Rounds) -> Rounds:
@@ -180,7 +180,7 @@ def suite() -> Suite:
         name="losses",
         title="MaxSim contrastive step of large batches",
         rows=ROWS,
-        systems=[replace(system, tolerance=ROUNDED) for system in systems],
+        systems=[replace(system, tolerance=exact.ROUNDED) for system in systems],
         make_inputs=make_inputs,
         reference=reference,
         accuracy=accuracy,

@@ -8,36 +8,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from pylate_flash.bench import fresh, load_suite
-
-
-def measure(
-    suite: str, row: str, variants: Mapping[str, str], device: torch.device, dtype: torch.dtype
-) -> dict[str, int]:
-    """Return the bytes that systems take for a row beyond its inputs.
-
-    ``suite`` and ``row`` are names, or the suite a path; ``variants`` says for each system's name with which of its
-    candidates it is measured.
-
-    Raises
-    ------
-    RuntimeError
-        If a process fails; the message ends with what it wrote.
-    """
-    where = str(device), str(dtype).removeprefix("torch.")
-    requests = [json.dumps([suite, row, system, variant, *where]) for system, variant in variants.items()]
-    return dict(zip(variants, fresh.run_for_memory("pylate_flash.bench.memory", *requests), strict=True))
+from pylate_flash.bench.suite import fit, release
 
 
 def measure_here(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
-    """The same in this process, which should have done nothing else."""
-    from pylate_flash.bench.suite import fit, release
-
+    """Return the bytes that a system takes for a row, in this process, which should have done nothing else."""
     found = load_suite(suite)
     wanted = next(candidate for candidate in found.rows if candidate.name == row)
     inputs = found.make_inputs(fit(found, wanted, device), device, dtype)

@@ -272,17 +272,6 @@ def measure_ceilings(
     )
 
 
-def measure_l2(device: torch.device) -> float:
-    """As `l2.measure_l2`, whose kernel needs Triton, which is not everywhere."""
-    from pylate_flash.bench import l2
-
-    return l2.measure_l2(device)
-
-
-# The further ceilings of suites whose rows gather rows from the L2 cache.
-L2 = {"l2_bytes_per_second": measure_l2}
-
-
 @dataclass(frozen=True)
 class Work:
     """What a computation cannot avoid."""

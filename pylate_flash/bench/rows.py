@@ -12,6 +12,17 @@ from pylate_flash.bench.protocol import Work
 AnyRow = TypeVar("AnyRow", bound="Row")
 
 
+def _measure_l2(device: torch.device) -> float:
+    # Its kernel needs Triton, which is not everywhere.
+    from pylate_flash.bench.l2 import measure_l2
+
+    return measure_l2(device)
+
+
+# The further ceilings of suites whose steps gather embeddings from the L2 cache.
+L2 = {"l2_bytes_per_second": _measure_l2}
+
+
 @dataclass(frozen=True)
 class Row:
     """``Nq`` queries of ``Lq`` tokens against ``Nd`` documents of ``Ld`` tokens, embeddings of size ``d``.

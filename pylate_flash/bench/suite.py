@@ -7,6 +7,7 @@ granted the fastest of them: a deployment would have to find it.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pylate_flash.bench import exact, memory, peers, results
+from pylate_flash.bench import exact, fresh, peers, results
 from pylate_flash.bench.protocol import (
     Ceilings,
     CpuStopwatch,
@@ -207,7 +208,7 @@ def run(
             observer.doing(f"{row.name}: measuring the memory")
             timed = {name: state for name, state in measured["systems"].items() if "median_ms" in state}
             variants = {name: state["variant"] for name, state in timed.items()}
-            for name, taken in memory.measure(suite.script or suite.name, row.name, variants, device, dtype).items():
+            for name, taken in memory_of(suite.script or suite.name, row.name, variants, device, dtype).items():
                 timed[name]["memory_bytes"] = taken
         result["rows"].append(measured)
         result["complete"] = len(result["rows"]) == len(suite.rows)
@@ -218,6 +219,24 @@ def run(
         result["facts"] = suite.facts(device, dtype)
         keep(result)
     return result
+
+
+def memory_of(
+    suite: str, row: str, variants: Mapping[str, str], device: torch.device, dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the bytes that systems take for a row beyond its inputs.
+
+    ``suite`` and ``row`` are names, or the suite a path; ``variants`` says for each system's name with which of its
+    candidates it is measured.
+
+    Raises
+    ------
+    RuntimeError
+        If a process fails; the message ends with what it wrote.
+    """
+    where = str(device), str(dtype).removeprefix("torch.")
+    requests = [json.dumps([suite, row, system, variant, *where]) for system, variant in variants.items()]
+    return dict(zip(variants, fresh.run_for_memory("pylate_flash.bench.memory", *requests), strict=True))
 
 
 def reduces(suite: Suite, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from pylate_flash.bench import SUITES, cli, load_suite, memory, plot, report, results
+from pylate_flash.bench import SUITES, cli, load_suite, plot, report, results
 from pylate_flash.bench import forward as forward_suite
 from pylate_flash.bench import suite as suites
 from pylate_flash.bench.protocol import QUICK, Rounds
@@ -135,9 +135,12 @@ def test_every_suite_loads_under_its_name_and_begins_with_ours():
         assert len({row.name for row in found.rows}) == len(found.rows)
 
 
-def test_the_help_says_what_each_suite_tells(invoke):
-    text = invoke("--help").output
-    assert all(f"{name}:" in text for name in SUITES)
+def test_the_help_says_what_each_suite_tells_and_what_a_table_shows(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"{name}: {about.split(',')[0]}" in text for name, about in SUITES.items())
+    assert "best other / ours is" in text
 
 
 def test_a_suite_for_the_cpu_is_measured_there_and_nowhere_else(invoke, tiny_suite, monkeypatch, tmp_path):
@@ -235,7 +238,7 @@ def test_memory_is_that_of_a_fresh_process():
     row = suites.fit(forward_suite.suite(), row, cpu)
     similarities = 4 * row.Nd * row.Lq * row.Ld
     variants = {"torch": f"einsum, chunks of {row.Nd}", "pylate_flash": "maxsim"}
-    taken = memory.measure("forward", "edge-48", variants, cpu, torch.float32)
+    taken = suites.memory_of("forward", "edge-48", variants, cpu, torch.float32)
     assert taken.keys() == variants.keys()
     # The kernel counts resident pages in batches.
     assert 0.9 * similarities < taken["torch"] < 3 * similarities
@@ -244,4 +247,4 @@ def test_memory_is_that_of_a_fresh_process():
 def test_memory_of_a_process_that_fails_is_an_error_with_its_reason():
     variants = {"torch": "einsum", "pylate_flash": "maxsim"}
     with pytest.raises(RuntimeError, match="no_such_type"):
-        memory.measure("forward", "textual", variants, torch.device("cpu"), "no_such_type")
+        suites.memory_of("forward", "textual", variants, torch.device("cpu"), "no_such_type")

@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from pylate_flash.bench import l2, protocol  # noqa: E402
+from pylate_flash.bench import l2, protocol, rows  # noqa: E402
 from suites import soft  # noqa: E402
 
 
@@ -31,7 +31,7 @@ def test_every_read_goes_past_the_l1_cache_and_stays(capability):
 def test_it_is_measured_on_request_and_on_a_gpu_only(monkeypatch):
     sizes = {"matmul_size": 8, "copy_bytes": 1024}
     cpu = torch.device("cpu")
-    for others in ({}, protocol.L2):
+    for others in ({}, rows.L2):
         assert protocol.measure_ceilings(cpu, torch.float32, others=others, **sizes).l2_bytes_per_second is None
 
 

@@ -3,14 +3,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pylate_flash.bench import calls, exact, launch, suite
+from pylate_flash.bench import calls, exact, suite
 from pylate_flash.bench.protocol import Rounds
 from pylate_flash.bench.suite import Candidate
+from suites import launch
 
 CPU = torch.device("cpu")
 ROUNDS = Rounds(warmup=0, repetitions=2, flush_bytes=0)
@@ -277,7 +279,7 @@ def test_a_count_is_that_of_a_fresh_process(monkeypatch):
     asked = []
     monkeypatch.setattr(launch.fresh, "run", lambda *arguments: asked.append(arguments) or ["7"])
     assert list(launch.compilations(torch.device("cuda", 1), torch.bfloat16).values()) == [7]
-    assert asked == [("pylate_flash.bench.launch", ["cuda:1", "bfloat16"])]
+    assert asked == [(Path(launch.__file__), ["cuda:1", "bfloat16"])]
 
 
 @needs_gpu

@@ -121,7 +121,7 @@ def test_flash_maxsims_step_is_told_the_temperature(inputs, monkeypatch):
     candidates = inputs.flash_maxsim()
     assert [candidate.label for candidate in candidates] == ["bfloat16", "float16"]
     for candidate in candidates:
-        assert losses.error(candidate.read(candidate.call()), losses.reference(inputs)) <= loss_steps.ROUNDED / 2
+        assert losses.error(candidate.read(candidate.call()), losses.reference(inputs)) <= exact.ROUNDED / 2
 
 
 def test_rows_are_four_times_as_large():

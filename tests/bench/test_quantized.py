@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pylate_flash.bench import exact, quantized
-from pylate_flash.bench.quantized import Quantized, measure_eight_bits
+from pylate_flash.bench import exact
 from pylate_flash.bench.suite import OURS, WRONG
+from suites import quantized
+from suites.quantized import Quantized, measure_eight_bits
 
 CPU = torch.device("cpu")
 TINY = (Quantized("one", 1, 70, 8, 17, d=64), Quantized("several", 3, 6, 8, 19, d=64))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash.bench import residual
+from suites import residual
 from tests.ops.residual_cases import residual_codes
 
 CPU = torch.device("cpu")

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from pylate_flash.bench import SUITES as IN_PACKAGE
-from pylate_flash.bench import launch, suite
+from pylate_flash.bench import suite
 from pylate_flash.bench.protocol import Ceilings, floor_of
-from pylate_flash.bench.residual import Residual
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.varlen import Arrays
-from suites import cpu, xtr
+from suites import cpu, launch, xtr
 from suites.chamfer import Sets
 from suites.hidden import States
+from suites.residual import Residual
 from suites.soft import SoftBatch
 from suites.sparse import Pruned
 from tests.bench import stand_ins

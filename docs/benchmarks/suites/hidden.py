@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from pylate_flash.bench import exact
 from pylate_flash.bench.calls import unit_vectors
 from pylate_flash.bench.peers import LIK
-from pylate_flash.bench.protocol import L2, Work
-from pylate_flash.bench.rows import Row
+from pylate_flash.bench.protocol import Work
+from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, Candidate, Suite, System, Unavailable
 from pylate_flash.bench.training import TEMPERATURE
 
@@ -221,10 +221,6 @@ def error(found: Result, expected: Result) -> float:
     return max(exact.relative_error(found[0], expected[0]), *(exact.frobenius(*pair) for pair in gradients), 0.0)
 
 
-# Embeddings that are rounded elsewhere, or more or less often, let other tokens win.
-_ROUNDED = 0.3
-
-
 def suite() -> Suite:
     """Return the suite."""
     return Suite(
@@ -238,23 +234,23 @@ def suite() -> Suite:
                 "linear + ours",
                 methodcaller("unfused", normalized=False),
                 about="a linear layer and our `maxsim(normalize=True)`, which does not round the normalised embeddings",
-                tolerance=_ROUNDED,
+                tolerance=exact.ROUNDED,
             ),
             System(
                 "unfused_normalized",
                 "linear + normalize + ours",
                 methodcaller("unfused", normalized=True),
                 about="with `F.normalize` in between, which rounds the norms as well",
-                tolerance=_ROUNDED,
+                tolerance=exact.ROUNDED,
             ),
-            replace(LIK_SYSTEM, about="late-interaction-kernels, fused", tolerance=_ROUNDED),
+            replace(LIK_SYSTEM, about="late-interaction-kernels, fused", tolerance=exact.ROUNDED),
             System(
                 "lik_unfused",
                 "linear + LIK",
                 methodcaller("lik_unfused"),
                 peer=LIK,
                 about="the faster of the two unfused ways with its `maxsim`",
-                tolerance=_ROUNDED,
+                tolerance=exact.ROUNDED,
             ),
         ),
         make_inputs=make_inputs,

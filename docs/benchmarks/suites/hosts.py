@@ -22,10 +22,9 @@ import torch
 from pylate_flash.bench import exact, forward, losses, training
 from pylate_flash.bench.calls import Padded, named
 from pylate_flash.bench.exact import Step
-from pylate_flash.bench.launch import GRADIENT_TOLERANCE
 from pylate_flash.bench.peers import SENTENCE_TRANSFORMERS
-from pylate_flash.bench.protocol import L2, Rounds
-from pylate_flash.bench.rows import Row
+from pylate_flash.bench.protocol import Rounds
+from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 
 _MAXSIM = "sentence_transformers.util.similarity:maxsim"
@@ -180,7 +179,7 @@ def suite() -> Suite:
         methodcaller("theirs", sweep=False),
         peer=SENTENCE_TRANSFORMERS,
         about="its own code as it is called by default",
-        tolerance=GRADIENT_TOLERANCE,
+        tolerance=exact.ROUNDED,
     )
     return Suite(
         name="hosts",

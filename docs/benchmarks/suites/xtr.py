@@ -18,8 +18,7 @@ import torch.nn.functional as F
 
 from pylate_flash.bench import exact, training
 from pylate_flash.bench.peers import PYLATE
-from pylate_flash.bench.protocol import L2
-from pylate_flash.bench.rows import Row
+from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.steps import Step
 from pylate_flash.bench.suite import OUR_SYSTEM, Candidate, Suite, System
 
