@@ -7,10 +7,10 @@ padded texts: flash-maxsim knows lengths only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,23 +242,6 @@ def named(queries_mask: torch.Tensor | None, documents_mask: torch.Tensor | None
     return {name: mask for name, mask in masks.items() if mask is not None}
 
 
-class Pairwise(Padded):
-    """`maxsim_pairwise`: queries [N, Lq, d], and their documents as candidates [N, 1, Ld, d]."""
-
-    def scored(self, score: Callable, queries_mask: str, documents_mask: str) -> list[Candidate]:
-        """A call with documents [N, Ld, d], and the masks under these names."""
-        masks = {queries_mask: self.queries_mask}
-        if self.documents_mask is not None:
-            masks[documents_mask] = self.documents_mask.squeeze(1)
-        return only(score, self.queries, self.documents.squeeze(1), **masks)
-
-    def ours(self) -> list[Candidate]:
-        return self.scored(pylate_flash.maxsim_pairwise, "queries_mask", "documents_mask")
-
-    def lik(self) -> list[Candidate]:
-        return self.scored(LIK["maxsim_pairs"], "q_mask", "d_mask")
-
-
 # What an empty document scores.
 EMPTY_SCORE = -1.0
 
@@ -340,66 +323,6 @@ class Varlen(Call):
     def torch(self) -> list[Candidate]:
         ways = self.padded().torch()
         return [Candidate(f"{label}, padded", partial(self.filled, call)) for label, call, _ in ways]
-
-
-class Turn:
-    """Calls that are made in turn, one at a time; the results of the first few are read."""
-
-    def __init__(self, calls: Sequence[Callable[[], Any]], n_read: int) -> None:
-        self.calls = calls
-        self.n_read = n_read
-        self.last = -1
-
-    def __call__(self) -> Any:
-        self.last = (self.last + 1) % len(self.calls)
-        return self.calls[self.last]()
-
-    def read(self, last: Any) -> Result:
-        """What the calls that are read return, joined; ``last`` is what the last call made has returned."""
-        return joined([last if index == self.last else self.calls[index]() for index in range(self.n_read)])
-
-
-def joined(results: Sequence[Any]) -> Result:
-    """The scores of several calls, stacked; of steps the losses, and the gradients as one vector for each leaf."""
-    if isinstance(results[0], torch.Tensor):
-        return torch.stack(list(results))
-    losses, _, *gradients = zip(*results, strict=True)
-    return exact.Step(torch.stack(losses), None, *(torch.cat([part.flatten() for part in leaf]) for leaf in gradients))
-
-
-@dataclass(frozen=True)
-class InTurn(Call):
-    """The same kind of call of other inputs every time; of the first ``n_read`` of them, results are compared."""
-
-    calls: Sequence[Call]
-    n_read: int
-
-    replayable = False
-
-    @property
-    def device(self) -> torch.device:
-        return self.calls[0].device
-
-    @property
-    def differentiated(self) -> bool:  # type: ignore[override]
-        return self.calls[0].differentiated
-
-    def reference(self) -> Result:
-        return joined([call.reference() for call in self.calls[: self.n_read]])
-
-    def accuracy(self, dtype: torch.dtype) -> float:
-        return self.calls[0].accuracy(dtype)
-
-    def candidates(self, system: str) -> list[Candidate]:
-        """A system's candidates, each of which makes one of the calls."""
-        offered = [getattr(call, system)() for call in self.calls]
-        turns = [(ways[0].label, Turn([way.call for way in ways], self.n_read)) for ways in zip(*offered, strict=True)]
-        return [Candidate(label, turn, turn.read) for label, turn in turns]
-
-    ours = partialmethod(candidates, "ours")
-    lik = partialmethod(candidates, "lik")
-    flash_maxsim = partialmethod(candidates, "flash_maxsim")
-    torch = partialmethod(candidates, "torch")
 
 
 @dataclass(frozen=True)

@@ -138,30 +138,6 @@ class TwoTimesStopwatch(CudaStopwatch):
         return sample._replace(device_seconds=self._timed(call).seconds)
 
 
-class HostStopwatch(CpuStopwatch):
-    """Times how long the host is busy with a call, whatever the device then takes for it.
-
-    A batch of calls is made one after the other, and only then waited for: the device's queue holds a thousand
-    launches, so a short batch never makes the host wait for room in it. The result is the batch's mean.
-    """
-
-    def __init__(self, device: torch.device, calls: int = 20) -> None:
-        super().__init__(flush_bytes=0)
-        self.device = device
-        self.calls = calls
-        self.clock = f"host clock, each the mean of {calls} in a row"
-
-    def time(self, call: Callable[[], object]) -> Sample:
-        """Make the calls, wait for the device, and return how long one call kept the host."""
-        started = time.perf_counter()
-        for _ in range(self.calls):
-            call()
-        seconds = (time.perf_counter() - started) / self.calls
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return Sample(seconds, seconds)
-
-
 def make_stopwatch(device: torch.device, flush_bytes: int, on_gpu: type[CudaStopwatch] = CudaStopwatch) -> CpuStopwatch:
     """Return the stopwatch of a device."""
     return on_gpu(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)

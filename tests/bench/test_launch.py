@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pylate_flash.bench import calls, exact, suite
-from pylate_flash.bench.protocol import Rounds
+from pylate_flash.bench.protocol import Rounds, Sample
 from pylate_flash.bench.suite import Candidate
 from suites import launch
 
@@ -38,6 +38,18 @@ def inputs_of(row, dtype=torch.float32):
     if row.name in ("step-contrastive", "rerank"):
         pytest.importorskip("pylate")
     return launch.make_inputs(small(row), CPU, dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_the_host_is_timed_over_a_batch_of_calls_and_then_waits_for_the_device(device, monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
+    stopwatch = launch.HostStopwatch(torch.device(device), calls=4)
+    clock = iter([100.0, 100.5])
+    monkeypatch.setattr(launch.time, "perf_counter", lambda: events.append("clock") or next(clock))
+    assert stopwatch.time(lambda: events.append("call")) == Sample(0.125, 0.125)
+    assert events == ["clock", *["call"] * 4, "clock", *(["wait"] if device != "cpu" else [])]
+    assert "mean of 4" in stopwatch.clock
 
 
 @pytest.mark.usefixtures("few_in_turn")
@@ -127,7 +139,7 @@ def test_calls_in_turn_are_all_read_in_order():
         made.append(index)
         return torch.tensor([float(index)])
 
-    turn = calls.Turn([partial(call, index) for index in range(3)], 2)
+    turn = launch.Turn([partial(call, index) for index in range(3)], 2)
     turn()
     assert turn.read(turn()).flatten().tolist() == [0, 1]
     assert made == [0, 1, 0]
@@ -141,7 +153,7 @@ def test_calls_in_turn_are_all_read_in_order():
 
 def test_steps_in_turn_are_compared_as_one():
     steps = [exact.Step(torch.tensor(float(n)), None, torch.full((n,), 1.0), torch.full((2, n), 2.0)) for n in (1, 2)]
-    losses, _, of_queries, of_documents = calls.joined(steps)
+    losses, _, of_queries, of_documents = launch.joined(steps)
     assert losses.tolist() == [1, 2]
     assert of_queries.tolist() == [1] * 3
     assert of_documents.tolist() == [2] * 6

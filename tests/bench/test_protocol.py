@@ -103,24 +103,6 @@ def test_the_host_clock_covers_the_call_and_not_the_flush(monkeypatch):
     assert sample == Sample(0.25, 0.25)
 
 
-def test_the_host_is_timed_over_a_batch_of_calls(monkeypatch):
-    events = []
-    stopwatch = protocol.HostStopwatch(torch.device("cpu"), calls=4)
-    clock = iter([100.0, 100.5])
-    monkeypatch.setattr(protocol.time, "perf_counter", lambda: events.append("clock") or next(clock))
-    assert stopwatch.time(lambda: events.append("call")) == Sample(0.125, 0.125)
-    assert events == ["clock", *["call"] * 4, "clock"]
-    assert "mean of 4" in stopwatch.clock
-
-
-def test_the_device_is_waited_for_after_the_host_was_timed(monkeypatch):
-    events = []
-    monkeypatch.setattr(protocol.time, "perf_counter", lambda: events.append("clock") or 0.0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("wait"))
-    protocol.HostStopwatch(torch.device("cuda", 0), calls=1).time(lambda: events.append("call"))
-    assert events == ["clock", "call", "clock", "wait"]
-
-
 def test_floor_is_the_longer_of_the_two_times():
     ceilings = Ceilings(flops_per_second=100e12, bytes_per_second=2e12)
     # 1e12 operations take 10 ms; 4e9 bytes take 2 ms.

@@ -11,21 +11,126 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import pylate_flash
 from pylate_flash.bench import calls, exact, forward, fresh, steps
 from pylate_flash.bench import suite as suites
 from pylate_flash.bench.calls import Call
-from pylate_flash.bench.protocol import HostStopwatch, Rounds
+from pylate_flash.bench.exact import Result
+from pylate_flash.bench.peers import LIK
+from pylate_flash.bench.protocol import CpuStopwatch, Rounds, Sample
 from pylate_flash.bench.rerank import Rerank, ids_of
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import Candidate, Suite, System, Unavailable
+
+
+class HostStopwatch(CpuStopwatch):
+    """Times how long the host is busy with a call, whatever the device then takes for it.
+
+    A batch of calls is made one after the other, and only then waited for: the device's queue holds a thousand
+    launches, so a short batch never makes the host wait for room in it. The result is the batch's mean.
+    """
+
+    def __init__(self, device: torch.device, calls: int = 20) -> None:
+        super().__init__(flush_bytes=0)
+        self.device = device
+        self.calls = calls
+        self.clock = f"host clock, each the mean of {calls} in a row"
+
+    def time(self, call: Callable[[], object]) -> Sample:
+        """Make the calls, wait for the device, and return how long one call kept the host."""
+        started = time.perf_counter()
+        for _ in range(self.calls):
+            call()
+        seconds = (time.perf_counter() - started) / self.calls
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return Sample(seconds, seconds)
+
+
+class Pairwise(calls.Padded):
+    """`maxsim_pairwise`: queries [N, Lq, d], and their documents as candidates [N, 1, Ld, d]."""
+
+    def scored(self, score: Callable, queries_mask: str, documents_mask: str) -> list[Candidate]:
+        """A call with documents [N, Ld, d], and the masks under these names."""
+        masks = {queries_mask: self.queries_mask}
+        if self.documents_mask is not None:
+            masks[documents_mask] = self.documents_mask.squeeze(1)
+        return calls.only(score, self.queries, self.documents.squeeze(1), **masks)
+
+    def ours(self) -> list[Candidate]:
+        return self.scored(pylate_flash.maxsim_pairwise, "queries_mask", "documents_mask")
+
+    def lik(self) -> list[Candidate]:
+        return self.scored(LIK["maxsim_pairs"], "q_mask", "d_mask")
+
+
+class Turn:
+    """Calls that are made in turn, one at a time; the results of the first few are read."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], n_read: int) -> None:
+        self.calls = calls
+        self.n_read = n_read
+        self.last = -1
+
+    def __call__(self) -> Any:
+        self.last = (self.last + 1) % len(self.calls)
+        return self.calls[self.last]()
+
+    def read(self, last: Any) -> Result:
+        """What the calls that are read return, joined; ``last`` is what the last call made has returned."""
+        return joined([last if index == self.last else self.calls[index]() for index in range(self.n_read)])
+
+
+def joined(results: Sequence[Any]) -> Result:
+    """The scores of several calls, stacked; of steps the losses, and the gradients as one vector for each leaf."""
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(list(results))
+    losses, _, *gradients = zip(*results, strict=True)
+    return exact.Step(torch.stack(losses), None, *(torch.cat([part.flatten() for part in leaf]) for leaf in gradients))
+
+
+@dataclass(frozen=True)
+class InTurn(Call):
+    """The same kind of call of other inputs every time; of the first ``n_read`` of them, results are compared."""
+
+    calls: Sequence[Call]
+    n_read: int
+
+    replayable = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.calls[0].device
+
+    @property
+    def differentiated(self) -> bool:  # type: ignore[override]
+        return self.calls[0].differentiated
+
+    def reference(self) -> Result:
+        return joined([call.reference() for call in self.calls[: self.n_read]])
+
+    def accuracy(self, dtype: torch.dtype) -> float:
+        return self.calls[0].accuracy(dtype)
+
+    def candidates(self, system: str) -> list[Candidate]:
+        """A system's candidates, each of which makes one of the calls."""
+        offered = [getattr(call, system)() for call in self.calls]
+        turns = [(ways[0].label, Turn([way.call for way in ways], self.n_read)) for ways in zip(*offered, strict=True)]
+        return [Candidate(label, turn, turn.read) for label, turn in turns]
+
+    ours = partialmethod(candidates, "ours")
+    lik = partialmethod(candidates, "lik")
+    flash_maxsim = partialmethod(candidates, "flash_maxsim")
+    torch = partialmethod(candidates, "torch")
 
 
 def padded(
@@ -58,7 +163,7 @@ def padded(
     return call
 
 
-def new_lengths(row: Row, generator: torch.Generator, dtype: torch.dtype, **options: Any) -> calls.InTurn:
+def new_lengths(row: Row, generator: torch.Generator, dtype: torch.dtype, **options: Any) -> InTurn:
     """The call of `padded` with documents of another length every time: nothing that is kept for a size helps.
 
     Every batch lies at the beginning of one memory.
@@ -75,7 +180,7 @@ def new_lengths(row: Row, generator: torch.Generator, dtype: torch.dtype, **opti
             mask = calls.prefixes(row.Nd, length, generator=generator, dtype=mask.dtype)
         documents.requires_grad_(longest.documents.requires_grad)
         found.append(replace(longest, documents=documents, documents_mask=mask))
-    return calls.InTurn(found, min(READ, len(found)))
+    return InTurn(found, min(READ, len(found)))
 
 
 def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing: bool = False) -> Call:
@@ -97,7 +202,7 @@ def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing
             lengths[1::17] = 0
         found[int(lengths.sum())] = lengths
     batches = [calls.Varlen(queries, documents[:tokens], lengths, row.own) for tokens, lengths in found.items()]
-    return calls.InTurn(batches, len(batches)) if changing else batches[0]
+    return InTurn(batches, len(batches)) if changing else batches[0]
 
 
 def from_hidden(row: Row, generator: torch.Generator, dtype: torch.dtype, *, masks: str = "") -> calls.FromHidden:
@@ -156,7 +261,7 @@ ROWS = (
     made("maxsim-int64-masks", partial(padded, masks="both", mask_type=torch.int64)),
     made("maxsim-autocast", under_autocast),
     made("maxsim-candidates", partial(padded, masks="documents"), Nd=8, own=True),
-    made("maxsim-pairwise", partial(padded, kind=calls.Pairwise, masks="both"), Nd=1, own=True),
+    made("maxsim-pairwise", partial(padded, kind=Pairwise, masks="both"), Nd=1, own=True),
     made("varlen", packed, Nq=1, Nd=100, shortest=40),
     made("varlen-changing", changing, Nq=1, Nd=100, shortest=40, kind=in_turn),
     made("varlen-candidates", changing, Nd=8, own=True, shortest=40, kind=in_turn),
