@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..encoding.projection import unwrapped
 from ..encoding.texts import TextLengths, is_multi_vector_encoder, text_lengths
 
 __all__ = ["ModelRecord", "fingerprint", "places_of", "relative_to"]
@@ -68,7 +69,7 @@ class ModelRecord:
         ValueError
             If `model` is no `torch.nn.Module`, or its weights are not in memory.
         """
-        model = _unwrapped(model)
+        model = unwrapped(model)
         relative = None
         if name is not None:
             name = os.fspath(name)
@@ -220,13 +221,3 @@ def places_of(name: str, relative: str | None, index_path: str | os.PathLike[str
 def _activation(module: nn.Module) -> list[str]:
     function = getattr(module, "activation_function", None)
     return [] if function is None else [type(function).__name__]
-
-
-def _unwrapped(model: Any) -> Any:
-    """The model inside `torch.compile`, DDP and other wrappers."""
-    while not hasattr(model, "encode"):
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
-        if inner is None:
-            break
-        model = inner
-    return model

@@ -106,47 +106,35 @@ def cross_entropy(
     if (scores := _scores(options, batch)) is not None:
         loss = cross_entropy_reference(scores, **comparison)
     else:
-        loss = maxsim_cross_entropy(
-            batch.queries,
-            queries_mask=batch.queries_mask,
-            **comparison,
-            **options.scoring(),
-            **_layout("documents", batch.together()),
-        )
+        loss = maxsim_cross_entropy(**_embeddings(options, batch), **comparison)
     return loss if factor == 1.0 else loss * factor
 
 
 def divergence(options: LossOptions, batch: Batch, teacher_scores: Tensor) -> Tensor:
     """The loss of distillation: how far the scores of each query's candidates are from a teacher's, [Nq, K]."""
     comparison: dict[str, Any] = {
+        "teacher_scores": teacher_scores,
         "temperature": options.temperature,
         "teacher_temperature": options.teacher_temperature,
         "normalize_scores": options.normalize_scores,
         "loss_reduction": options.loss_reduction,
     }
     if (scores := _scores(options, batch)) is not None:
-        return kl_divergence_reference(scores, teacher_scores, **comparison)
-    return maxsim_kl_divergence(
-        batch.queries,
-        teacher_scores=teacher_scores,
-        queries_mask=batch.queries_mask,
-        **comparison,
-        **options.scoring(),
-        **_layout("documents", batch.together()),
-    )
+        return kl_divergence_reference(scores, **comparison)
+    return maxsim_kl_divergence(**_embeddings(options, batch), **comparison)
 
 
 def margin_mse(options: LossOptions, batch: Batch, teacher_scores: Tensor) -> Tensor:
     """Squared differences from a teacher's margins between the first of each query's candidates and the others."""
     if (scores := _scores(options, batch)) is not None:
         return margin_mse_reference(scores, teacher_scores)
-    return maxsim_margin_mse(
-        batch.queries,
-        teacher_scores=teacher_scores,
-        queries_mask=batch.queries_mask,
-        **options.scoring(),
-        **_layout("documents", batch.together()),
-    )
+    return maxsim_margin_mse(**_embeddings(options, batch), teacher_scores=teacher_scores)
+
+
+def _embeddings(options: LossOptions, batch: Batch) -> dict[str, Any]:
+    """What an operation takes of a batch: embeddings, masks, and how they score."""
+    documents = _layout("documents", batch.together())
+    return {"queries": batch.queries, "queries_mask": batch.queries_mask, **documents, **options.scoring()}
 
 
 def _gathered(options: LossOptions, batch: Batch, labels: Tensor | None) -> tuple[Packed, Tensor, Ranks]:
