@@ -20,6 +20,7 @@ arguments.py      ids and embeddings in PyLate's forms
 search.py         exact search over a store, block by block
 ranks.py          several processes that search together, each segments of its own
 matches.py        which tokens of a hit match the query's
+graphs.py         what a GPU computes for one query, captured and replayed
 scorers.py        what scores a block: this package, or another one to compare
 merging.py        the best of many scores
 

@@ -121,7 +121,7 @@ def checked_queries(
     for i, query in enumerate(queries):
         if query.shape[1] != size:
             raise ValueError(f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {path} {size}")
-    found = Queries([query.detach() for query in queries], device, dtype)
+    found = Queries([query.detach() if query.requires_grad else query for query in queries], device, dtype)
     # A look at values on a GPU would wait for it; there the search finds that scores are not finite.
     if device.type != "cuda":
         check_finite(found)

@@ -9,7 +9,8 @@ from ..ops import QuantizedEmbeddings, quantize
 from ..ops.compute import compute
 from ..ops.quantized import query_precision
 from ..problem import Options, Tensors
-from .scorers import Packed, Scorer
+from .resident import Packed
+from .scorers import Scorer
 
 __all__ = ["matched_tokens"]
 

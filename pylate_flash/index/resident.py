@@ -16,7 +16,7 @@ from .parts import Part
 from .pieces import STAGED_BYTES, Loader, Loading, Pieces, runs_of
 from .tables import cuts
 
-__all__ = ["Block", "Rows", "free_memory", "on_device"]
+__all__ = ["Block", "Packed", "Rows", "free_memory", "on_device"]
 
 # Rows that stream through a device at a time; on a CPU, few enough that its caches still hold what was read.
 STREAMED_BYTES_CUDA = STAGED_BYTES
@@ -33,26 +33,42 @@ _STAGED_BY_THE_DRIVER = 64 << 10
 _LONG_BYTES = 1 << 30
 
 
-class Block(NamedTuple):
-    """Documents that are scored together, one after the other.
+class Packed(NamedTuple):
+    """Sequences on a device, of embeddings or of rows of a store.
 
     Attributes
     ----------
     values
-        Rows of the store. Shape: [T, width].
+        Shape: [T, d] or [T, width].
     cu_seqlens
-        Their boundaries, on the device. Shape: [N + 1].
+        Their boundaries, as they follow one another. Shape: [N + 1].
     longest
         Tokens of the longest of them, or more.
+    starts, tokens
+        With which of the values each begins, if they do not follow one another, and how many are theirs. Shape: [N].
+    """
+
+    values: Tensor
+    cu_seqlens: Tensor
+    longest: int
+    starts: Tensor | None = None
+    tokens: int = 0
+
+
+class Block(NamedTuple):
+    """Documents that are scored together.
+
+    Attributes
+    ----------
+    documents
+        Rows of the store.
     first
         The place of the first among all that are walked.
     removed
         Which of them count as removed, or None. Shape: [N], bool, on the device.
     """
 
-    values: Tensor
-    cu_seqlens: Tensor
-    longest: int
+    documents: Packed
     first: int
     removed: Tensor | None
 
@@ -205,7 +221,7 @@ class Rows:
         if marks is not None:
             first, last = np.searchsorted(self.removed, (start, stop))
             marks = marks[start:stop] if first < last else None
-        return Block(values, bounds, self.longest, start, marks)
+        return Block(Packed(values, bounds, self.longest), start, marks)
 
     def _stream(self, blocks: list[tuple[int, int]], bar: Iterable[tuple[int, int]]) -> Iterator[Block]:
         """Documents that do not stay on the device, of each block from one to another; `bar` iterates over them."""
@@ -228,21 +244,26 @@ class Rows:
                 loading[number].wait()
                 yield self._block(ring[number % len(ring)][: spans[number][1] - spans[number][0]], start, stop)
 
-    def gather(self, places: np.ndarray, rows: int) -> tuple[Tensor, Tensor]:
-        """The rows [rows, width] of the documents at some places [N], packed, and their boundaries, on the device."""
+    def some(self, places: np.ndarray, rows: int, in_place: bool) -> Packed:
+        """The documents at some places [N], of so many rows: `in_place`, if all stay on the device, or gathered."""
         if not self.streams and rows:
             assert self._values is not None
             chosen = on_device(places.astype(np.int32), self.device)
             begins = self._bounds[chosen]
             lengths = self._bounds[chosen + 1] - begins
-            cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            cu_seqlens = F.pad(lengths.cumsum(0, dtype=self._bounds.dtype), (1, 0))
+            if in_place:
+                return Packed(self._values, cu_seqlens, self.longest, begins.long(), rows)
             shifts = (begins - cu_seqlens[:-1]).repeat_interleave(lengths, output_size=rows)
-            return _taken(self._values, torch.arange(rows, device=self.device) + shifts), cu_seqlens
+            return Packed(
+                _taken(self._values, torch.arange(rows, device=self.device) + shifts), cu_seqlens, self.longest
+            )
         begins, ends = self.bounds[places], self.bounds[places + 1]
         out = self._empty(rows)
         with Loader(self._pieces, self.device) as loader:
             loader.start(runs_of(begins, ends), out).wait()
-        return out, on_device(np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int32), self.device)
+        bounds = np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int32)
+        return Packed(out, on_device(bounds, self.device), self.longest)
 
 
 def _taken(rows: Tensor, index: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
+from ..kernels.plan import choose
 from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen
+from ..ops.varlen import maxsim_in_place
 from .layout import Layout
-from .resident import on_device
+from .resident import Packed, on_device
 
-__all__ = ["EMPTY_SCORE", "Packed", "Queries", "Scorer"]
+__all__ = ["EMPTY_SCORE", "Queries", "Scorer", "bounds_of_one"]
 
 # A document without tokens has nothing that could match, so it comes after every document that has.
 EMPTY_SCORE = float(np.finfo(np.float32).min)
@@ -28,14 +29,6 @@ EMPTY_SCORE = float(np.finfo(np.float32).min)
 OURS = "pylate_flash", "auto"
 # PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
 _TORCH_PAIRS = 1 << 24
-
-
-class Packed(NamedTuple):
-    """Packed tokens [T, d], or rows of a store, their cu_seqlens [N + 1], and the length of the longest sequence."""
-
-    values: Tensor
-    cu_seqlens: Tensor
-    longest: int
 
 
 class Scorer(NamedTuple):
@@ -62,23 +55,41 @@ class Scorer(NamedTuple):
             return kept.dequantize()
         return kept if self.projection is None else F.normalize(F.linear(kept, *self.projection), dim=-1)
 
-    def operand(self, rows: Tensor) -> Tensor | QuantizedEmbeddings:
-        """What `function` takes of rows."""
-        if self.name not in OURS:
-            return self.embeddings(rows)
-        return self.layout.embeddings(rows)
+    def by_kernels(self, device: torch.device) -> bool:
+        """Whether kernels score there what is kept, as it is."""
+        ours = self.name in OURS and self.projection is None
+        return ours and choose("auto", device, self.layout.dtype, self.layout.size) == "triton"
 
-    @property
-    def function(self) -> Callable[..., Tensor]:
-        """What scores packed queries and documents, by the arguments and with the result of `maxsim_varlen`.
+    def prepared(self, rows: Packed) -> Packed:
+        """What it takes of rows of the store."""
+        if self.name in OURS:
+            return rows
+        return rows._replace(values=self.embeddings(rows.values))
 
-        The lengths of the longest query and document are given.
+    def __call__(self, queries: Packed, documents: Packed, candidates: Tensor | None = None) -> Tensor:
+        """Scores, as those of `maxsim_varlen`, of documents that are prepared.
+
+        With `candidates` [Nq + 1], on the host, every query meets documents of its own.
         """
         if self.name not in OURS:
-            return partial(_host_scores, self.name)
-        if self.projection is not None:
-            return partial(_hidden_scores, self.projection)
-        return partial(maxsim_varlen, empty_score=EMPTY_SCORE)
+            return _host_scores(self.name, queries, documents, candidates)
+        if documents.starts is not None:
+            most = 0 if candidates is None else int(candidates.diff().max())
+            return maxsim_in_place(
+                queries.values, documents.values, queries.cu_seqlens, documents.cu_seqlens, documents.starts,
+                candidates, queries.longest, documents.longest, most, documents.tokens, EMPTY_SCORE,
+            )  # fmt: skip
+        kept = self.layout.embeddings(documents.values)
+        if self.projection is None:
+            return maxsim_varlen(
+                queries.values, kept, queries.cu_seqlens, documents.cu_seqlens, candidates_cu_seqlens=candidates,
+                max_query_length=queries.longest, max_document_length=documents.longest, empty_score=EMPTY_SCORE,
+            )  # fmt: skip
+        return maxsim_from_hidden(
+            queries.values, documents.values, *self.projection, queries_cu_seqlens=queries.cu_seqlens,
+            documents_cu_seqlens=documents.cu_seqlens, candidates_cu_seqlens=candidates,
+            max_query_length=queries.longest, max_document_length=documents.longest, empty_score=EMPTY_SCORE,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,16 +109,15 @@ class Queries:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each. Shape: [N], int64."""
-        return np.array([len(sequence) for sequence in self.sequences], np.int64)
+        return np.array([sequence.shape[0] for sequence in self.sequences], np.int64)
 
     def packed(self) -> Packed:
         """All of them, on the device: a call of which something is on the host is planned anew."""
         sequences = self.sequences
         if len(sequences) == 1:
             # Of one query, the GPU waits for every step of the host.
-            length = len(sequences[0])
             values = on_device(sequences[0].to(self.dtype), self.device)
-            return Packed(values, _bounds_of_one(length, values.device), length)
+            return Packed(values, bounds_of_one(len(values), values.device), len(values))
         bounds = np.concatenate([[0], self.lengths.cumsum()])
         if self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
             # At once into memory that a GPU copies from.
@@ -121,50 +131,22 @@ class Queries:
 
 
 @functools.lru_cache(maxsize=256)
-def _bounds_of_one(length: int, device: torch.device) -> Tensor:
+def bounds_of_one(length: int, device: torch.device) -> Tensor:
+    """The boundaries of one sequence."""
     return torch.tensor([0, length], dtype=torch.int32, device=device)
 
 
-def _hidden_scores(
-    projection: tuple[Tensor, Tensor | None],
-    queries: Tensor,
-    hidden: Tensor,
-    queries_cu_seqlens: Tensor,
-    documents_cu_seqlens: Tensor,
-    **options: Any,
-) -> Tensor:
-    """As `maxsim_varlen`, of hidden states."""
-    return maxsim_from_hidden(
-        queries, hidden, *projection, queries_cu_seqlens=queries_cu_seqlens, documents_cu_seqlens=documents_cu_seqlens,
-        empty_score=EMPTY_SCORE, **options,
-    )  # fmt: skip
-
-
-def _host_scores(
-    backend: str,
-    queries: Tensor,
-    documents: Tensor,
-    queries_cu_seqlens: Tensor,
-    documents_cu_seqlens: Tensor,
-    *,
-    candidates_cu_seqlens: Tensor | None = None,
-    max_query_length: int,
-    max_document_length: int,
-) -> Tensor:
-    """As `maxsim_varlen`, by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
-    asked = Packed(queries, queries_cu_seqlens, max_query_length)
-    given = Packed(documents, documents_cu_seqlens, max_document_length)
-    if candidates_cu_seqlens is None:
-        return _scores_of_host(backend, asked, given)
+def _host_scores(backend: str, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
+    """Scores by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
+    if candidates is None:
+        return _scores_of_host(backend, queries, documents)
     owned = [
-        _scores_of_host(backend, Queries([query], query.device, query.dtype).packed(), given._replace(cu_seqlens=own))[
-            0
-        ]
-        for query, own in zip(
-            _split(asked),
-            (documents_cu_seqlens[start : stop + 1] for start, stop in pairwise(candidates_cu_seqlens.tolist())),
-            strict=True,
-        )
+        _scores_of_host(
+            backend,
+            Queries([query], query.device, query.dtype).packed(),
+            documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]),
+        )[0]
+        for query, (start, stop) in zip(_split(queries), pairwise(candidates.tolist()), strict=True)
     ]
     return torch.cat(owned)
 

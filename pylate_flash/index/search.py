@@ -16,12 +16,13 @@ from tqdm import tqdm
 
 from ..ops import QuantizedEmbeddings
 from .arguments import check_finite
+from .graphs import Graphs
 from .ids import packed_ids
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
-from .resident import Block, Rows
-from .scorers import EMPTY_SCORE, Packed, Queries, Scorer
+from .resident import Block, Packed, Rows
+from .scorers import EMPTY_SCORE, Queries, Scorer, bounds_of_one
 from .store import PackedStore
 from .tables import blocks, cuts
 
@@ -31,11 +32,16 @@ __all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 _SCORES = 1 << 26
 _GATHERED_BYTES_CUDA = 1 << 30
 _GATHERED_BYTES_CPU = 8 << 20
-# Queries that are scored at a time: on a CPU, of so many tokens; on a GPU, so many at most, the first ones, and the
-# last ones of so many hits, by multiples of what fills tiles of the kernels; of those with subsets, so many.
+# Queries that are scored at a time: on a CPU, of so many tokens; on a GPU, so many at most, by multiples of what fills
+# tiles of the kernels; of those with subsets, so many.
 _QUERY_TOKENS = 4096
-_MOST_QUERIES, _FIRST, _HITS, _ROUND = 1024, 64, 1000, 8
-_QUERIES_WITH_SUBSETS = 32
+_MOST_QUERIES, _ROUND = 1024, 8
+# On a GPU, so many are the first ones, and the last ones have so many hits. So many times those before are packed in
+# the time that these are scored in, and of so much of what is left, results are made while the rest is scored.
+_FIRST, _HITS, _PACKED, _MADE = 16, 1000, 8, 0.6
+_QUERIES_WITH_SUBSETS = 50
+# Threads that look up ids of such.
+_LOOKING_UP = 4
 
 
 class _Hit(TypedDict):
@@ -80,7 +86,7 @@ class Search:
         ranks: Ranks | None = None,
     ) -> None:
         self.store, self.device, self.projection, self.ranks = store, device, projection, ranks
-        self.rows = Rows(device, memory)
+        self.rows, self._graphs = Rows(device, memory), Graphs(device)
         self._generation: int | None = None
         self._following = threading.Lock()
         self._first = 0  # slot of the first of its documents
@@ -125,8 +131,10 @@ class Search:
         """
         self._follow(show_progress)
         queries = replace(queries, device=self.device)
+        by_kernels = scorer.by_kernels(self.device) and not self.rows.streams
+        in_place = by_kernels and not scorer.layout.quantized
         if subsets is not None:
-            yield from self._among_candidates(queries, k, scorer, subsets, positions, show_progress)
+            yield from self._among_candidates(queries, k, scorer, subsets, positions, show_progress, in_place)
             return
         slots = None if positions is None else self._here(self.store.documents.slots[positions])
         documents = self.rows.documents if slots is None else len(slots)
@@ -136,34 +144,47 @@ class Search:
             return
         if slots is None:
             k = min(k, documents - len(self.rows.removed))
-        ranges, chunks, score = self._ranges(queries, k), [], scorer.function
+            if by_kernels and len(queries) == 1 and (again := self._repeated(queries, k, scorer)) is not None:
+                yield self._checked(queries, again, slots)
+                return
+        ranges, chunks = self._ranges(queries, k), []
         most = max(1, _SCORES // max(stop - start for start, stop in ranges))
-        walk = self.rows.walk(most, show_progress) if slots is None else self._gathered(slots, most, show_progress)
+        if slots is None:
+            walk = self.rows.walk(most, show_progress)
+        else:
+            walk = self._some(slots, most, show_progress, in_place)
         best: list[tuple[Tensor, Tensor]] = []
         waiting: list[_OnHost] = []
         # The documents are walked once, whatever the number of queries: they may have to come from the disk.
         for block in walk:
-            rows = scorer.operand(block.values)
+            given = scorer.prepared(block.documents)
             for i, (start, stop) in enumerate(ranges):
                 if not block.first:
                     # While a GPU scores those before.
                     chunks.append(queries[start:stop].packed())
-                values, cu_seqlens, longest = chunks[i]
-                scores = score(
-                    values, rows, cu_seqlens, block.cu_seqlens,
-                    max_query_length=longest, max_document_length=block.longest,
-                )  # fmt: skip
-                if block.removed is not None:
-                    scores = scores.masked_fill(block.removed, -torch.inf)
-                found = k_best(scores, k)
+                found = _best(scorer, chunks[i], given, block.removed, k)
                 if not block.first:
                     best.append(found)
                 else:
                     best[i] = joined_best(best[i], (found[0], found[1] + block.first), k)
-                if block.first + len(block.cu_seqlens) - 1 == documents:
-                    waiting.append(_OnHost(best[i][0] + _poison(values), best[i][1]))
+                if block.first + len(block.documents.cu_seqlens) - 1 == documents:
+                    waiting.append(_OnHost(best[i][0] + _poison(chunks[i].values), best[i][1]))
         for copy in waiting:
-            yield self._checked(queries, copy, slots)
+            yield self._checked(queries, copy.get(), slots)
+
+    def _repeated(self, queries: Queries, k: int, scorer: Scorer) -> Tensor | None:
+        """What is found among all documents, which stay on the device, for one query; None for the first like it."""
+        query = queries.sequences[0].to(queries.dtype)
+        bounds = bounds_of_one(len(query), self.device)
+
+        def best(values: Tensor) -> Tensor:
+            (block,) = self.rows.walk(self.rows.documents)
+            given = scorer.prepared(block.documents)
+            scores, places = _best(scorer, Packed(values, bounds, len(values)), given, block.removed, k)
+            return _together(scores + _poison(values), places)
+
+        cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        return self._graphs((scorer, k, torch.get_float32_matmul_precision(), cast), query, best)
 
     def results(
         self, found: Found, queries: Queries, scorer: Scorer, matches: bool = False
@@ -184,17 +205,18 @@ class Search:
         return results
 
     def _checked(
-        self, queries: Queries, copy: _OnHost, slots: np.ndarray | None, counts: np.ndarray | None = None
+        self, queries: Queries, found: Tensor, slots: np.ndarray | None, counts: np.ndarray | None = None
     ) -> Found:
-        """What has come to the host, if its scores are finite; places are slots of this process, or among `slots`."""
-        scores, places = copy.get()
-        found = Found(scores, (places if slots is None else slots[places]) + self._first, counts)
+        """What `_together` has made, if scores are finite; places are slots of this process, or among `slots`."""
+        both = found.numpy()
+        scores, places = both[0].view(np.float32), both[1]
+        checked = Found(scores, (places if slots is None else slots[places]) + self._first, counts)
         # A sort puts NaN first, so none that was computed is missed.
         finite = np.isfinite(scores)
         if not finite.all():
             check_finite(queries)
-            self._refuse(int(found.slots.flat[np.argmin(finite)]))
-        return found
+            self._refuse(int(checked.slots.flat[np.argmin(finite)]))
+        return checked
 
     def _follow(self, show_progress: bool) -> None:
         """Have the rows of the store as it is now."""
@@ -204,6 +226,7 @@ class Search:
                 return
             parts = self.store.documents.parts
             first, last = (0, len(parts)) if self.ranks is None else self.ranks.share(parts)
+            self._graphs.forget()
             self.rows.follow(parts[first:last], self.store.layout, show_progress)
             self._first = sum(part.documents for part in parts[:first])
             self._generation = self.store.state.generation
@@ -223,50 +246,50 @@ class Search:
         subsets: Sequence[Sequence[str]],
         positions: np.ndarray | None,
         show_progress: bool,
+        in_place: bool,
     ) -> Iterator[Found]:
         """For every query among documents of its own, of those at some positions."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
-        score = scorer.function
+
+        def next_one() -> Found:
+            copy, slots, counts = waiting.pop(0)
+            return self._checked(queries, copy.get(), slots, counts)
+
         allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
         ranges = cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS)
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(_LOOKING_UP) as beside:
             # Those of the next queries are looked up meanwhile.
             looked_up = beside.map(lambda some: self._slots_of(subsets[slice(*some)], some[0], allowed), ranges)
             for (first, last), (slots, counts) in zip(ranges, looked_up, strict=True):
                 some = queries[first:last]
                 if not len(slots):
                     while waiting:
-                        yield self._checked(queries, *waiting.pop(0))
+                        yield next_one()
                     check_finite(queries)
                     yield _nothing(len(some))
                     continue
                 scored = [
-                    score(
-                        asked.values, scorer.operand(given.values), asked.cu_seqlens, given.cu_seqlens,
-                        candidates_cu_seqlens=candidates, max_query_length=asked.longest,
-                        max_document_length=given.longest,
-                    ) + _poison(asked.values)
-                    for asked, given, candidates in self._owned(some, slots, counts, show_progress)
-                ]  # fmt: skip
+                    scorer(asked, scorer.prepared(given), candidates) + _poison(asked.values)
+                    for asked, given, candidates in self._owned(some, slots, counts, show_progress, in_place)
+                ]
                 scores = scored[0] if len(scored) == 1 else torch.cat(scored)
                 waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, np.minimum(counts, k)))
                 if len(waiting) > 1:
-                    yield self._checked(queries, *waiting.pop(0))
+                    yield next_one()
         while waiting:
-            yield self._checked(queries, *waiting.pop(0))
+            yield next_one()
 
     def _owned(
-        self, queries: Queries, slots: np.ndarray, counts: np.ndarray, show_progress: bool
+        self, queries: Queries, slots: np.ndarray, counts: np.ndarray, show_progress: bool, in_place: bool = False
     ) -> Iterator[tuple[Packed, Packed, Tensor]]:
         """The documents at `slots`, of which each query owns the next of so many, a block with its owners at a time."""
         owners = np.repeat(np.arange(len(queries)), counts)
-        for block in self._gathered(slots, _SCORES, show_progress):
-            own = owners[block.first : block.first + len(block.cu_seqlens) - 1]
+        for block in self._some(slots, _SCORES, show_progress, in_place):
+            own = owners[block.first : block.first + len(block.documents.cu_seqlens) - 1]
             low, high = int(own[0]), int(own[-1]) + 1
             # On the host, where the operation plans its launch.
             bounds = np.concatenate([[0], np.bincount(own - low, minlength=high - low).cumsum()]).astype(np.int32)
-            documents = Packed(block.values, block.cu_seqlens, block.longest)
-            yield queries[low:high].packed(), documents, torch.from_numpy(bounds)
+            yield queries[low:high].packed(), block.documents, torch.from_numpy(bounds)
 
     def _add_matches(self, scorer: Scorer, queries: Queries, found: Found, results: list[list[SearchResult]]) -> None:
         """Put into the results which tokens match."""
@@ -309,14 +332,13 @@ class Search:
         edges = np.searchsorted(keys, np.arange(len(counts) + 1) << bits)
         return keys & ((1 << bits) - 1), np.diff(edges)
 
-    def _gathered(self, slots: np.ndarray, documents: int, show_progress: bool) -> Iterator[Block]:
-        """The documents at some slots, at most so many at a time."""
+    def _some(self, slots: np.ndarray, documents: int, show_progress: bool, in_place: bool) -> Iterator[Block]:
+        """The documents at some slots, at most so many at a time, gathered or `in_place`."""
         nbytes = _GATHERED_BYTES_CUDA if self.device.type == "cuda" else _GATHERED_BYTES_CPU
         bounds = np.concatenate([[0], self.rows.lengths[slots].cumsum()])
-        stretches = cuts(bounds, documents, max(1, nbytes // self.store.token_bytes))
+        stretches = cuts(bounds, documents, None if in_place else max(1, nbytes // self.store.token_bytes))
         for start, stop in tqdm(stretches, "Searching", unit="block", disable=not show_progress or len(stretches) < 2):
-            values, cu_seqlens = self.rows.gather(slots[start:stop], int(bounds[stop] - bounds[start]))
-            yield Block(values, cu_seqlens, self.rows.longest, start, None)
+            yield Block(self.rows.some(slots[start:stop], int(bounds[stop] - bounds[start]), in_place), start, None)
 
     def _ranges(self, queries: Queries, k: int) -> list[tuple[int, int]]:
         """From which query to which are scored together; each walks all documents.
@@ -330,8 +352,8 @@ class Search:
             return cuts(np.arange(len(queries) + 1), _MOST_QUERIES)
         sizes: list[int] = []
         while left := len(queries) - sum(sizes):
-            size = _rounded(min(left / 4, _FIRST)) if not sizes else _rounded(left / 2)
-            sizes.append(min(_MOST_QUERIES, left, left if left * k <= _HITS else size))
+            size = min(_MADE * left, _PACKED * sizes[-1]) if sizes else min(left / 4, _FIRST)
+            sizes.append(min(_MOST_QUERIES, left, left if left * k <= _HITS else _rounded(size)))
         return list(pairwise(np.cumsum([0, *sizes]).tolist()))
 
     def _refuse(self, slot: int) -> None:
@@ -355,20 +377,30 @@ class _OnHost:
     """Scores and places [Nq, k] on their way to the host."""
 
     def __init__(self, scores: Tensor, places: Tensor) -> None:
-        # In one copy.
-        both = torch.stack([scores.view(torch.int32), places.to(torch.int32)])
+        both = _together(scores, places)
         self._copy = both.to("cpu", non_blocking=True)
         self._copied: torch.cuda.Event | None = None
         if both.is_cuda:
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(both.device))
 
-    def get(self) -> tuple[np.ndarray, np.ndarray]:
+    def get(self) -> Tensor:
         """Both, when they are there."""
         if self._copied is not None:
             self._copied.synchronize()
-        scores, places = self._copy.numpy()
-        return scores.view(np.float32), places
+        return self._copy
+
+
+def _together(scores: Tensor, places: Tensor) -> Tensor:
+    """Scores, float32, and places in one tensor of int32, to be copied at once."""
+    return torch.stack([scores.view(torch.int32), places.to(torch.int32)])
+
+
+def _best(scorer: Scorer, queries: Packed, documents: Packed, removed: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    scores = scorer(queries, documents)
+    if removed is not None:
+        scores = scores.masked_fill(removed, -torch.inf)
+    return k_best(scores, k)
 
 
 def _poison(queries: Tensor) -> Tensor | float:

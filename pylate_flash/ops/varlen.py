@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Options, Tensors
+from ..problem import DocumentOffsets, Options, Tensors
 from .checks import check_boundaries, check_tensor, checked_flag
+from .compute import compute
 from .maxsim_operator import call_of, reference_scores, scores_of, scores_of_arguments, with_lengths
 from .quantization import QuantizedEmbeddings
 from .quantized import scores_of_quantized
@@ -98,6 +99,33 @@ def _with_lengths(arguments: tuple) -> tuple:
     check_tensor("queries", tensors.queries, {2: "[Tq, d]"})
     check_tensor("documents", tensors.documents, {2: "[Td, d]"})
     return *tensors, *with_lengths(tensors, options, options.max_query_length, options.max_document_length)
+
+
+def maxsim_in_place(
+    queries: Tensor,
+    rows: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    starts: Tensor,
+    candidates_cu_seqlens: Tensor | None,
+    max_query_length: int,
+    max_document_length: int,
+    max_candidates: int,
+    n_tokens: int,
+    empty_score: float,
+    implementation: str = "auto",
+) -> Tensor:
+    """`maxsim_varlen`, by kernels alone and without gradients, of documents that lie among others.
+
+    Document i begins with row `starts[i]` (int64) of `rows` [T, d]; `documents_cu_seqlens` are the boundaries that the
+    documents would have if they followed one another, `n_tokens` in all.
+    """
+    size, item = rows.shape[1], rows.element_size()
+    unit = 16 // item if not (size * item | rows.data_ptr()) % 16 else 1
+    tensors = Tensors(queries, rows, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
+    lengths = max_query_length, max_document_length, max_candidates
+    options = Options(*lengths, empty_score=empty_score, implementation=implementation)
+    return compute(tensors, options, False, DocumentOffsets(starts * (size // unit), unit, n_tokens))[0]
 
 
 def maxsim_varlen_pairwise(

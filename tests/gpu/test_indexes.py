@@ -80,6 +80,28 @@ def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, memory: i
         assert gpu._search.rows.streams == (memory != "auto")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_search_of_one_query_that_is_repeated_equals_the_cpu(tmp_path: Path, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents, queries = (
+        [torch.randint(-1, 2, (n, 64), generator=generator).float() for n in lengths]
+        for lengths in ([30, 7, 0, 41, 12] * 40, [32, 5, 32, 5, 32, 32, 5, 5, 32, 5])
+    )
+    ids = [str(i) for i in range(200)]
+    gpu, cpu = (Flat(None, dtype=dtype, device=device, show_progress=False) for device in ("cuda", "cpu"))
+    for first, last in ((0, 150), (150, 200)):
+        for index in (gpu, cpu):
+            index.add_documents(ids[first:last], documents[first:last]).remove_documents([ids[first + 3]])
+        for query in queries:
+            for k in (10, 100):
+                for found, expected in zip(gpu([query], k)[0], cpu([query], k)[0], strict=True):
+                    assert found == expected if dtype != "int8" else found["score"] == pytest.approx(expected["score"])
+        assert any(callable(known) for known in gpu._search._graphs._known.values())
+    broken = torch.full((32, 64), torch.nan)
+    with pytest.raises(ValueError, match=r"queries_embeddings\[0\] holds NaN"):
+        gpu([broken])
+
+
 @pytest.mark.parametrize("subset", [None, [["0", "1"], ["2"]]])
 def test_a_query_on_the_gpu_that_is_not_finite_is_named(tmp_path: Path, subset: list | None) -> None:
     index = Flat(tmp_path, "index", device="cuda", show_progress=False)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
 from pylate_flash.kernels import tables
 from pylate_flash.ops import ragged
-from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.ops.varlen import maxsim_in_place, maxsim_varlen_reference
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.test_ragged import lists_of
 from tests.ops.test_varlen import packed
@@ -125,3 +125,26 @@ def test_what_the_kernels_cannot_read_in_place_is_packed(units: list[int]) -> No
     with torch.no_grad():
         maxsim_ragged(queries, documents, implementation="triton")
     assert units == [8]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["all", "candidates"])
+@pytest.mark.parametrize("size", [16, 20])
+def test_documents_that_lie_among_others(own: bool, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        [torch.randn(length, size, generator=generator, dtype=torch.float32).half() for length in lengths]
+        for lengths in ((5, 3), (7, 0, 40, 12, 90))
+    )
+    (values, queries_bounds), (rows, bounds) = pack(queries), pack(documents)
+    chosen = [4, 0, 1, 3, 3]
+    chosen_rows, chosen_bounds = pack([documents[i] for i in chosen])
+    candidates = torch.tensor([0, 2, 5], dtype=torch.int32) if own else None
+    found = maxsim_in_place(
+        values, rows, queries_bounds, chosen_bounds, bounds[chosen].long(), candidates, 5, 90, 3, len(chosen_rows),
+        -3.0, "triton",
+    )  # fmt: skip
+    expected = maxsim_varlen(
+        values, chosen_rows, queries_bounds, chosen_bounds, candidates_cu_seqlens=candidates, empty_score=-3.0,
+        implementation="triton",
+    )  # fmt: skip
+    assert torch.equal(found, expected)
