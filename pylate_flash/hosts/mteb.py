@@ -37,6 +37,9 @@ from . import _MTEB_WRAPPERS, MTEB
 
 __all__ = ["ExactSearch", "search"]
 
+# Called: for a checker that knows Python 3.10, its members are strings.
+_QUERY, _DOCUMENT = PromptType("query"), PromptType("document")
+
 
 def search(
     model: Any,
@@ -147,8 +150,8 @@ class ExactSearch:
         ValueError
             If the task is not one of texts alone, or a document's id is repeated.
         """
-        texts = self._texts(corpus, task_metadata, PromptType.document, encode_kwargs, num_proc)
-        prompt = get_prompt(self._prompts, task_metadata, PromptType.document)
+        texts = self._texts(corpus, task_metadata, _DOCUMENT, encode_kwargs, num_proc)
+        prompt = get_prompt(self._prompts, task_metadata, _DOCUMENT)
         ids = list(corpus["id"])
         record = self._record()
         model = _digest([json.dumps(record.to_json(), sort_keys=True)])
@@ -163,7 +166,7 @@ class ExactSearch:
         # Those that are there are the first ones: all are added in their order.
         start = len(self._flat)
         documents = [{"id": id_, "text": text} for id_, text in zip(ids[start:], texts[start:], strict=True)]
-        encode = self._encoder(PromptType.document, prompt, encode_kwargs)
+        encode = self._encoder(_DOCUMENT, prompt, encode_kwargs)
         add_encoded(self._flat, documents, encode, encode_kwargs.get("batch_size", 32))
 
     def search(
@@ -194,9 +197,9 @@ class ExactSearch:
         if self._flat is None:
             raise ValueError("there is no corpus to search: call index() before search()")
         ids = list(queries["id"])
-        texts = self._texts(queries, task_metadata, PromptType.query, encode_kwargs, num_proc)
-        prompt = get_prompt(self._prompts, task_metadata, PromptType.query)
-        embeddings = self._encoder(PromptType.query, prompt, encode_kwargs)(texts)
+        texts = self._texts(queries, task_metadata, _QUERY, encode_kwargs, num_proc)
+        prompt = get_prompt(self._prompts, task_metadata, _QUERY)
+        embeddings = self._encoder(_QUERY, prompt, encode_kwargs)(texts)
         subset = None if top_ranked is None else [list(top_ranked.get(id_, ())) for id_ in ids]
         found = self._flat(embeddings, k=top_k, subset=subset)
         return {id_: {hit["id"]: hit["score"] for hit in hits} for id_, hits in zip(ids, found, strict=True)}
@@ -224,7 +227,7 @@ class ExactSearch:
     def _encoder(
         self, kind: PromptType, prompt: str | None, encode_kwargs: Mapping[str, Any]
     ) -> Callable[[list[str]], list[Any]]:
-        return functools.partial(encoder_of(self.model, kind == PromptType.query), prompt=prompt, **encode_kwargs)
+        return functools.partial(encoder_of(self.model, kind == _QUERY), prompt=prompt, **encode_kwargs)
 
 
 def _digest(parts: Iterable[str]) -> str:
