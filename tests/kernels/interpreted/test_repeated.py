@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from unittest import mock
 
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import pylate_flash
 from pylate_flash import maxsim, maxsim_cross_entropy
 from pylate_flash.kernels import recording, rows
 from pylate_flash.ops import operator
@@ -131,6 +136,37 @@ def test_whatever_changes_between_calls_is_seen(repeats: list, data: st.DataObje
     for _ in range(4):
         for call, values in zip(some, expected, strict=True):
             assert equal(call(), values)
+
+
+def test_a_masked_call_enters_at_most_twelve_functions(repeats: list) -> None:
+    """Of the package, from the one that is called to those that launch."""
+    embeddings, masks = (torch.randn(2, 3, 4), torch.randn(2, 5, 4)), (torch.rand(2, 3) > 0.3, torch.rand(2, 5) > 0.3)
+    call = partial(maxsim, *embeddings, queries_mask=masks[0], documents_mask=masks[1], implementation="triton")
+    package = str(Path(pylate_flash.__file__).parent)
+    entered: list[str] = []
+    launching: list[FrameType] = []
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if launching:
+            # A kernel, in the interpreter.
+            launching[:] = [] if event == "return" and frame is launching[0] else launching
+        elif event == "call" and (code.co_filename.startswith(package) or code.co_name == "repeat"):
+            entered.append(code.co_name)
+            launching[:] = [frame] if code.co_name == "by_interpreter" else []
+
+    for _ in range(3):
+        call()
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    assert "by_interpreter" in entered[-1]
+    # A compiled kernel takes addresses.
+    entered = [name for name in entered if name != "_tensor_at"]
+    assert len(entered) <= 12, entered
 
 
 def test_tensors_may_go_and_others_take_their_addresses(repeats: list) -> None:
