@@ -153,19 +153,19 @@ def _gather(problem: Problem, winners: torch.Tensor) -> Traffic:
 
 def _lists(problem: Problem, winners: torch.Tensor) -> dict[str, Traffic]:
     plan = plan_backward.lists_plan(problem, lent=True)
-    if plan.alone_bits or len(plan.digits) > 1:
-        raise ValueError("problem must have lists that several programs sort, in one pass")
+    if plan.alone_bits:
+        raise ValueError("problem must have lists that several programs sort")
     documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, tables.LIST_SEGMENT
     each, listed, chunk = problem.winners_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables.LIST_CHUNK_BITS
     pairs, row, part = winners.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
     starts = documents * (length + 1) * plan.starts_dtype.itemsize
     order = documents * plan.n_chunks * chunk * 2
     counts = documents * plan.n_chunks * length * 4
-    reached = documents * plan.n_chunks * -(-length // tables.LIST_BLOCK_BINS) * 4
+    reached = documents * plan.n_chunks * -(-length // tables.LIST_BLOCK_TOKENS) * 4
     # Tokens that the rows of a chunk chose; each has a beginning and an end there, of two bytes.
     runs = 4 * sum(len(part.unique()) for document in winners for part in document.split(chunk))
     sorts = order + counts + reached
-    scans = counts + starts + 4 * documents
+    scans = counts + starts
 
     # A token's own program sums up to a boundary of its list, and others from there on, each into a part.
     chosen = torch.stack([document.long().bincount(minlength=length) for document in winners])

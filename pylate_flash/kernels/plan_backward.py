@@ -99,6 +99,10 @@ def gather_wave(problem: Problem) -> int:
     return max(2, tables.GATHERS[0][0] * 128 // block) * tables.GATHER_PROGRAMS * tables.architecture(problem.device)[1]
 
 
+# A token and the position of a row in a chunk are one number of 31 bits.
+MOST_LISTED_TOKENS = (1 << 31 - tables.LIST_CHUNK_BITS) - 1
+
+
 class ListsPlan(NamedTuple):
     """How the query rows of each document are listed by token, and summed, a block of documents at a time."""
 
@@ -107,8 +111,6 @@ class ListsPlan(NamedTuple):
     # Rows that one program lists, as a power of two; 0 where programs share a document's rows.
     alone_bits: int
     alone_warps: int
-    # Of each pass, the low digit of tokens first: the shift of a token to its bin, and how many bins there are.
-    digits: tuple[tuple[int, int], ...]
     # What the kernels call chunks (of rows that a program sorts) and segments (of a list, for programs that sum what is
     # left of long ones) of each document.
     n_chunks: int
@@ -132,29 +134,25 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     """
     rows, length, size, documents = problem.rows, problem.document_length, problem.size, problem.all_documents
     item, packed = problem.dtype.itemsize, problem.packed
-    bins = widest = 1 << tables.LIST_BIN_BITS
-    if length > widest**2:
-        raise ValueError(f"documents must have at most {widest**2} tokens, got {length}")
-    digits: tuple[tuple[int, int], ...] = ((0, widest), (tables.LIST_BIN_BITS, -(-length // widest)))
-    if length <= widest:
-        bins, digits = length, ((0, length),)
+    if length > MOST_LISTED_TOKENS:
+        raise ValueError(f"documents must have at most {MOST_LISTED_TOKENS} tokens, got {length}")
     n_chunks = -(-rows >> tables.LIST_CHUNK_BITS)
     n_segments = 0 if rows <= 2 * tables.LIST_SEGMENT else -(-rows // tables.LIST_SEGMENT) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     starts_dtype = torch.uint16 if rows < 1 << 16 and not packed else torch.int32
     alone_bits, alone_warps = 0, 1
     alone_rows = tables.ALONE_ROWS_OF_FEW if documents <= tables.architecture(problem.device)[1] else tables.ALONE_ROWS
-    if rows <= alone_rows and length <= widest and not packed:
+    if rows <= alone_rows and length <= tables.ALONE_TOKENS and not packed:
         alone_bits = max(8, (rows - 1).bit_length())
         alone_warps = max(1, (1 << alone_bits) // tables.ALONE_KEYS)
 
     # Bytes of a document: what sorts, until the rows are placed; then sums of segments, in the same memory; and all the
     # time the lists, and what tells where they begin and end.
-    sorting = n_chunks * ((2 << tables.LIST_CHUNK_BITS) + 4 * bins + 4 * -(-bins // tables.LIST_BLOCK_BINS))
+    sorting = n_chunks * ((2 << tables.LIST_CHUNK_BITS) + 4 * length + 4 * -(-length // tables.LIST_BLOCK_TOKENS))
     sorting = 0 if alone_bits else sorting
     summing = 4 * n_segments * 2 * size
-    listed = len(digits) * rows * list_dtype.itemsize
-    ends = 4 if packed else (length + 1) * starts_dtype.itemsize + 4
+    listed = rows * list_dtype.itemsize
+    ends = 0 if packed else (length + 1) * starts_dtype.itemsize
     # Of packed documents it is not known here where their gradients begin.
     sorts_in_gradient = not packed and not adds and sorting + tables.SLACK <= length * size * item
     shared = summing if sorts_in_gradient else max(sorting, summing)
@@ -176,7 +174,7 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
         num_warps = min(8, block_embedding // 128)
         block_rows = max(4, min(block_rows, num_warps * 2048 // block_embedding))
     return ListsPlan(
-        block, alone_bits, alone_warps, digits, n_chunks, n_segments, list_dtype, starts_dtype, sorts_in_gradient,
+        block, alone_bits, alone_warps, n_chunks, n_segments, list_dtype, starts_dtype, sorts_in_gradient,
         problem.groups == 1 and rows * documents >= tables.TRANSPOSED_WINNERS, block_embedding, block_rows, num_warps,
     )  # fmt: skip
 

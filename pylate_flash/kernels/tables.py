@@ -303,10 +303,8 @@ SLACK = 128
 # Rows that one program, of one warp, sorts, as a power of two. Sort, scan and place: 0.59, 0.20, 0.16; 2048 rows
 # 1.13, 0.30, 0.28. 512 rows take as long, and twice the counts.
 LIST_CHUNK_BITS = 10
-# Bits of a token that one pass sorts by; a document of more tokens takes two passes.
-LIST_BIN_BITS = 11
-# Counts that one program scans at a time, of bins x chunks: all chunks of these bins.
-LIST_BLOCK_BINS = 256
+# Counts that one program scans at a time, of tokens x chunks: all chunks of these tokens.
+LIST_BLOCK_TOKENS = 256
 LIST_BLOCK_CHUNKS = 16
 # Query rows that one program lists, at most, and keys that a warp of it sorts. With 512 rows and 264 documents of 300
 # tokens, the gradient takes 0.059 instead of 0.071; with 1024 and 1024 of 180, 0.174 instead of 0.147. Where every
@@ -315,6 +313,7 @@ LIST_BLOCK_CHUNKS = 16
 ALONE_ROWS = 512
 ALONE_ROWS_OF_FEW = 2048
 ALONE_KEYS = 256
+ALONE_TOKENS = 2048
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
 # 0.66, 0.31 with skewed winners; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
 LIST_SEGMENT = 512

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from ...problem import Problem
 from .. import plan_backward, tables
-from ..launch import Region, Scratch, kernel, wait_for_previous_kernel
+from ..launch import Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import GatherPlan, ListsPlan
 from .common import BackwardTensors, Destination
 from .gather import gather_arguments, gathered
 from .sums import Lists, sum_lists
+
+# After all tokens.
+_NO_TOKEN = tl.constexpr(plan_backward.MOST_LISTED_TOKENS)
 
 
 @triton.jit
@@ -50,54 +53,45 @@ def _sorted(keys, N_BITS: tl.constexpr):
 
 
 @triton.jit
-def _bins_of(items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows, config: tl.constexpr):
-    """Rows of a document by position, and their bins: `winner >> shift` modulo 2**bin_bits, 2**bin_bits for none.
-
-    With a list of an earlier pass, positions count in it.
-    """
-    if listed_ptr is not None:
-        exists = items < tl.load(n_listed_ptr + local)
-        rows = tl.load(listed_ptr + local * n_rows + items, mask=exists, other=0).to(tl.int32)
-    else:
-        exists = items < n_rows
-        rows = items
-    winners = tl.load(winners_ptr + flat * n_rows + rows, mask=exists, other=-1).to(tl.int32)
-    return rows, tl.where(winners >= 0, (winners >> config.shift) & ((1 << config.bin_bits) - 1), 1 << config.bin_bits)
+def _tokens_of(rows, winners_ptr, flat, n_rows):
+    """The tokens that rows of a document chose, _NO_TOKEN where they chose none."""
+    winners = tl.load(winners_ptr + flat * n_rows + rows, mask=rows < n_rows, other=-1).to(tl.int32)
+    return tl.where(winners >= 0, winners, _NO_TOKEN)
 
 
-@kernel(follows=True, config="shift bin_bits chunk_bits block_bins")
+@kernel(follows=True, config="chunk_bits block_tokens")
 def _sort_kernel(
-    winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr,
-    first_document, n_rows, n_chunks, n_bins, config: tl.constexpr,
+    winners_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr, first_document, n_rows, n_chunks, document_length,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """order[local document, chunk] = the chunk's rows by bin, and within a bin in their order; chunks x documents.
+    """order[local document, chunk] = the chunk's rows by token, and of a token in their order; chunks x documents.
 
-    `runs`, a view of `counts` [local document, chunk, bin], tells where in the chunk each bin's rows begin and end, and
-    `reached` [local document, chunk, block of bins] where a block's do.
+    `runs`, a view of `counts` [local document, chunk, token], tells where in the chunk each token's rows begin and end,
+    and `reached` [local document, chunk, block of tokens] where a block's do.
     """
     wait_for_previous_kernel()
     CHUNK: tl.constexpr = 1 << config.chunk_bits
     program = tl.program_id(0).to(tl.int64)
-    local = program // n_chunks
     ranks = tl.arange(0, CHUNK)
-    items, flat = tl.program_id(0) % n_chunks * CHUNK + ranks, first_document + local
-    _, bins = _bins_of(items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows, config)
-    # The position in the chunk makes keys different and the sort stable. Rows without a bin come last.
-    keys = _sorted((bins << config.chunk_bits) | ranks, config.chunk_bits)
-    bins = keys >> config.chunk_bits
+    rows, flat = tl.program_id(0) % n_chunks * CHUNK + ranks, first_document + program // n_chunks
+    tokens = _tokens_of(rows, winners_ptr, flat, n_rows)
+    # The position in the chunk makes keys different and the sort stable. Rows without a token come last.
+    keys = _sorted((tokens << config.chunk_bits) | ranks, config.chunk_bits)
+    tokens = keys >> config.chunk_bits
     tl.store(order_ptr + program * CHUNK + ranks, (keys & (CHUNK - 1)).to(tl.uint16))
-    exists = bins < (1 << config.bin_bits)
-    begins = (ranks == 0) | (tl.gather(bins, tl.maximum(ranks - 1, 0), axis=0) != bins)
-    ends = (ranks == CHUNK - 1) | (tl.gather(bins, tl.minimum(ranks + 1, CHUNK - 1), axis=0) != bins)
-    reached_ptr += program * tl.cdiv(n_bins, config.block_bins)
-    for block in tl.range(0, n_bins, config.block_bins):
-        tl.store(reached_ptr + block // config.block_bins, tl.sum((bins < block).to(tl.int32), axis=0))
-        every = block + tl.arange(0, config.block_bins)
-        tl.store(counts_ptr + program * n_bins + every, tl.zeros([config.block_bins], tl.int32), mask=every < n_bins)
+    exists = tokens < _NO_TOKEN
+    begins = (ranks == 0) | (tl.gather(tokens, tl.maximum(ranks - 1, 0), axis=0) != tokens)
+    ends = (ranks == CHUNK - 1) | (tl.gather(tokens, tl.minimum(ranks + 1, CHUNK - 1), axis=0) != tokens)
+    reached_ptr += program * tl.cdiv(document_length, config.block_tokens)
+    counts_ptr += program * document_length
+    for block in tl.range(0, document_length, config.block_tokens):
+        tl.store(reached_ptr + block // config.block_tokens, tl.sum((tokens < block).to(tl.int32), axis=0))
+        every = block + tl.arange(0, config.block_tokens)
+        tl.store(counts_ptr + every, tl.zeros([config.block_tokens], tl.int32), mask=every < document_length)
     tl.debug_barrier()
-    runs_ptr += program * n_bins * 2
-    tl.store(runs_ptr + bins * 2, ranks.to(tl.uint16), mask=exists & begins)
-    tl.store(runs_ptr + bins * 2 + 1, (ranks + 1).to(tl.uint16), mask=exists & ends)
+    runs_ptr += program * document_length * 2
+    tl.store(runs_ptr + tokens * 2, ranks.to(tl.uint16), mask=exists & begins)
+    tl.store(runs_ptr + tokens * 2 + 1, (ranks + 1).to(tl.uint16), mask=exists & ends)
 
 
 @triton.jit
@@ -166,117 +160,80 @@ def _list_and_gather_kernel(
 
 
 @triton.jit
-def _load_runs(runs_ptr, n_chunks, n_bins, chunks, bins):
-    """Where the bins begin in the chunks, how many rows they have there, and which of [chunks, bins] exist."""
-    at = chunks[:, None] * n_bins + bins[None, :]
-    mask = (chunks < n_chunks)[:, None] & (bins < n_bins)[None, :]
+def _load_runs(runs_ptr, n_chunks, document_length, chunks, tokens):
+    """Where the tokens' rows begin in the chunks, how many there are, and which of [chunks, tokens] exist."""
+    at = chunks[:, None] * document_length + tokens[None, :]
+    mask = (chunks < n_chunks)[:, None] & (tokens < document_length)[None, :]
     run = tl.load(runs_ptr + at, mask=mask, other=0)
     begins = run & 0xFFFF
     return begins, (run >> 16) - begins, at, mask
 
 
-@kernel(follows=True, config="block_bins block_chunks with_starts")
+@kernel(follows=True, config="block_tokens block_chunks")
 def _scan_kernel(
-    counts_ptr, reached_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
-    first_document, n_chunks, n_bins, document_length, config: tl.constexpr,
+    counts_ptr, reached_ptr, starts_ptr, owners_ptr, cu_seqlens_ptr, first_document, n_chunks, document_length,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and bin.
+    """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and token.
 
-    Also leaves how many rows have a bin and, `with_starts` (where bins are tokens), where the list of every token
-    begins; of a packed document also whose tokens they are. Grid: blocks of bins x documents.
+    Also leaves where the list of every token begins, and of a packed document whose tokens they are. Grid: blocks of
+    tokens x documents.
     """
     wait_for_previous_kernel()
-    n_blocks = tl.cdiv(n_bins, config.block_bins)
+    n_blocks = tl.cdiv(document_length, config.block_tokens)
     local = (tl.program_id(0) // n_blocks).to(tl.int64)
     block = tl.program_id(0) % n_blocks
     flat = first_document + local
-    counts_ptr += local * n_chunks * n_bins
+    counts_ptr += local * n_chunks * document_length
     length = document_length
-    if config.with_starts:
-        if cu_seqlens_ptr is not None:
-            token = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
-            length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - token).to(tl.int32)
-            owners_ptr += token
-            starts_ptr += token + flat
-        else:
-            starts_ptr += local * (document_length + 1)
-    bins = block * config.block_bins + tl.arange(0, config.block_bins)
+    if cu_seqlens_ptr is not None:
+        token = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - token).to(tl.int32)
+        owners_ptr += token
+        starts_ptr += token + flat
+    else:
+        starts_ptr += local * (document_length + 1)
+    tokens = block * config.block_tokens + tl.arange(0, config.block_tokens)
     reached_ptr += local * n_chunks * n_blocks + block
     reached = n_chunks * 0
-    totals = tl.zeros([config.block_bins], tl.int32)
+    totals = tl.zeros([config.block_tokens], tl.int32)
     for chunk in tl.range(0, n_chunks, config.block_chunks):
         chunks = chunk + tl.arange(0, config.block_chunks)
-        _, rows, _, _ = _load_runs(counts_ptr, n_chunks, n_bins, chunks, bins)
+        _, rows, _, _ = _load_runs(counts_ptr, n_chunks, document_length, chunks, tokens)
         totals += tl.sum(rows, axis=0)
         reached += tl.sum(tl.load(reached_ptr + chunks * n_blocks, mask=chunks < n_chunks, other=0), axis=0)
     place = reached + tl.cumsum(totals, axis=0) - totals
     # Places overwrite runs that another thread may have to read first.
     tl.debug_barrier()
-    if config.with_starts:
-        tl.store(starts_ptr + bins, place.to(starts_ptr.dtype.element_ty), mask=bins < length)
-        if cu_seqlens_ptr is not None:
-            tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
+    tl.store(starts_ptr + tokens, place.to(starts_ptr.dtype.element_ty), mask=tokens < length)
+    if cu_seqlens_ptr is not None:
+        tl.store(owners_ptr + tokens, (flat + tokens * 0).to(tl.int32), mask=tokens < length)
     for chunk in tl.range(0, n_chunks, config.block_chunks):
         begins, rows, at, mask = _load_runs(
-            counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, config.block_chunks), bins
+            counts_ptr, n_chunks, document_length, chunk + tl.arange(0, config.block_chunks), tokens
         )
         tl.store(counts_ptr + at, place[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
         place += tl.sum(rows, axis=0)
     if block == n_blocks - 1:
-        listed = reached + tl.sum(totals, axis=0)
-        tl.store(n_listed_ptr + local, listed)
-        if config.with_starts:
-            tl.store(starts_ptr + length, listed.to(starts_ptr.dtype.element_ty))
+        tl.store(starts_ptr + length, (reached + tl.sum(totals, axis=0)).to(starts_ptr.dtype.element_ty))
 
 
-@kernel(follows=True, config="shift bin_bits chunk_bits")
+@kernel(follows=True, config="chunk_bits")
 def _place_kernel(
-    winners_ptr, listed_ptr, order_ptr, places_ptr, n_listed_ptr, list_ptr,
-    first_document, n_rows, n_chunks, n_bins, config: tl.constexpr,
+    winners_ptr, order_ptr, places_ptr, list_ptr, first_document, n_rows, n_chunks, document_length,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """list[local document] = its rows by bin, from the sorted chunks and the places of their bins."""
+    """list[local document] = its rows by token, from the sorted chunks and the places of their tokens."""
     wait_for_previous_kernel()
     CHUNK: tl.constexpr = 1 << config.chunk_bits
     program = tl.program_id(0).to(tl.int64)
     local = program // n_chunks
     ranks = tl.arange(0, CHUNK)
-    items = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
-    rows, bins = _bins_of(items, winners_ptr, listed_ptr, n_listed_ptr, first_document + local, local, n_rows, config)
-    exists = bins < (1 << config.bin_bits)
-    places = tl.load(places_ptr + program * n_bins + bins, mask=exists, other=0)
+    rows = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
+    tokens = _tokens_of(rows, winners_ptr, first_document + local, n_rows)
+    exists = tokens < _NO_TOKEN
+    places = tl.load(places_ptr + program * document_length + tokens, mask=exists, other=0)
     tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
-
-
-@kernel(follows=True)
-def _starts_kernel(
-    winners_ptr, list_ptr, n_listed_ptr, cu_seqlens_ptr, starts_ptr, owners_ptr,
-    first_document, n_rows, n_steps, document_length,
-    BLOCK_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Where the list of every token begins, by bisection of the list: after two passes, bins are not tokens."""
-    wait_for_previous_kernel()
-    n_blocks = tl.cdiv(document_length + 1, BLOCK_TOKENS)
-    local = (tl.program_id(0) // n_blocks).to(tl.int64)
-    flat = first_document + local
-    tokens = tl.program_id(0) % n_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    length = document_length
-    low = tl.zeros([BLOCK_TOKENS], tl.int32)
-    high = low + tl.load(n_listed_ptr + local)
-    if cu_seqlens_ptr is not None:
-        begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
-        length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
-        tl.store(owners_ptr + begin + tokens, (flat + tokens * 0).to(tl.int32), mask=tokens < length)
-        starts_ptr += begin + flat
-    else:
-        starts_ptr += local * (document_length + 1)
-    for _ in tl.range(0, n_steps):
-        open_ = low < high
-        middle = (low + high) // 2
-        row = tl.load(list_ptr + local * n_rows + middle, mask=open_, other=0).to(tl.int32)
-        below = tl.load(winners_ptr + flat * n_rows + row, mask=open_, other=0).to(tl.int32) < tokens
-        low = tl.where(open_ & below, middle + 1, low)
-        high = tl.where(open_ & ~below, middle, high)
-    tl.store(starts_ptr + tokens, low.to(starts_ptr.dtype.element_ty), mask=tokens <= length)
 
 
 def sum_by_lists(
@@ -351,7 +308,6 @@ def _sum_block(
     if plan.alone_bits:
         listed = _listed(problem, plan, wanted)
     else:
-        n_listed = scratch.empty(number, torch.int32, problem.device)
         if plan.sorts_in_gradient:
             assert destination.documents is not None
             own = problem.document_length * problem.size * destination.documents.element_size()
@@ -359,7 +315,7 @@ def _sum_block(
         else:
             # Sums of segments, later, take the same memory.
             sorting = scratch.fork()
-        listed = _sorted_lists(problem, plan, wanted, n_listed, sorting)
+        listed = _sorted_lists(problem, plan, wanted, sorting)
     sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
 
 
@@ -376,8 +332,7 @@ def rows_by_token(problem: Problem, winners: Tensor, cu_seqlens: Tensor | None) 
     wanted = Lists(0, documents, starts, owners, winners, cu_seqlens)
     if plan.alone_bits:
         return _listed(problem, plan, wanted), starts
-    scratch = Scratch(None)
-    return _sorted_lists(problem, plan, wanted, scratch.empty(documents, torch.int32, device), scratch), starts
+    return _sorted_lists(problem, plan, wanted, Scratch(None)), starts
 
 
 def _listed(problem: Problem, plan: ListsPlan, wanted: Lists) -> Tensor:
@@ -395,52 +350,38 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: Lists) -> Tensor:
     return listed
 
 
-def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, n_listed: Region, scratch: Scratch) -> Tensor:
+def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) -> Tensor:
     """The rows of every document wanted, listed by as many programs as they have chunks. Fills `wanted.starts`."""
     first, number, starts, owners, winners, bounds = wanted
-    device, digits = problem.device, plan.digits
-    rows, length, n_chunks = problem.rows, problem.document_length, plan.n_chunks
-    bin_bits, chunk_bits, block_bins = tables.LIST_BIN_BITS, tables.LIST_CHUNK_BITS, tables.LIST_BLOCK_BINS
-    programs, bins, one_pass = number * n_chunks, digits[0][1], len(digits) == 1
+    device, rows, length, n_chunks = problem.device, problem.rows, problem.document_length, plan.n_chunks
+    chunk_bits, block_tokens, programs = tables.LIST_CHUNK_BITS, tables.LIST_BLOCK_TOKENS, number * plan.n_chunks
+    blocks = -(-length // block_tokens)
     order = scratch.empty(programs << chunk_bits, torch.uint16, device)
-    counts = scratch.empty(programs * bins, torch.int32, device)
-    reached = scratch.empty(programs * -(-bins // block_bins), torch.int32, device)
-    runs, previous = counts.view(torch.uint16), None
-    for shift, n_bins in digits:
-        listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
-        numbers = (first, rows, n_chunks, n_bins)
-        _sort_kernel(
-            (programs, 1, 1),
-            (winners, previous, n_listed, order, counts, runs, reached),
-            numbers,
-            (),
-            (shift, bin_bits, chunk_bits, block_bins),
-            (1, 1, None),
-        )
-        _scan_kernel(
-            (-(-n_bins // block_bins) * number, 1, 1),
-            (counts, reached, starts, owners, n_listed, bounds),
-            (first, n_chunks, n_bins, length),
-            (),
-            (block_bins, tables.LIST_BLOCK_CHUNKS, one_pass),
-            (4, 1, None),
-        )
-        _place_kernel(
-            (programs, 1, 1),
-            (winners, previous, order, counts, n_listed, listed),
-            numbers,
-            (),
-            (shift, bin_bits, chunk_bits),
-            (4, 1, None),
-        )
-        previous = listed
-    if not one_pass:
-        _starts_kernel(
-            (-(-(length + 1) // 256) * number, 1, 1),
-            (winners, listed, n_listed, bounds, starts, owners),
-            (first, rows, rows.bit_length(), length),
-            (),
-            (256,),
-            (4, 1, None),
-        )
+    counts = scratch.empty(programs * length, torch.int32, device)
+    reached = scratch.empty(programs * blocks, torch.int32, device)
+    listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
+    _sort_kernel(
+        (programs, 1, 1),
+        (winners, order, counts, counts.view(torch.uint16), reached),
+        (first, rows, n_chunks, length),
+        (),
+        (chunk_bits, block_tokens),
+        (1, 1, None),
+    )
+    _scan_kernel(
+        (blocks * number, 1, 1),
+        (counts, reached, starts, owners, bounds),
+        (first, n_chunks, length),
+        (),
+        (block_tokens, tables.LIST_BLOCK_CHUNKS),
+        (4, 1, None),
+    )
+    _place_kernel(
+        (programs, 1, 1),
+        (winners, order, counts, listed),
+        (first, rows, n_chunks, length),
+        (),
+        (chunk_bits,),
+        (4, 1, None),
+    )
     return listed

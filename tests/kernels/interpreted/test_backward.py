@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.kernels import tables
+from pylate_flash.kernels import plan_backward, tables
 from pylate_flash.kernels.backward import gather, lists, sums
 from pylate_flash.kernels.rows import normalized_rows, through_normalized_rows
 from pylate_flash.ops.norms import inverse_norms, through_norms
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time; no list by one program."""
     limits = {
-        "LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 8, "LISTS_MEMORY": 1, "LIST_BLOCK_BINS": 16, "ALONE_ROWS": 0,
+        "LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 8, "LISTS_MEMORY": 1, "LIST_BLOCK_TOKENS": 16, "ALONE_ROWS": 0,
         "ALONE_ROWS_OF_FEW": 0, "COMPARED": 8, "COMPARE_ROWS": 4,
     }  # fmt: skip
     for name, value in limits.items():
@@ -140,12 +140,17 @@ def test_lists_that_are_never_long_are_summed_by_one_program(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_tokens_than_one_pass_tells_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "LIST_BIN_BITS", 3)
+def test_more_tokens_than_a_program_scans(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ALONE_TOKENS", 8)
     dense((3, 9), (1, 2, 50), 8, kind).check("lists")
     packed((3, 9), [4, 0, 50], 8, kind).check("lists")
+    dense((3, 9), (1, 2, 3000), 8, kind).check("lists")
+
+
+def test_more_tokens_than_keys_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_backward, "MOST_LISTED_TOKENS", 64)
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
-        dense((3, 9), (1, 2, 65), 8, kind).run("lists")
+        dense((3, 9), (1, 2, 65), 8, "uniform").run("lists")
 
 
 @pytest.mark.parametrize("way", WAYS)
