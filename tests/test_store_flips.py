@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import warnings
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from pylate_flash.index import catalog, change, checksums, parts, store
+from pylate_flash.index import catalog, checksums, parts, store
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.store import DTYPES, PackedStore
 from pylate_flash.indexes import Flat
@@ -148,56 +147,6 @@ def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, m
     assert opened.ids == PackedStore(tmp_path / "index").ids == list("bc")
 
 
-BLOCK = 64 << 10  # of the first version of the format
-
-
-class Crcs:
-    """What the first version of the format had in place of `checksums.Sums`."""
-
-    def __init__(self, end: int = 0, head: bytes = b"") -> None:
-        self.end, self._begin, self._bytes = end, end - len(head), head
-
-    def following(self) -> Crcs:
-        begin = self.end - self.end % BLOCK
-        return Crcs(self.end, self._bytes[begin - self._begin :])
-
-    def update(self, piece: memoryview) -> None:
-        self._bytes += bytes(piece)
-        self.end += len(piece)
-
-    def values(self) -> np.ndarray:
-        pieces = (self._bytes[start : start + BLOCK] for start in range(0, len(self._bytes), BLOCK))
-        return np.array([zlib.crc32(piece) for piece in pieces], "<u4")
-
-
-def test_rows_with_the_checksums_of_the_first_version_are_checked_by_these(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "SMALL_PARTS", 3)
-    monkeypatch.setattr(catalog, "_FLUSH_SECONDS", 0)
-    documents = documents_of([300, 700, 5, 900, 4, 3, 2, 1, 2], 32)
-    ids = [str(i) for i in range(len(documents))]
-    old = PackedStore(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(change, "Sums", Crcs)
-        patch.setattr(parts, "Sums", Crcs)
-        for id_, document in zip(ids[:4], documents[:4], strict=True):
-            old.add([id_], [document])
-    opened = PackedStore(tmp_path)
-    assert [part.sums.itemsize for part in opened.documents.parts] == [4]
-    for id_, document in zip(ids[4:], documents[4:], strict=True):
-        opened.add([id_], [document])
-    assert [part.sums.itemsize for part in opened.documents.parts] == [4, 8, 8]
-    assert torch.equal(PackedStore(tmp_path).read(np.arange(9)), torch.cat(documents))
-    PackedStore(tmp_path).verify()
-    (file,) = tmp_path.glob("segment-*")
-    content = file.read_bytes()
-    for place in (0, 40_000, 70_000, 200_000, len(content) - 1):
-        file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-        with pytest.raises(ValueError, match="another checksum"):
-            PackedStore(tmp_path).read(np.arange(9))
-
-
 def test_what_is_damaged_is_not_taken_for_what_was_written_by_what_is_appended(tmp_path: Path) -> None:
     PackedStore(tmp_path).add(["a"], documents_of([5]))
     (file,) = tmp_path.glob("segment-*")
@@ -208,3 +157,15 @@ def test_what_is_damaged_is_not_taken_for_what_was_written_by_what_is_appended(t
     with pytest.raises(ValueError, match="another checksum"):
         PackedStore(tmp_path).add(["b"], documents_of([5]))
     assert PackedStore(tmp_path).ids == ["a"]
+
+
+def test_parts_of_the_first_version_of_the_format_are_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "_SUMS", b"")
+        PackedStore(tmp_path).add(["a"], documents_of([5]))
+    with pytest.raises(
+        ValueError, match=r"catalog.sqlite is damaged: .* before version 2 of the format: build the index"
+    ):
+        PackedStore(tmp_path)

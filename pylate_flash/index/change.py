@@ -139,9 +139,9 @@ class Change:
     def _replace(self, old: list[Part], new: list[Part]) -> None:
         """Put parts in the place of neighbouring ones."""
         at = self.parts.index(old[0])
-        for part in old:
-            for table in ("parts", "removed"):
-                self._connection.execute(f"DELETE FROM {table} WHERE number = ?", (int(part.numbers[0]),))
+        span = int(old[0].numbers[0]), int(old[-1].numbers[0])
+        for table in ("parts", "removed"):
+            self._connection.execute(f"DELETE FROM {table} WHERE number BETWEEN ? AND ?", span)
         for part in new:
             self._insert(part)
         self.parts[at : at + len(old)] = new

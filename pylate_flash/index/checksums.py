@@ -1,25 +1,20 @@
 """Checksums of what is read a piece at a time: one of every MiB of a file, compared when it is first read.
 
 XXH3 of 64 bits runs as fast as memory is read, where a CRC-32 would take longer than reading; of any damage it misses
-one in 2**64. What the first version of the format wrote has a CRC-32 of every 64 KiB.
+one in 2**64.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-__all__ = ["CheckedBlocks", "Sums", "block_begin", "block_of", "sums_bytes", "sums_from"]
+__all__ = ["CheckedBlocks", "Sums", "block_begin", "block_of"]
 
 # Smaller ones would have threads that read wait for each other between them.
 _BLOCK_BYTES = 1 << 20
-_CRC_BLOCK_BYTES = 64 << 10
-# With which XXH3 sums begin in the catalog.
-_MARK = b"XXH3-64\0"
 
 
 class Sums:
@@ -55,40 +50,22 @@ class Sums:
         return np.array(self._whole if self._empty else [*self._whole, self._last.intdigest()], dtype="<u8")
 
 
-def block_of(place: int, sums: np.ndarray) -> int:
-    """The number of the block that holds a byte of a file, of those that checksums are of."""
-    return place // _kind(sums)[0]
+def block_of(place: int) -> int:
+    """The number of the block that holds a byte of a file."""
+    return place // _BLOCK_BYTES
 
 
-def block_begin(place: int, sums: np.ndarray | None = None) -> int:
-    """Where the block begins that holds a byte of a file, of those that checksums are of, or that `Sums` has."""
-    return place - place % (_BLOCK_BYTES if sums is None else _kind(sums)[0])
-
-
-def sums_bytes(sums: np.ndarray) -> bytes:
-    """As the catalog keeps checksums."""
-    return sums.tobytes() if sums.itemsize == 4 else _MARK + sums.tobytes()
-
-
-def sums_from(content: bytes) -> np.ndarray:
-    """What `sums_bytes` was given."""
-    if content.startswith(_MARK):
-        return np.frombuffer(content, "<u8", offset=len(_MARK))
-    return np.frombuffer(content, "<u4")
-
-
-def _kind(sums: np.ndarray) -> tuple[int, Callable[[Any], int]]:
-    """The bytes of a block, and what computes its checksum."""
-    return (_CRC_BLOCK_BYTES, zlib.crc32) if sums.itemsize == 4 else (_BLOCK_BYTES, xxh3_64_intdigest)
+def block_begin(place: int) -> int:
+    """Where the block begins that holds a byte of a file."""
+    return place - place % _BLOCK_BYTES
 
 
 class CheckedBlocks:
     """Bytes `begin` to `end` of a file: checksums of their blocks up to `end`, and which were found to be right."""
 
     def __init__(self, sums: np.ndarray, begin: int, end: int) -> None:
-        size, self._sum = _kind(sums)
-        self._sums, self._size, self._first, self._end = sums, size, begin // size, end
-        self.blocks = -(-end // size) - self._first if begin < end else 0
+        self._sums, self._size, self._first, self._end = sums, _BLOCK_BYTES, block_of(begin), end
+        self.blocks = -(-end // _BLOCK_BYTES) - self._first if begin < end else 0
         self._right = np.zeros(self.blocks, dtype=bool)
 
     def are_right(self, begin: int, end: int) -> bool:
@@ -110,6 +87,6 @@ class CheckedBlocks:
         for block in (low + np.flatnonzero(~self._right[low - self._first : high - self._first])).tolist():
             first, last = block * self._size, min((block + 1) * self._size, self._end)
             data = view[first - begin : last - begin] if begin <= first and last <= end else read(first, last)
-            if self._sum(data) != self._sums[block - self._first]:
+            if xxh3_64_intdigest(data) != self._sums[block - self._first]:
                 raise ValueError(f"its bytes {first} to {last} have another checksum than when they were written")
             self._right[block - self._first] = True

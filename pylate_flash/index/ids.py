@@ -123,13 +123,14 @@ class Ids(NamedTuple):
         return equal
 
 
-def _places_of_words(lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _places_of_words(lengths: np.ndarray) -> Iterator[tuple[np.ndarray | slice, np.ndarray]]:
     """The words that ids of at least 8 bytes (or none) consist of: of which ids, and at which byte of each.
 
     The last one ends where the id does.
     """
+    shortest = int(lengths.min()) if len(lengths) else 0
     for start in range(0, int(lengths.max(initial=0)), _WORD):
-        left = np.flatnonzero(lengths > start)
+        left = slice(None) if start < shortest else np.flatnonzero(lengths > start)
         yield left, np.minimum(start, lengths[left] - _WORD)
 
 

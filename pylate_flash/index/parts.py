@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .checksums import CheckedBlocks, Sums, block_begin, block_of, sums_bytes, sums_from
+from .checksums import CheckedBlocks, Sums, block_begin, block_of
 from .files import open_named, open_regular, read_exactly
 from .ids import Ids, encoded_id
 from .layout import Layout, is_finite
@@ -34,6 +34,8 @@ COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids"
 _CHECKED_AT_A_TIME = 2 << 20
 _VERIFIED_AT_A_TIME = 16 << 20
 _SECTOR_BYTES = 512
+# With which the column of checksums begins.
+_SUMS = b"XXH3-64\0"
 
 
 class Segment:
@@ -133,7 +135,7 @@ class Part:
             self.lengths.astype("<i4").tobytes(),
             self.ids.ends.astype("<i8").tobytes(),
             self.ids.content,
-            sums_bytes(self.sums),
+            _SUMS + self.sums.tobytes(),
         )
         self.crc = _crc(row)
         return (*row, self.crc)
@@ -156,6 +158,8 @@ class Part:
         try:
             if _crc(row[:-1]) != crc:
                 raise ValueError("it has another CRC-32 than when it was written")
+            if not sums.startswith(_SUMS):
+                raise ValueError("it was written before version 2 of the format: build the index anew")
             sizes = np.frombuffer(lengths, "<i4").astype(np.int64)
             part = cls(
                 layout,
@@ -165,7 +169,7 @@ class Part:
                 sizes,
                 Ids.of(ids, np.frombuffer(id_ends, "<i8").astype(np.int64)),
                 np.frombuffer(removed, "<i4").astype(np.int64),
-                sums_from(sums),
+                np.frombuffer(sums, "<u8", offset=len(_SUMS)),
                 segments[segment],
                 offset,
             )
@@ -192,7 +196,7 @@ class Part:
         """Whether its rows do, in the same segment, and no document of both is removed."""
         return (
             self.segment is not None
-            and (self.segment, self.offset, self.sums.dtype) == (other.segment, other.end, other.sums.dtype)
+            and (self.segment, self.offset) == (other.segment, other.end)
             and not len(self.removed) + len(other.removed)
         )
 
@@ -206,7 +210,7 @@ class Part:
         ids = Ids.of(b"".join(part.ids.content for part in parts), ends)
         # Of a block that two share, the later one has the checksum of what both have there.
         solid = [part for part in parts if part.nbytes]
-        blocks = [block_of(part.offset, part.sums) for part in solid]
+        blocks = [block_of(part.offset) for part in solid]
         sums = [part.sums[: after - block] for part, (block, after) in zip(solid, pairwise(blocks), strict=False)]
         sums += [part.sums for part in solid[-1:]]
         return cls(
@@ -252,7 +256,7 @@ class Part:
 
         It raises what `read_into` does.
         """
-        first = max(begin, block_begin(self.offset, self.sums))
+        first = max(begin, block_begin(self.offset))
         if first < self.end and self.nbytes:
             with self._named():
                 self._checked.check(view[first - begin : self.end - begin], first, self._bytes)
@@ -280,7 +284,7 @@ class Part:
     def is_lost(self) -> bool:
         """Whether rows have not come to the disk, as after a power failure: they are missing, or a sector is zeros."""
         assert self.segment is not None
-        begin = block_begin(self.offset, self.sums)
+        begin = block_begin(self.offset)
         if os.fstat(self.segment.descriptor).st_size < self.end:
             return True
         content = self._bytes(begin, self.end)

@@ -213,7 +213,7 @@ def _batches(
         while first < last:
             stop = min(last, first + rows - (end - begin))
             if stop < last:
-                place = block_begin(part.offset + stop * part.layout.nbytes, part.sums) - part.offset
+                place = block_begin(part.offset + stop * part.layout.nbytes) - part.offset
                 stop = place // part.layout.nbytes if place // part.layout.nbytes > first else stop
             batch.append((part, first, stop))
             end += stop - first

@@ -17,7 +17,6 @@ from .layout import DTYPES, Layout
 __all__ = ["FORMAT_VERSION", "State"]
 
 FORMAT = "pylate_flash.catalog"
-# The first has CRC-32 of rows, which are read still.
 FORMAT_VERSION = 2
 
 
