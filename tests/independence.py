@@ -1,15 +1,18 @@
 """No test depends on those that ran before it, in its process or in another.
 
-What tests share, which is the constants of their files and the fixtures of more than one test, stays as it is: the test
-that has changed it fails, and the others find it as it was. Random numbers are those of the file, of the fixture or of
-the test that draws them.
+What tests share, which is the constants of their files, the fixtures of more than one test, the names of the package's
+modules and the settings of the process, stays as it is: the test that has changed it fails, and the others find it as
+it was. Random numbers are those of the file, of the fixture or of the test that draws them.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -73,6 +76,55 @@ def _held(name: str, value: Any, within: tuple[Any, ...] = ()) -> Iterator[Held]
         yield from _held(key, item, (*within, value))
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    now = _environment()
+    for name in now.keys() - values.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in values.items() if now.get(name) != value})
+
+
+# Settings of the process: how each is read, and set.
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's float32 precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch's determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "numpy's treatment of errors": (np.geterr, lambda kinds: np.seterr(**kinds)),
+    "the working folder": (os.getcwd, os.chdir),
+    "what an interrupt does": (
+        lambda: signal.getsignal(signal.SIGINT), lambda handler: signal.signal(signal.SIGINT, handler),
+    ),
+}  # fmt: skip
+# What commands and libraries set for all that follows in their process, which here is another test.
+TAKEN_BACK: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (_environment, _set_environment),
+    (lambda: [*sys.path], lambda path: sys.path.__setitem__(slice(None), path)),
+)
+
+
+def _names() -> dict[str, dict[str, Any]]:
+    """What the names of the package's modules stand for."""
+    modules = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "pylate_flash"]
+    return {name: dict(vars(module)) for name, module in modules}
+
+
+def _renamed(before: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """The names of modules that stand for something else now, and again for what they did."""
+    for module, names in before.items():
+        now = vars(sys.modules[module])
+        for name, value in names.items():
+            # What a compiler keeps there for a while may be gone.
+            if now.get(name, value) is not value:
+                now[name] = value
+                yield f"{module}.{name}"
+
+
 _of_modules: dict[str, list[Held]] = {}
 _of_fixtures: dict[pytest.FixtureDef, list[Held]] = {}
 
@@ -97,7 +149,16 @@ def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
     if name not in _of_modules:
         own = {key: value for key, value in vars(request.module).items() if not key.startswith("__")}
         _of_modules[name] = [held for key, value in own.items() for held in _held(key, value)]
+    names = _names()
+    settings, others = {name: read() for name, (read, _) in SETTINGS.items()}, [read() for read, _ in TAKEN_BACK]
     yield
-    changed = [held.name for some in (_of_modules[name], *_of_fixtures.values()) for held in some if held.is_changed()]
+    changed = [*_renamed(names)]
+    for setting, (read, write) in SETTINGS.items():
+        if read() != settings[setting]:
+            write(settings[setting])
+            changed.append(setting)
+    for (_, write), value in zip(TAKEN_BACK, others, strict=True):
+        write(value)
+    changed += [held.name for some in (_of_modules[name], *_of_fixtures.values()) for held in some if held.is_changed()]
     if changed:
         pytest.fail(f"the test has changed {', '.join(changed)}, which other tests read", pytrace=False)

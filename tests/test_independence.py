@@ -14,11 +14,15 @@ pytest_plugins = ["pytester"]
 
 CONFTEST = "from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, unchanged"
 TESTS = """
+    import os
+    import sys
     from dataclasses import dataclass
 
     import numpy as np
     import pytest
     import torch
+
+    from pylate_flash.ops import products
 
     @dataclass(slots=True)
     class Pair:
@@ -45,6 +49,10 @@ TESTS = """
         assert NAMED["a"][0].tolist() == [True, False]
         assert NAMED["b"].first.tolist() == [1.0, 1.0]
         assert ARRAY.tolist() == [0, 1, 2]
+        assert torch.get_default_dtype() == torch.float32
+        assert os.getcwd() != "/" != sys.path[-1]
+        assert products._BLOCK_CPU > 3
+        assert "SET_HERE" not in os.environ
 
     def test_view():
         NUMBERS[0, 0] = 2
@@ -61,6 +69,19 @@ TESTS = """
     def test_fixture(layer):
         layer.bias += 1
 
+    def test_setting():
+        torch.set_default_dtype(torch.float64)
+
+    def test_folder():
+        os.chdir("/")
+
+    def test_name():
+        products._BLOCK_CPU = 3
+
+    def test_takes_back():
+        os.environ["SET_HERE"] = "1"
+        sys.path.append("/")
+
     test_reads_again = test_reads
 """
 
@@ -69,13 +90,16 @@ def test_a_test_that_changes_what_others_read_fails(pytester: pytest.Pytester) -
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(TESTS)
     found = pytester.runpytest_inprocess("-p", "no:xdist")
-    found.assert_outcomes(passed=9, errors=5)
+    found.assert_outcomes(passed=13, errors=8)
     for test, name in (
         ("view", "NUMBERS"),
         ("list", "NAMED['a'][0]"),
         ("dataclass", "NAMED['b'].first"),
         ("array", "ARRAY"),
         ("fixture", "the fixture layer.bias"),
+        ("setting", "torch's default type"),
+        ("folder", "the working folder"),
+        ("name", "pylate_flash.ops.products._BLOCK_CPU"),
     ):
         place = next(n for n, line in enumerate(found.outlines) if f"ERROR at teardown of test_{test} " in line)
         assert found.outlines[place + 1] == f"the test has changed {name}, which other tests read"
