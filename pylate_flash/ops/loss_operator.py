@@ -189,6 +189,8 @@ class _MaxsimLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return (None,) * len(ctx.needs_input_grad)
         gradients, eager = ctx.gradients, ctx.plain and is_plain(grad_loss)
         if eager:
             ctx.gradients = None

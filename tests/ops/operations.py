@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -149,6 +149,15 @@ def operations(device: str = "cpu", implementation: str = "auto") -> dict[str, O
         return lambda queries: call(queries, *call.tensors[1:])
 
     return {name: of_queries(call) for name, call in calls(device, implementation).items()}
+
+
+def value_and_gradients(
+    call: Call, tensors: Sequence[Tensor], function: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """The result, and the gradients of all tensors, by the function of a call, or another."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    scores = (function or call.function)(*leaves, **call.options)
+    return [scores.detach(), *torch.autograd.grad(scores.square().sum(), leaves)]
 
 
 class Operators(TorchDispatchMode):

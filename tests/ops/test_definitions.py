@@ -14,7 +14,6 @@ from pylate_flash import maxsim_pairwise
 from pylate_flash.ops import (
     chamfer_reference,
     cross_entropy_reference,
-    kl_divergence_reference,
     maxsim_from_hidden_reference,
     maxsim_reference,
     soft_maxsim_reference,
@@ -145,38 +144,14 @@ def test_from_hidden_states() -> None:
     torch.testing.assert_close(found, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("loss_reduction", ["mean", "sum", "none"])
-def test_losses(loss_reduction: str) -> None:
-    scores, teacher = torch.randn(2, 3, 4, dtype=torch.float64)
-    temperature, labels = 0.7, [3, 0, 2]
-
-    def log_softmax(row: list[float], temperature: float) -> list[float]:
-        total = sum(math.exp(value / temperature) for value in row)
-        return [value / temperature - math.log(total) for value in row]
-
-    log_q = [log_softmax(row, temperature) for row in scores.tolist()]
-    log_p = [log_softmax(row, 1.0) for row in teacher.tolist()]
-
-    def reduced(losses: list[float]) -> Tensor:
-        total = {"mean": sum(losses) / 3, "sum": sum(losses), "none": losses}[loss_reduction]
-        return torch.tensor(total, dtype=torch.float64)
-
-    options = {"temperature": temperature, "loss_reduction": loss_reduction}
-    for given_labels, right in ((torch.tensor(labels), labels), (None, [0, 1, 2])):
-        expected = reduced([-row[label] for row, label in zip(log_q, right, strict=True)])
-        torch.testing.assert_close(cross_entropy_reference(scores, given_labels, **options), expected)
-    divergences = [
-        sum(math.exp(p) * (p - q) for p, q in zip(*rows, strict=True)) for rows in zip(log_p, log_q, strict=True)
-    ]
-    torch.testing.assert_close(kl_divergence_reference(scores, teacher, **options), reduced(divergences))
-
-
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("margin", [None, 0.3, -0.2])
 @pytest.mark.parametrize("excluded", [(), ((0, 2), (1, 1), (2, 0))])
 def test_cross_entropy(excluded: tuple, margin: float | None, symmetric: bool) -> None:
     """What is left out of a query's denominator is left out of those over queries too; two queries share a document."""
     scores, labels, temperature = torch.randn(3, 4, dtype=torch.float64), [3, 0, 3], 0.7
+    # At the limit of the first margin, which leaves it.
+    scores[0, 1] = scores[0, 3] - 0.3
     exclude = torch.zeros(3, 4, dtype=torch.bool)
     for place in excluded:
         exclude[place] = True
@@ -198,14 +173,6 @@ def test_cross_entropy(excluded: tuple, margin: float | None, symmetric: bool) -
     options = {"exclude": exclude, "margin": margin, "temperature": temperature, "symmetric": symmetric}
     found = cross_entropy_reference(scores, torch.tensor(labels), **options, loss_reduction="none")
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_a_label_that_is_none_makes_its_loss_nan() -> None:
-    exclude = torch.tensor([[False, False], [False, True], [False, False], [False, False]])
-    losses = cross_entropy_reference(
-        torch.randn(4, 2), torch.tensor([0, 1, -1, 2]), exclude=exclude, loss_reduction="none"
-    )
-    assert losses.isnan().tolist() == [False, True, True, True]
 
 
 def test_the_gradient_goes_to_the_first_of_equal_tokens_and_to_no_masked_one() -> None:

@@ -1,4 +1,4 @@
-"""What the docstrings of the public operations say: their examples, and every parameter."""
+"""The public operations: where they are found, and what their docstrings say, their examples, and every parameter."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def test_examples(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.endswith("_reference")])
 def test_parameters_results_and_errors_are_named(name: str) -> None:
     operation = getattr(ops, name)
+    assert getattr(pylate_flash, name) is operation
+    assert name in pylate_flash.__all__
     sections = re.split(r"\n *(\w+)\n *-+\n", inspect.getdoc(operation) or "")
     text = dict(zip(sections[1::2], sections[2::2], strict=True))
     assert {"Parameters", "Returns", "Raises"} <= text.keys()

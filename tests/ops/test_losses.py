@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence, maxsim_margin_mse
 from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference
-from tests.ops.cases import FLOAT32_SCORES, gradient_tolerance, wrong
+from tests.ops.cases import gradient_tolerance, wrong
 from tests.ops.loss_cases import LossCase, check_chunks, chunk_cases, loss_cases
 
 OPTIONS = {"max_examples": 40}
@@ -67,15 +67,6 @@ def test_by_hand() -> None:
     )
 
 
-def test_candidates_have_the_right_one_first() -> None:
-    queries, documents = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4, 8), (3, 5, 6, 8)))
-    first = maxsim_cross_entropy(queries, documents, labels=torch.zeros(3, dtype=torch.int64))
-    assert torch.equal(maxsim_cross_entropy(queries, documents), first)
-    last = maxsim_cross_entropy(queries, documents, labels=torch.full((3,), 4, dtype=torch.int32))
-    expected = F.cross_entropy(maxsim(queries, documents), torch.full((3,), 4))
-    torch.testing.assert_close(last, expected, **FLOAT32_SCORES)
-
-
 def test_what_the_teacher_rules_out_adds_nothing() -> None:
     queries, documents = torch.randn(3, 4, 8, requires_grad=True), torch.randn(3, 5, 6, 8)
     teacher = torch.randn(3, 5)
@@ -88,14 +79,15 @@ def test_what_the_teacher_rules_out_adds_nothing() -> None:
     assert torch.autograd.grad(loss, queries)[0].isfinite().all()
 
 
-def test_a_label_out_of_range_is_not_a_number_to_the_definition() -> None:
+def test_a_label_out_of_range_or_left_out_is_not_a_number_to_the_definition() -> None:
     """And an error to the operation on a CPU, where looking costs nothing."""
-    scores = torch.randn(3, 4, requires_grad=True)
-    labels = torch.tensor([1, 4, -100])
-    losses = cross_entropy_reference(scores, labels, loss_reduction="none")
-    assert losses.isnan().tolist() == [False, True, True]
-    (gradient,) = torch.autograd.grad(losses.sum(), scores)
-    assert gradient.isnan().all(-1).tolist() == [False, True, True]
+    scores, labels = torch.randn(5, 4, requires_grad=True), torch.tensor([1, 4, -100, -1, 2])
+    exclude = torch.zeros(5, 4, dtype=torch.bool)
+    exclude[4, 2] = True
+    losses = cross_entropy_reference(scores, labels, exclude=exclude, loss_reduction="none")
+    assert losses.isnan().tolist() == [False, True, True, True, True]
+    (gradient,) = torch.autograd.grad(losses[:3].sum(), scores)
+    assert gradient[:3].isnan().all(-1).tolist() == [False, True, True]
 
 
 def test_no_queries() -> None:
@@ -112,13 +104,8 @@ BOUNDS = torch.tensor([0, 3, 5])
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        wrong(TypeError, "documents must be a torch.Tensor", maxsim_cross_entropy, Q, [1.0]),
-        wrong(ValueError, "embedding size of queries, 4, got 2", maxsim_cross_entropy, Q, D[..., :2]),
         wrong(ValueError, "documents must be at least one for a loss", maxsim_cross_entropy, Q, D[:0]),
         wrong(ValueError, "labels must be given .* None for 3 queries and 2 documents", maxsim_cross_entropy, D, Q),
-        wrong(TypeError, "labels must be a torch.Tensor or None", maxsim_cross_entropy, Q, D, labels=[0, 1]),
-        wrong(ValueError, r"labels must have shape \[2\], got", maxsim_cross_entropy, Q, D, labels=torch.zeros(3)),
-        wrong(TypeError, "labels must be int64 or int32", maxsim_cross_entropy, Q, D, labels=torch.zeros(2)),
         wrong(ValueError, "labels must be from 0 to 2, got values from 0 to 3",
               maxsim_cross_entropy, Q, D, labels=torch.tensor([0, 3])),
         wrong(ValueError, "labels must be from 0 to 5", maxsim_cross_entropy, Q, K, labels=torch.tensor([-1, 3])),
@@ -130,53 +117,13 @@ BOUNDS = torch.tensor([0, 3, 5])
               maxsim_cross_entropy, Q, D, documents_mask=torch.full((3, 5), 0.5)),
         wrong(ValueError, "queries_mask must hold only 0 .* or positive weights, got -0.5",
               maxsim_cross_entropy, Q, D, queries_mask=torch.full((2, 3), -0.5)),
-        wrong(TypeError, "teacher_scores must be a torch.Tensor, got NoneType", maxsim_kl_divergence, Q, K, None),
-        wrong(ValueError, r"teacher_scores must have shape \[2, 6\], got", maxsim_kl_divergence, Q, K, Q[:, 0]),
-        wrong(TypeError, "teacher_scores must be float16", maxsim_kl_divergence, Q, K, torch.zeros(2, 6).int()),
         wrong(ValueError, "teacher_scores must not require a gradient",
               maxsim_kl_divergence, Q, K, torch.zeros(2, 6, requires_grad=True)),
-        wrong(ValueError, "teacher_scores must be on the device of queries, cpu, got meta",
-              maxsim_kl_divergence, Q, K, torch.zeros(2, 6, device="meta")),
     ],
 )  # fmt: skip
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-def test_exclude_margin_and_symmetric_by_hand() -> None:
-    scores = torch.tensor([[3.0, 2.9, 1.0], [0.5, 2.0, 9.0]], dtype=torch.float64)
-    wanted = {
-        "margin 1.5": (math.log1p(math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
-        "margin -0.5": (math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
-        "exclude": (math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
-        # The columns of documents 0 and 1.
-        "symmetric": (
-            math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5) + math.exp(7))
-            + math.log1p(math.exp(-2.5)) + math.log1p(math.exp(0.9))
-        ) / 4,
-    }  # fmt: skip
-    exclude = torch.tensor([[False, False, False], [False, False, True]])
-    for name, options in (
-        ("margin 1.5", {"margin": 1.5}),  # 0.5 is at the limit, and stays
-        ("margin -0.5", {"margin": -0.5}),
-        ("exclude", {"exclude": exclude}),
-        ("symmetric", {"symmetric": True}),
-    ):
-        assert cross_entropy_reference(scores, **options).item() == pytest.approx(wanted[name], rel=1e-12)
-        # Of queries and documents with these scores: one dimension each.
-        found = maxsim_cross_entropy(scores.unsqueeze(1), torch.eye(3, dtype=torch.float64).unsqueeze(1), **options)
-        assert found.item() == pytest.approx(wanted[name], rel=1e-6)
-
-
-def test_what_is_left_out_of_a_row_is_left_out_of_its_column() -> None:
-    queries, documents = torch.randn(4, 3, 8, dtype=torch.float64), torch.randn(5, 6, 8, dtype=torch.float64)
-    exclude = torch.zeros(4, 5, dtype=torch.bool)
-    exclude[2, 1] = True
-    scores = maxsim(queries, documents).masked_fill(exclude, -torch.inf)
-    expected = (F.cross_entropy(scores, torch.arange(4)) + F.cross_entropy(scores[:, :4].T, torch.arange(4))) / 2
-    found = maxsim_cross_entropy(queries, documents, exclude=exclude, symmetric=True)
-    torch.testing.assert_close(found, expected, **FLOAT32_SCORES)
 
 
 def test_normalized_scores_are_those_of_pylate() -> None:
@@ -319,12 +266,7 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
               maxsim_cross_entropy, Q, D, temperature=torch.nn.Parameter(torch.tensor(-2.0))),
         wrong(ValueError, "temperature must be above 0 and finite, got 1e-46",
               maxsim_cross_entropy, Q, D, temperature=1e-46),
-        wrong(TypeError, "documents must have the dtype of queries", maxsim_cross_entropy, Q, D.half()),
-        wrong(TypeError, "queries must be float16, .* got torch.int32", maxsim_cross_entropy, Q.int(), D.int()),
-        wrong(TypeError, "documents must have the dtype of queries",
-              maxsim_kl_divergence, Q, K.double(), torch.ones(2, 6)),
         wrong(ValueError, "documents must be a positive and a negative", maxsim_margin_mse, Q, K[:, :1], Q[:, :1, 0]),
-        wrong(ValueError, r"teacher_scores must have shape \[2, 6\], got", maxsim_margin_mse, Q, K, Q[:, :, 0]),
     ],
 )  # fmt: skip
 def test_bad_options_name_the_argument(call, error: type[Exception], message: str) -> None:

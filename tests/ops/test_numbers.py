@@ -1,4 +1,4 @@
-"""Numbers at the ends of their types: huge and infinite embeddings, temperatures of half precision, equal tokens."""
+"""Numbers at the ends of their types: embeddings huge, tiny and infinite, half temperatures, equal tokens."""
 
 from __future__ import annotations
 
@@ -82,6 +82,19 @@ def test_finite_embeddings_of_any_size_are_normalized(operation: Callable, dtype
     # Where they are huge, gradients may be subnormal.
     bound = 1e-5 if dtype == torch.float32 and power < 126 else 3e-2
     assert all(relative_error(*pair) <= bound for pair in zip(right, gradients, strict=True))
+
+
+@pytest.mark.parametrize("operation", [maxsim, packed, ragged, projected, sparse])
+@pytest.mark.parametrize("norm", [1e-4, 1e-11, 1e-13, 0.0])
+def test_norms_are_at_least_1e_12(operation: Callable, norm: float) -> None:
+    """Below that the division is by a constant, and its gradient that of a product."""
+    unit = [torch.nn.functional.normalize(values, dim=-1) for values in embeddings(torch.float64)]
+    results = []
+    for function in (operation, maxsim_reference):
+        leaves = [(values * norm).requires_grad_() for values in unit]
+        scores = function(*leaves, normalize=True)
+        results.append((scores.detach().double(), *torch.autograd.grad(scores.sum(), leaves)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-import pylate_flash
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack, unpack
 from pylate_flash.ops import maxsim_reference
 from pylate_flash.ops import ragged as ragged_operation
@@ -200,12 +199,9 @@ LIST = "must be a list of tensors or arrays"
         (ragged(2), [*ragged(2), torch.ones(2, 4)], {}, ValueError, "documents must have one embedding size, got 4 at"),
         (ragged(2), [*ragged(2), np.ones((1, 8))], {}, TypeError, "documents must have one dtype, got torch.float64"),
         (ragged(2), [t.half() for t in ragged(2)], {}, TypeError, "documents must have the dtype of queries"),
-        (ragged(2), ragged(2, size=4), {}, ValueError, "documents must have the embedding size of queries, 8, got 4"),
         (ragged(2), [torch.ones(2, 8).int()], {}, TypeError, "documents must be float16, bfloat16, float32 or float64"),
-        (torch.ones(2, 8), ragged(2), {}, ValueError, r"queries must have shape \[Nq, Lq, d\], got \[2, 8\]"),
         (ragged(2), ragged(2), {"queries_mask": torch.ones(1, 2)}, ValueError, "queries_mask must be None"),
         (ragged(2), ragged(2), {"candidates_cu_seqlens": torch.tensor([0, 2])}, ValueError, "from 0 to the number of"),
-        (ragged(2), ragged(2), {"candidates_cu_seqlens": torch.ones(2)}, TypeError, "must be int32 or int64"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(queries, documents, options: dict, error: type, message: str) -> None:
@@ -216,8 +212,3 @@ def test_bad_input_is_one_clear_error(queries, documents, options: dict, error: 
 def test_pairs_need_as_many_documents_as_queries() -> None:
     with pytest.raises(ValueError, match="documents must have one document per query, 2, got 3 documents"):
         maxsim_ragged_pairwise(ragged(1, 2), ragged(1, 2, 3))
-
-
-def test_it_is_public() -> None:
-    assert {"maxsim_ragged", "maxsim_ragged_pairwise"} <= {*pylate_flash.__all__}
-    assert pylate_flash.maxsim_ragged is maxsim_ragged

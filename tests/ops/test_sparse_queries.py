@@ -92,8 +92,6 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("error", "match", "arguments"),
     [
-        (TypeError, "query_tokens must be a torch.Tensor, got list", {"query_tokens": [[0]]}),
-        (TypeError, "query_tokens must be int32 or int64, got torch.bool", {"query_tokens": torch.ones(3, 2).bool()}),
         (ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[2, 2\]", {"query_tokens": torch.zeros(2, 2).long()}),
         (ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[1, 3, 1\]", {"query_tokens": torch.zeros(1, 3, 1).long()}),
         (ValueError, r"shape \[2, 4, k\], got \[4, 1\]", {
@@ -101,11 +99,7 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
         }),
         (ValueError, "from 0 to 2, or -1 for none, got 3", {"query_tokens": torch.full((3, 1), 3)}),
         (ValueError, "from 0 to 2, or -1 for none, got -2", {"query_tokens": torch.full((3, 1), -2)}),
-        (ValueError, "query_tokens must be on the device of queries, cpu, got meta", {
-            "query_tokens": torch.zeros(3, 1, device="meta", dtype=torch.int64),
-        }),
         (ValueError, r"documents must have shape .* got \[5, 4\]", {"documents": torch.ones(5, 4)}),
-        (ValueError, r"documents_mask must have shape \[3, 5\], got \[3, 4\]", {"documents_mask": torch.ones(3, 4)}),
         (ValueError, r"documents must have shape \[Td, d\]", {"documents_cu_seqlens": torch.tensor([0, 3])}),
         (ValueError, "documents_mask must be None where documents are packed", {
             "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 5]),

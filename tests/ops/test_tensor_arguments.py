@@ -1,4 +1,4 @@
-"""Every tensor that an operation takes is dense and holds its values, or one error names it."""
+"""Every tensor that an operation takes is dense, and what it has to be beside the others, or one error names it."""
 
 from __future__ import annotations
 
@@ -129,21 +129,43 @@ def test_tensors_are_dense(call: str, layout: str) -> None:
             function(**{**tensors, name: LAYOUTS[layout](tensor)})
 
 
+# What is made of a tensor, and the error, which names that tensor, or another that does not go with it.
+ITSELF, ANY = r"{name}(\[\d\])? ", "(^| )[a-z_]+ "
+CHANGES: dict[str, tuple[Callable[[Tensor], object], type[Exception], str]] = {
+    "no tensor": (lambda tensor: [1.0], TypeError, ITSELF + "must be (a|a number or a floating) .*, got list"),
+    "more dimensions": (lambda tensor: tensor[None], ValueError, ITSELF + r"(must have|of) shape .*, got \[1, "),
+    "8 bits": (lambda tensor: tensor.to(torch.float8_e4m3fn), TypeError, ITSELF + "must (be|have) .*float8_e4m3fn"),
+    "uint32": (lambda tensor: tensor.to(torch.uint32), TypeError, ITSELF + "must (be|have) .*uint32"),
+    "complex": (lambda tensor: tensor.to(torch.complex64), TypeError, ITSELF + "must (be|have) .*complex64"),
+    "half": (Tensor.half, TypeError, ANY + "must have (one|the) dtype.*float16"),
+    "shorter": (lambda tensor: tensor[..., :-1], ValueError, ANY + "must (have .*(shape|size|entries)|rise from 0 to)"),
+    "elsewhere": (lambda tensor: tensor.to("meta"), ValueError, ANY + "must (.* on|hold values, .* on) .*(meta|cpu)"),
+}
+EMBEDDINGS = {"queries", "documents", "weight", "bias", "queries_weight", "queries_bias", "x", "y"}
+# What decides of the others what they are to be, and what may be anything.
+FREE = {
+    ("packed hidden", "queries"), ("explain", "documents"), ("unpack", "values"), ("quantize", "embeddings"),
+    ("quantized", "values"), ("codec", "centroids"),
+}  # fmt: skip
+
+
+def is_wrong(change: str, call: str, name: str, tensor: Tensor) -> bool:
+    if change == "half":
+        return name in EMBEDDINGS and call != "residual"
+    if change == "shorter" and name in ("query_tokens", "candidates"):
+        return False
+    return tensor.dim() > 0 or change not in ("more dimensions", "shorter")
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("call", CALLS)
-def test_boundaries_hold_values_where_tokens_do(call: str) -> None:
-    """Which may lie on another device."""
-    function, tensors = CALLS[call]
-    for name in tensors:
-        if name.endswith("cu_seqlens"):
-            with pytest.raises(ValueError, match=f"{name} must (not be on device meta|be on the device of .*, cpu)"):
-                function(**{**tensors, name: tensors[name].to("meta")})
-
-
-@pytest.mark.parametrize("call", ["compress", "training of a codec"])
-def test_tokens_of_a_codec_hold_values(call: str) -> None:
-    function, tensors = CALLS[call]
-    with pytest.raises(ValueError, match="embeddings must hold values, got a tensor on device meta"):
-        function(**{**tensors, "embeddings": ROWS.to("meta")})
+def test_one_tensor_that_is_wrong_is_one_error(call: str, change: str) -> None:
+    (function, tensors), (changed, error, message) = CALLS[call], CHANGES[change]
+    for name, tensor in tensors.items():
+        if (call, name) not in FREE and is_wrong(change, call, name, tensor):
+            named = "hidden" if "hidden" in call and name == "documents" else name
+            with pytest.raises(error, match=message.replace("{name}", named)):
+                function(**{**tensors, name: changed(tensor)})
 
 
 @pytest.mark.parametrize("name", operations())

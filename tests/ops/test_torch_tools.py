@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -26,7 +26,15 @@ from pylate_flash import (
 from pylate_flash.ops import blocked, hidden_blocks, products
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import FLOAT32_SCORES
-from tests.ops.operations import OF_TENSORS, Call, Operation, Operators, calls, check_changed_in_place, operations
+from tests.ops.operations import (
+    OF_TENSORS,
+    Operation,
+    Operators,
+    calls,
+    check_changed_in_place,
+    operations,
+    value_and_gradients,
+)  # fmt: skip
 
 QUERIES, DOCUMENTS, WEIGHT = torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.randn(4, 4)
 BOUNDS = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15])
@@ -53,17 +61,10 @@ def test_results_can_be_changed_in_place(name: str) -> None:
     check_changed_in_place(EVERY[name], QUERIES)
 
 
-def gradients(call: Call, tensors: Sequence[Tensor], function: Callable[..., Tensor] | None = None) -> list[Tensor]:
-    """The result, and the gradients of all tensors, by the function of a call, or another."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    scores = (function or call.function)(*leaves, **call.options)
-    return [scores.detach(), *torch.autograd.grad(scores.square().sum(), leaves)]
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_needed_gradients(name: str) -> None:
     call = CALLS[name]
-    _, *expected = gradients(call, call.tensors)
+    _, *expected = value_and_gradients(call, call.tensors)
     for place, reference in enumerate(expected):
         leaves = [tensor.clone() for tensor in call.tensors]
         call(*leaves[:place], leaves[place].requires_grad_(), *leaves[place + 1 :]).square().sum().backward()
@@ -72,17 +73,38 @@ def test_only_the_needed_gradients(name: str) -> None:
     assert not call(*call.tensors).requires_grad
 
 
+class NoGradient(torch.autograd.Function):
+    """The identity, through which no gradient flows back."""
+
+    @staticmethod
+    def forward(ctx, scores: Tensor) -> Tensor:
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx, grad_scores: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_through_which_no_gradient_flows_has_none(name: str) -> None:
+    leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
+    NoGradient.apply(CALLS[name](*leaves)).sum().backward()
+    assert all(leaf.grad is None for leaf in leaves)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_results_and_gradients_are_bitwise_reproducible(name: str) -> None:
     """Also where the forward runs a second time in the backward, as under activation checkpointing."""
     call = CALLS[name]
-    first = gradients(call, call.tensors)
+    first = value_and_gradients(call, call.tensors)
 
     def checkpointed(*tensors: Tensor, **options) -> Tensor:
         return torch.utils.checkpoint.checkpoint(call.function, *tensors, use_reentrant=False, **options)
 
     for function in (call.function, call.function, checkpointed):
-        assert all(torch.equal(*pair) for pair in zip(gradients(call, call.tensors, function), first, strict=True))
+        assert all(
+            torch.equal(*pair) for pair in zip(value_and_gradients(call, call.tensors, function), first, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -101,8 +123,8 @@ def test_autocast_gives_the_autocast_type(name: str) -> None:
     call = CALLS[name]
     rounded = [tensor.bfloat16() if tensor.dim() else tensor for tensor in call.tensors]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients(call, call.tensors)
-    expected = gradients(call, rounded)
+        found = value_and_gradients(call, call.tensors)
+    expected = value_and_gradients(call, rounded)
     assert {tensor.dtype for tensor in found} == {torch.float32}
     assert all(torch.equal(one, other.float()) for one, other in zip(found, expected, strict=True))
     assert not torch.equal(found[0], call(*call.tensors))
@@ -114,19 +136,19 @@ def test_strided_inputs_equal_contiguous_ones(name: str) -> None:
     strided = [torch.stack([tensor, tensor], dim=-1)[..., 0].mT.contiguous().mT if tensor.dim() > 1 else tensor
                for tensor in call.tensors]  # fmt: skip
     assert not strided[0].is_contiguous()
-    torch.testing.assert_close(gradients(call, strided), gradients(call, call.tensors))
+    torch.testing.assert_close(value_and_gradients(call, strided), value_and_gradients(call, call.tensors))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_blocks_do_not_change_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of a few similarities every loop boundary is crossed."""
     call, tensors = CALLS[name], [tensor.double() for tensor in CALLS[name].tensors]
-    expected = gradients(call, tensors)
+    expected = value_and_gradients(call, tensors)
     for module, bound, value in ((products, "_BLOCK_CPU", 20), (blocked, "WINNERS_AT_ONCE", 10)):
         monkeypatch.setattr(module, bound, value)
     for scratch in (1, 400):
         monkeypatch.setattr(hidden_blocks, "SCRATCH_BYTES", scratch)
-        torch.testing.assert_close(gradients(call, tensors), expected, **FLOAT32_SCORES)
+        torch.testing.assert_close(value_and_gradients(call, tensors), expected, **FLOAT32_SCORES)
 
 
 NONE, NO_BOUNDS = torch.zeros(3, 0, 4), torch.zeros(3, dtype=torch.int64)
@@ -164,11 +186,11 @@ def test_results_do_not_depend_on_the_default_type(name: str, set_default: Calla
 def test_modes_meet_the_operator(name: str) -> None:
     """Which what looks at operators, as a compiler does, gets to see, without the work inside."""
     call = CALLS[name]
-    expected = gradients(call, call.tensors)
+    expected = value_and_gradients(call, call.tensors)
     with Operators() as operators:
         assert torch.equal(call(*call.tensors), expected[0])
         (operator,) = operators.names
-        assert all(torch.equal(*pair) for pair in zip(gradients(call, call.tensors), expected, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(value_and_gradients(call, call.tensors), expected, strict=True))
     forward = "_gradients" if operator == "maxsim_loss" else "_forward"
     assert operators.names == [operator, operator + forward, operator + "_backward"]
 
@@ -177,7 +199,7 @@ def test_modes_meet_the_operator(name: str) -> None:
 def test_opcheck(name: str) -> None:
     call = CALLS[name]
     with Operators() as operators:
-        gradients(call, call.tensors)
+        value_and_gradients(call, call.tensors)
         call(*call.tensors)
     (forward, kept), (operator, arguments) = operators.calls[0], operators.calls[-1]
     torch.library.opcheck(forward, kept, test_utils=("test_schema", "test_faketensor"))
@@ -197,7 +219,9 @@ def test_compiles_for_other_lengths_too(name: str) -> None:
         call = calls(length=length, masked=True)[name]
         if "documents_cu_seqlens" in call.options:
             call = call._replace(options=call.options | {"max_document_length": 3 * length})
-        torch.testing.assert_close(gradients(call, call.tensors, compiled), gradients(call, call.tensors))
+        torch.testing.assert_close(
+            value_and_gradients(call, call.tensors, compiled), value_and_gradients(call, call.tensors)
+        )
 
 
 @pytest.mark.parametrize(

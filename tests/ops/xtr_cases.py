@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash.ops import xtr_scores_reference
-from tests.ops.cases import Case, check_definition
+from tests.ops.cases import Case, check_definition, drawn_mask
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -40,27 +40,13 @@ def xtr_cases(
     queries, documents = numbers(n_queries, query_length, size), -numbers(n_documents, length, size)
     if draw(st.booleans()):
         documents = -documents
-    queries_mask = documents_mask = None
-    kind = draw(st.sampled_from(["none", "bool", "int64", "weights"]))
-    if kind != "none":
-        queries_mask = torch.rand(n_queries, query_length, generator=generator) > 0.3
-        if kind == "weights":
-            queries_mask = queries_mask * torch.randint(1, 5, queries_mask.shape, generator=generator) / 2
-        else:
-            queries_mask = queries_mask.to(getattr(torch, kind))
-    kind = draw(st.sampled_from(["none", "bool", "float32", "empty"]))
-    if kind != "none":
-        documents_mask = torch.rand(n_documents, length, generator=generator) > 0.3
-        if kind == "empty":
-            documents_mask[draw(st.integers(0, n_documents - 1))] = False
-        else:
-            documents_mask = documents_mask.to(getattr(torch, kind))
     options = {
         "k": draw(st.integers(1, n_documents * length + 2)),
         "normalizer": draw(st.sampled_from(["positive", "retrieved"])),
         "empty_score": draw(st.sampled_from([0.0, -100.0])),
     }
-    return Case(queries, documents, queries_mask, documents_mask, options)
+    masks = drawn_mask(draw, queries, generator, weights=True), drawn_mask(draw, documents, generator)
+    return Case(queries, documents, *masks, options)
 
 
 def check_scores_and_gradients(function: Callable[..., Tensor], case: Case) -> None:
