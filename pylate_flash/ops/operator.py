@@ -202,6 +202,7 @@ class Operation:
         is no other graph.)
     differentiated
         The first of its arguments, of which NAME_backward gives the gradients. One that is not needed has no elements.
+        None: there is NAME alone, which `check` is to keep from what needs a gradient.
     kept
         What the backward takes beside them. NAME_forward, which stands for NAME in a graph that has a backward, returns
         it after the result.
@@ -235,8 +236,13 @@ class Operation:
         self.name, self.check, self.compute, self.compute_gradients = name, check, compute, compute_gradients
         self.n, self.n_tensors, self.n_kept = len(differentiated), schema.count("Tensor"), len(kept)
         self.function = _function_of(self)
-        self._define(schema, differentiated, kept, shapes)
-        torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
+        LIBRARY.define(f"{name}({schema}) -> Tensor")
+        LIBRARY.impl(name, lambda *arguments: self.compute(arguments, False)[0], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pylate_flash::{name}", lambda *arguments: shapes(*arguments)[0])
+        self.operator = getattr(torch.ops.pylate_flash, name).default
+        if differentiated:
+            self._define_gradient(schema, differentiated, kept, shapes)
+            torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
 
     def __call__(
         self, arguments: tuple, called: str, packed: int = -1, prepare: Callable[[tuple], tuple] | None = None
@@ -263,24 +269,22 @@ class Operation:
 
         return repeat(key, compute, tensors)[0][0]
 
-    def _define(
+    def _define_gradient(
         self,
         schema: str,
         differentiated: tuple[str, ...],
         kept: tuple[str, ...],
         shapes: Callable[..., Sequence[Tensor]],
     ) -> None:
-        """Define the three operators, which compute without repeating: graphs call them."""
+        """Define what graphs call where a gradient is needed; it computes without repeating, as NAME does."""
         name, n, n_kept = self.name, self.n, self.n_kept
         results, gradients = (", ".join(["Tensor"] * number) for number in (1 + n_kept, n))
         taken = "".join(f"Tensor {tensor}, " for tensor in kept)
         needed = "".join(f", bool need_{argument}" for argument in differentiated)
-        LIBRARY.define(f"{name}({schema}) -> Tensor")
         LIBRARY.define(f"{name}_forward({schema}) -> ({results})")
         LIBRARY.define(f"{name}_backward(Tensor grad_scores, {taken}{schema}{needed}) -> ({gradients})")
-        operators = torch.ops.pylate_flash
-        self.operator, self.operator_forward, self.operator_backward = (
-            getattr(operators, name + which).default for which in ("", "_forward", "_backward")
+        self.operator_forward, self.operator_backward = (
+            getattr(torch.ops.pylate_flash, name + which).default for which in ("_forward", "_backward")
         )
 
         def differentiable(*arguments):
@@ -306,17 +310,12 @@ class Operation:
             ]
             return returned(found, arguments[0])
 
-        def scores(*arguments):
-            return self.compute(arguments, False)[0]
-
         def forward(*arguments):
             return tuple(self.compute(arguments, True)[: 1 + n_kept])
 
-        LIBRARY.impl(name, scores, "CompositeExplicitAutograd")
         LIBRARY.impl(name, differentiable, "Autograd")
         LIBRARY.impl(f"{name}_forward", forward, "CompositeExplicitAutograd")
         LIBRARY.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"pylate_flash::{name}", lambda *arguments: shapes(*arguments)[0])
         torch.library.register_fake(f"pylate_flash::{name}_forward", lambda *arguments: tuple(shapes(*arguments)))
         torch.library.register_fake(f"pylate_flash::{name}_backward", gradient_shapes)
 

@@ -19,7 +19,7 @@ from .call_parts import active_counts, with_empty_score
 from .checks import check, checked_flag, checked_problem
 from .compute import kernels
 from .maxsim_operator import OPTIONS_SCHEMA, TENSORS_SCHEMA, checked, reference_scores
-from .operator import LIBRARY, NOT_PLAIN, needs_gradient, repeat, signature
+from .operator import Operation, needs_gradient
 from .products import block_budget
 from .quantization import QuantizedEmbeddings, quantize
 
@@ -43,15 +43,7 @@ def scores_of_quantized(
     operation: str, tensors: Tensors, options: Options, documents: QuantizedEmbeddings, quantize_queries: bool
 ) -> Tensor:
     """The scores of a call; `tensors` have the values of the documents in their place."""
-    inputs, how = (*tensors, documents.scales, documents.offsets), (*options, quantize_queries)
-    key = signature("maxsim_quantized", inputs, how)
-    if key is NOT_PLAIN:
-        return _maxsim_quantized(*_check((*inputs, *how), operation))
-
-    def compute(inputs: Sequence) -> tuple[tuple[Tensor], None]:
-        return (_scores(*_check((*inputs, *how), operation)),), None
-
-    return repeat(key, compute, inputs)[0][0]
+    return _quantized((*tensors, documents.scales, documents.offsets, *options, quantize_queries), operation)
 
 
 _N_TENSORS = len(Tensors._fields)
@@ -87,7 +79,7 @@ def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: b
     return problem._replace(kind=replaced(kind, "quantize_queries", quantize_queries))
 
 
-def _scores(*arguments) -> Tensor:
+def _scores(arguments: tuple) -> Tensor:
     tensors, options, scales, offsets, quantize_queries = _call(arguments)
     problem = problem_of_quantized(tensors, options, quantize_queries)
     implementation = choose(options.implementation, problem.device, problem.deciding_dtype, problem.size)
@@ -119,17 +111,19 @@ def _scores_in_blocks(
     return compute_by_block(tensors, options, False, blocks, dequantized)[0]
 
 
-def _shape(*arguments) -> Tensor:
-    """Uninitialised scores."""
+def _shapes(*arguments) -> tuple[Tensor, ...]:
     tensors, options, *_ = _call(arguments)
     check(tensors, quantized=True)
-    return empty_results(tensors, options)[0]
+    return empty_results(tensors, options)
 
 
-LIBRARY.define(
-    f"maxsim_quantized({TENSORS_SCHEMA}, Tensor scales, Tensor? offsets, {OPTIONS_SCHEMA}, bool quantize_queries)"
-    " -> Tensor"
+_quantized = Operation(
+    "maxsim_quantized",
+    f"{TENSORS_SCHEMA}, Tensor scales, Tensor? offsets, {OPTIONS_SCHEMA}, bool quantize_queries",
+    (),
+    (),
+    _check,
+    lambda arguments, _: (_scores(arguments),),
+    lambda *_: (),
+    _shapes,
 )
-LIBRARY.impl("maxsim_quantized", _scores, "CompositeExplicitAutograd")
-torch.library.register_fake("pylate_flash::maxsim_quantized", _shape)
-_maxsim_quantized = torch.ops.pylate_flash.maxsim_quantized.default
