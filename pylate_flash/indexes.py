@@ -72,7 +72,9 @@ class Flat(Recorded, Base):
         which keeps float32 and narrower embeddings exactly. Queries are rounded to it before they are scored. Or in 8
         bits with a scale for each token, as `quantize` makes them: "int8", "uint8" or "fp8", 16 bytes and a byte for
         each element. Then this package's scorer quantizes queries as well, as `maxsim_varlen` does, and those of other
-        packages score what was kept, dequantized.
+        packages score what was kept, dequantized. Or as residual codes, as in PLAID, of 4 or 2 bits for each element
+        and 8 bytes: "residual4" or "residual2", whose scores are those of `maxsim_residual`. Their codec is trained by
+        `train_codec`, or else on the first addition.
     scorer
         "pylate_flash" (or "auto"): this package's kernels. For comparison, with equal scores up to rounding: PyLate's
         "torch", "flash" or "lik"; without PyLate, "torch" is `util.maxsim` of sentence-transformers.
@@ -456,7 +458,7 @@ class Flat(Recorded, Base):
             return None
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
         device = torch.device("cpu") if on_host else self.device
-        packed = checked_queries(queries, size, self.index_path, device, self._store.layout.given)
+        packed = checked_queries(queries, size, self.index_path, device, self._store.layout.asked)
         return {"queries": packed, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches}
 
     def get_documents_embeddings(  # type: ignore[override]  # tensors, which every caller takes, not nested lists

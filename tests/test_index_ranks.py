@@ -52,11 +52,13 @@ def search(rank: int, world: int, folder: Path, name: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(store, "SEGMENT_BYTES", 30 * 8 * 4)
+@pytest.fixture(params=["float32", "residual4"])
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    if request.param == "residual4":
+        pytest.importorskip("fastkmeans")
+    monkeypatch.setattr(store, "SEGMENT_BYTES", 30 * (8 * 4 if request.param == "float32" else 12))
     monkeypatch.setattr(store, "PENDING_BYTES", 0, raising=False)
-    index = small(tmp_path)
+    index = small(tmp_path, dtype=request.param)
     for start in range(0, 60, 6):
         index.add_documents(IDS[start : start + 6], integers_of([i % 8 for i in range(start, start + 6)], seed=start))
     index.remove_documents(["d3", "d40"])

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pylate_flash.index.pieces import Loader, Pieces
-from pylate_flash.index.store import DTYPES
 from pylate_flash.indexes import Flat
-from tests.stores import documents_of
+from tests.stores import EACH_DTYPE, documents_of
 
 
 def answers(index: Flat) -> tuple:
@@ -22,7 +21,7 @@ def answers(index: Flat) -> tuple:
     return ids, found, embeddings, index.info().tokens
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@EACH_DTYPE
 def test_it_does_what_one_on_the_disk_does(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     documents = documents_of([4, 0, 7, 1, 3, 2, 9, 5], 24)

@@ -16,9 +16,9 @@ import torch
 
 from pylate_flash.index import catalog, checksums, parts, store
 from pylate_flash.index.layout import Layout
-from pylate_flash.index.store import DTYPES, PackedStore
+from pylate_flash.index.store import PackedStore
 from pylate_flash.indexes import Flat
-from tests.stores import documents_of
+from tests.stores import EACH_DTYPE, documents_of
 
 
 def filled(path: Path, dtype: str) -> Path:
@@ -57,7 +57,7 @@ def filtered(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["killed", "closed"])
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@EACH_DTYPE
 def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
     tmp_path: Path, dtype: str, closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ from .indexing import (
     open_store,
     read_ids,
     together,
+    train_codec,
 )
 from .models import check_encoding_host, check_model_name, load_model
 
@@ -84,6 +85,8 @@ class Dtype(str, Enum):
     int8 = "int8"
     uint8 = "uint8"
     fp8 = "fp8"
+    residual4 = "residual4"
+    residual2 = "residual2"
 
 
 Index = Annotated[Path, typer.Option(help="Folder of the index.")]
@@ -113,8 +116,8 @@ def build(
         Dtype | None,
         typer.Option(
             metavar="TYPE",
-            help=f"How embeddings are kept: {', '.join(Dtype)}. 16 bits halve the index, 8 about halve it again. "
-            "Default: float32.",
+            help=f"How embeddings are kept: {', '.join(Dtype)}. 16 bits halve the index, 8 about halve it again, and "
+            "residual codes (4 or 2 bits) once and twice more. Default: float32.",
         ),
     ] = None,
     device: Device = None,
@@ -199,6 +202,8 @@ def _build(
         return
     if flat is not None and before:
         say(f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already")
+    if flat is not None and not before:
+        train_codec(flat, encoder, corpus, len(ids), batch_size)
     try:
         texts = (text for text in corpus.with_metadata() if text[0].id not in there)
         add_texts(flat, encoder, texts, len(ids) - before, batch_size, ranks=ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from .._extras import check_installed
 from ..data.files import Corpus, Text
 from ..encoding.texts import encode, read_lengths
 from .common import UserError, check_device, explained, loading, note, notes
@@ -38,6 +40,8 @@ SECONDS_BETWEEN_NOTES = 30.0
 # Batches between two looks at the clock: texts are sorted by length within them, so few would waste work on padding,
 # and many would leave the progress bar standing still.
 _BATCHES_PER_STEP = 8
+# Texts on which a codec is trained, at least, if there are as many.
+_SAMPLE = 2000
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # What an index says of a change: RuntimeError where another process writes to it.
 INDEX_ERRORS = (ValueError, OSError, RuntimeError)
@@ -329,6 +333,22 @@ def add_texts(
         _finish(writing)
     seconds = max(1e-9, time.monotonic() - started)
     note(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s")
+
+
+def train_codec(flat: Flat, model: Model, corpus: Corpus, total: int, batch_size: int) -> None:
+    """Train the codec of an empty index that keeps residual codes on texts from the whole corpus.
+
+    As in PLAID, their number grows with the square root of that of all.
+    """
+    kept_as = flat.info().dtype
+    if not kept_as.startswith("residual"):
+        return
+    check_installed("fastkmeans", f"--dtype {kept_as}", "residual")
+    sample = max(_SAMPLE, 16 * math.isqrt(total))
+    loading("what residual codes are made by")
+    with explained(kinds=INDEX_ERRORS):
+        texts = [text for (_, text) in itertools.islice(corpus, 0, None, -(-total // sample))]
+        flat.train_codec(encode(model, texts, is_query=False, batch_size=batch_size))
 
 
 def _finish(writing: Future[Any] | None) -> None:

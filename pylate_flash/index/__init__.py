@@ -7,7 +7,8 @@ state.py          what it is beside its documents
 parts.py          documents that were added together, and the segments that hold their rows
 change.py         a change: rows appended, then committed
 filters.py        metadata, and filters over them
-layout.py         how a token's embedding is kept: in a floating type, or in 8 bits with its scale
+layout.py         how a token's embedding is kept: in a floating type, in 8 bits with its scale, or as codes
+codes.py          residual codes: their codec, and its rows
 checksums.py      those of rows, compared when they are first read
 pieces.py         the rows of all parts, read by one thread or brought to a GPU by several
 resident.py       the rows on the device that scores them: what stays there, and what streams through

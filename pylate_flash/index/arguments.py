@@ -212,10 +212,10 @@ def joined(
     values = converted[0] if len(converted) == 1 else torch.cat(converted)
     # A sum is NaN or infinite if one value is, and this is the cheapest look at all of them; but it may overflow.
     finite = math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
-    rows = layout.rows(values)
+    rows = layout.rows(values) if finite else values
     # The difference of two finite values may be infinite.
     if not (finite and (not layout.quantized or is_finite(rows).all())):
-        row = int(torch.argmin((torch.isfinite(values).all(dim=1) & is_finite(rows)).to(torch.int8)))
+        row = int(torch.argmin(is_finite(rows).to(torch.int8)))
         document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
         raise ValueError(
             f"the embeddings of document {ids[document]!r:.100} hold NaN or infinite values (as {layout.kept_as}), "

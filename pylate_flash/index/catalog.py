@@ -3,6 +3,7 @@
     state       one row of JSON (`state.py`)
     parts       documents that were added together (`parts.py`)
     removed     places in parts of documents that count as removed
+    codec       what makes residual codes (`codes.py`), of an index that keeps them
     documents   the number of every id that does not, and what metadata it has (`filters.py`)
 
 SQLite sees to turns, atomic writes and snapshots (WAL). It does not see all damage: a write-ahead log of which a bit
@@ -44,6 +45,7 @@ CREATE TABLE parts (number INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
 CREATE TABLE removed (number INTEGER PRIMARY KEY, places BLOB NOT NULL);
 {DOCUMENTS};
 """
+_CODEC = "CREATE TABLE IF NOT EXISTS codec (content BLOB NOT NULL)"
 _COMMITTED = struct.Struct("<QQQ")
 _SLOT_BYTES = _COMMITTED.size + 4
 # Flushing takes milliseconds. At most so often (in seconds) it is done, so that a run of additions does not spend its
@@ -67,6 +69,8 @@ class Catalog:
         Its file.
     state
         What it says, as it was read or written last by this object.
+    codec
+        That of the codes which it names, as it was read last, or None.
     lost
         How many of the last writes were committed and are not there, as after a power failure.
     unflushed
@@ -79,6 +83,7 @@ class Catalog:
         self.path, self._in_memory = folder / _NAME, in_memory
         self._memory = f"file:pylate_flash-{secrets.token_hex(8)}"  # what SQLite knows that in memory by
         self.state = State(dtype=dtype)
+        self.codec: bytes | None = None
         self.lost = 0
         self.unflushed: int | None = None
         self.written: set[Segment] = set()
@@ -113,6 +118,9 @@ class Catalog:
             state = self._read_state(connection)
             parts = connection.execute("SELECT * FROM parts ORDER BY number").fetchall()
             removed = dict(connection.execute("SELECT number, places FROM removed"))
+            self.codec = None
+            if state.layout.nbits:
+                (self.codec,) = connection.execute("SELECT content FROM codec").fetchone() or (None,)
         rows = [(part, removed.pop(part[0], b"")) for part in parts]
         crc = parts_crc((part[-1], places) for part, places in rows)
         if removed or (len(rows), crc) != (state.parts, state.parts_crc):
@@ -213,7 +221,7 @@ class Catalog:
     def clear(self, dtype: str) -> list[Path]:
         """Empty it, and have it keep another type; returns the segments that it no longer names."""
         with self.writing() as connection:
-            for table in ("parts", "removed", "documents"):
+            for table in ("parts", "removed", "documents", "codec"):
                 connection.execute(f"DELETE FROM {table}")
             self.state = State(dtype=dtype, generation=self.state.generation + 1)
             # Not later, when another process may be making one.
@@ -314,6 +322,8 @@ class Catalog:
                 for statement in _SCHEMA.split(";"):
                     connection.execute(statement)
                 connection.execute("INSERT INTO state VALUES (?, 0)", (State(dtype=self.state.dtype).to_json(),))
+            # Indexes that were made before there were codes have none.
+            connection.execute(_CODEC)
 
     def _read_state(self, connection: sqlite3.Connection) -> State:
         row = connection.execute("SELECT record FROM state").fetchone()

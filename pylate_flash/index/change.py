@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .checksums import Sums, block_begin
+from .codes import Codec, Held, copy_rows
 from .files import fsync_folder, write_all
 from .filters import insert
 from .ids import encoded_id
@@ -38,6 +39,8 @@ class Change:
         Those that there will be, in order.
     dropped
         Those that were there before and will not be.
+    codec
+        What will make codes from now on, if that is new.
     written
         Segments to which rows were appended that may not be on the disk yet, by this change or by ones before.
     """
@@ -54,6 +57,7 @@ class Change:
         self.parts, self.dropped, self.written = list(parts), [], set(written)  # type: ignore[var-annotated]
         self._folder, self._connection, self._segment_bytes = folder, connection, segment_bytes
         self._in_memory = in_memory
+        self.codec: Codec | None = None
         self._undo = contextlib.ExitStack()
         self._open: Segment | None = None  # what is appended to
         self._made = False  # whether there is a new segment
@@ -81,6 +85,12 @@ class Change:
             ) from None
         self._insert(part)
         self.parts.append(part)
+
+    def take_codec(self, codec: Codec) -> None:
+        """Keep a codec in place of the one there."""
+        self.codec = codec
+        self._connection.execute("DELETE FROM codec")
+        self._connection.execute("INSERT INTO codec VALUES (?)", (codec.content,))
 
     def remove(self, part: Part, places: np.ndarray) -> None:
         """Mark documents of a part as removed; what is left of the part, if anything, takes its place."""
@@ -150,15 +160,15 @@ class Change:
     def _insert(self, part: Part) -> None:
         self._connection.execute(_INSERT, part.to_row())
 
-    def _write(self, layout: Layout, rows: Iterable[torch.Tensor], count: int) -> dict[str, Any]:
+    def _write(self, layout: Layout, rows: Iterable[Held], count: int) -> dict[str, Any]:
         """Append so many rows to the segment of the last part, or to a new one if it is full; where they are."""
         if self._in_memory:
             # A copy, as a piece may be the caller's own; there are never two of all.
-            memory, end = torch.empty(0, layout.width, dtype=layout.dtype), 0
+            memory, end = layout.empty(0, torch.device("cpu")), 0
             for some in rows:
                 if len(memory) < count:
-                    memory = some.new_empty(count, layout.width)
-                memory[end : end + len(some)] = some
+                    memory = layout.empty(count, some.device)
+                copy_rows(memory[end : end + len(some)], some)
                 end += len(some)
             return {"memory": memory, "sums": Sums().values()}
         if self._open is None:
@@ -185,7 +195,7 @@ class Change:
             sums = Sums(offset, head)
         end = offset
         for some in rows:
-            view = bytes_of(some)
+            view = bytes_of(some)  # type: ignore[arg-type]  # those of the disk are as it keeps them
             if len(view):
                 sums.update(view)
                 write_all(descriptor, view, end)
@@ -210,7 +220,7 @@ def _cut(descriptor: int, end: int) -> None:
         os.truncate(descriptor, end)
 
 
-def _live_rows(part: Part) -> Iterator[torch.Tensor]:
+def _live_rows(part: Part) -> Iterator[Held]:
     """The rows of those documents of a part that do not count as removed, in pieces."""
     live, ends = part.live, part.lengths.cumsum()
     edges = np.flatnonzero(np.diff(live, prepend=False, append=False)).tolist()

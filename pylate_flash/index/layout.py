@@ -1,8 +1,9 @@
-"""How a token's embedding is kept: in a floating type as it is, or in 8 bits with its scale, in one row of bytes.
+"""How a token's embedding is kept: in a floating type as it is, or in fewer bits with its scale, in one row of bytes.
 
 A row of 8 bits begins with the scale and the offset of the token (float32, an offset of 0 where there is none) and 8
 bytes of zeros, then come the values (`ops.quantization`), and zeros up to a multiple of 16 bytes. So the rows are read,
-copied and merged like any others, and the kernels take the values from where they lie, 16 bytes at a time.
+copied and merged like any others, and the kernels take the values from where they lie, 16 bytes at a time. Those of
+residual codes are told in `codes`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,27 @@ import torch
 from torch import Tensor
 
 from ..ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
+from .codes import Codec, Columns, Held, row_bytes
 
 __all__ = ["DTYPES", "Layout", "is_finite"]
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, **PRECISIONS}
+# Bits of an element of residual codes.
+_CODES = {"residual4": 4, "residual2": 2}
+DTYPES = {
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, **PRECISIONS,
+    **dict.fromkeys(_CODES, torch.uint8),
+}  # fmt: skip
 # Bytes before the values of a token in 8 bits; rows are multiples of as many.
 _HEAD = 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of a store: `kept_as` is one of `DTYPES`, `size` the elements of an embedding."""
+    """The rows of a store: `kept_as` is one of `DTYPES`, `size` the elements of an embedding, `codec` that of codes."""
 
     kept_as: str
     size: int
+    codec: Codec | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -36,12 +44,19 @@ class Layout:
 
     @property
     def quantized(self) -> bool:
-        """Whether a row holds 8 bits for each element of an embedding."""
-        return self.kept_as in PRECISIONS
+        """Whether a row holds 8 bits or fewer for each element of an embedding."""
+        return self.kept_as in PRECISIONS or bool(self.nbits)
+
+    @property
+    def nbits(self) -> int:
+        """Bits of an element of residual codes, 0 of what is none."""
+        return _CODES.get(self.kept_as, 0)
 
     @functools.cached_property
     def width(self) -> int:
         """Elements of a row."""
+        if self.nbits and self.size:
+            return row_bytes(self.size, self.nbits)
         return _HEAD + -(-self.size // _HEAD) * _HEAD if self.quantized and self.size else self.size
 
     @functools.cached_property
@@ -51,13 +66,26 @@ class Layout:
 
     @property
     def given(self) -> torch.dtype:
-        """The type that embeddings are brought to before they are kept, and queries before they are scored."""
+        """The type that embeddings are brought to before they are kept."""
         return torch.float32 if self.quantized else self.dtype
+
+    @property
+    def asked(self) -> torch.dtype:
+        """The type that queries are brought to before they are scored, and codes are decompressed to."""
+        return torch.float16 if self.nbits else self.given
+
+    def empty(self, rows: int, device: torch.device) -> Held:
+        """Memory for so many rows, in the form in which they are scored."""
+        if self.nbits:
+            return Columns.empty(rows, self.width, device)
+        return torch.empty(rows, self.width, dtype=self.dtype, device=device)
 
     def rows(self, embeddings: Tensor) -> Tensor:
         """Rows [T, width] from embeddings [T, size] of the type `given`."""
         if not self.quantized:
             return embeddings
+        if self.codec is not None:
+            return self.codec.rows(embeddings)
         found = quantize(embeddings, self.kept_as)
         rows = torch.zeros(len(embeddings), self.width, dtype=torch.uint8, device=embeddings.device)
         numbers = rows[:, :8].view(torch.float32)
@@ -67,8 +95,12 @@ class Layout:
         rows[:, _HEAD : _HEAD + self.size] = found.values.view(torch.uint8)
         return rows.view(self.dtype)
 
-    def embeddings(self, rows: Tensor) -> Tensor | QuantizedEmbeddings:
-        """Embeddings [T, size] from rows, without a copy."""
+    def embeddings(self, rows: Held) -> Tensor | QuantizedEmbeddings:
+        """Embeddings [T, size] from rows: without a copy, unless they are codes."""
+        if self.codec is not None:
+            bounds = torch.tensor([0, len(rows)], device=rows.device)
+            return Columns.of(rows).documents(self.codec.on(rows.device), bounds).decompress(self.asked)
+        assert isinstance(rows, Tensor)
         if not self.quantized:
             return rows
         numbers = _numbers(rows)
@@ -82,5 +114,8 @@ def _numbers(rows: Tensor) -> Tensor:
 
 
 def is_finite(rows: Tensor) -> Tensor:
-    """Whether the embedding of a row is finite; of 8 bits, whether its scale and offset are. Shape: [T], bool."""
+    """Whether the embedding of a row is finite; of 8 bits, whether its scale and offset are. Shape: [T], bool.
+
+    Of codes, no number of a centroid is so large that its bits are those of a float that is not.
+    """
     return torch.isfinite(_numbers(rows) if rows.dtype in PRECISIONS.values() else rows).all(dim=1)

@@ -6,15 +6,20 @@ import re
 import warnings
 from collections.abc import Sequence
 
+import torch
+
 from .catalog import Catalog
+from .codes import Codec
 from .parts import SEGMENT_NAME, Part, Segment
 from .tables import Documents
 
 __all__ = ["loss", "opened"]
 
 
-def opened(catalog: Catalog) -> tuple[Documents, list[Part]]:
+def opened(catalog: Catalog, device: torch.device) -> tuple[Documents, list[Part], Codec | None]:
     """The documents of a catalog, and the last parts of which rows have not come to the disk, with a warning.
+
+    And the codec that makes residual codes, on a device.
 
     Raises
     ------
@@ -30,6 +35,9 @@ def opened(catalog: Catalog) -> tuple[Documents, list[Part]]:
             names = dict.fromkeys(row[1] for row, _ in rows)
             segments = {name: Segment(folder / _checked_name(name)) for name in names}
             parts = [Part.from_row(row, removed, state.layout, segments) for row, removed in rows]
+            if state.layout.nbits and rows and catalog.codec is None:
+                raise ValueError("the codec of its residual codes is missing")
+            codec = None if catalog.codec is None else Codec.parse(catalog.codec, device)
             count = sum(part.documents - len(part.removed) for part in parts)
             if count != state.documents:
                 raise ValueError(f"it holds {count} documents, and says {state.documents}")
@@ -46,7 +54,7 @@ def opened(catalog: Catalog) -> tuple[Documents, list[Part]]:
             raise ValueError(f"{catalog.path} is damaged: {error}") from None
         if lost:
             warnings.warn(loss(catalog, lost), stacklevel=4)
-        return Documents(kept), lost
+        return Documents(kept), lost, codec
 
 
 def _lost(catalog: Catalog, parts: list[Part]) -> list[Part]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from .checksums import CheckedBlocks, Sums, block_begin, block_of
+from .codes import Columns, Held, copy_rows
 from .files import open_named, open_regular, read_exactly
 from .ids import Ids, encoded_id
 from .layout import Layout, is_finite
@@ -96,7 +97,7 @@ class Part:
     sums: np.ndarray
     segment: Segment | None = None
     offset: int = 0
-    memory: torch.Tensor | None = None
+    memory: Held | None = None
 
     def __post_init__(self) -> None:
         self.documents, self.rows = len(self.lengths), int(self.lengths.sum())
@@ -225,7 +226,7 @@ class Part:
         mask[self.removed] = False
         return mask
 
-    def read_into(self, out: torch.Tensor, start: int) -> None:
+    def read_into(self, out: Held, start: int) -> None:
         """Fill `out` [n, width] with the rows of the tokens from `start` on.
 
         Raises
@@ -237,7 +238,12 @@ class Part:
             If the disk fails. The message names the file.
         """
         if self.memory is not None:
-            out.copy_(self.memory[start : start + len(out)])
+            copy_rows(out, self.memory[start : start + len(out)])
+            return
+        if isinstance(out, Columns):
+            rows = torch.empty(out.shape, dtype=out.dtype)
+            self.read_into(rows, start)
+            out.copy_(rows)
             return
         begin = self.offset + start * self.layout.nbytes
         end = begin + len(out) * self.layout.nbytes

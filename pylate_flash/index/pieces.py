@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .checksums import block_begin
+from .codes import Held
 from .parts import Part
 
 __all__ = ["STAGED_BYTES", "Loader", "Pieces", "runs_of"]
@@ -37,7 +37,7 @@ class Pieces:
         """With which row every document begins, those that count as removed too, and the last ends. Shape: [N + 1]."""
         return np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in self.parts)]).cumsum()
 
-    def in_memory_of(self, device: torch.device) -> Tensor | None:
+    def in_memory_of(self, device: torch.device) -> Held | None:
         """All rows, if they are in the memory of this device as they are, of an index that is on no disk."""
         memory = self.parts[0].memory if len(self.parts) == 1 else None
         if memory is None or memory.device.type != device.type or device.index not in (None, memory.device.index):
@@ -80,12 +80,12 @@ class Pieces:
                     start = last
                 index += 1
 
-    def read(self, runs: Iterable[tuple[int, int]], out: Tensor) -> None:
+    def read(self, runs: Iterable[tuple[int, int]], out: Held) -> None:
         """Fill `out` [T, width], on the CPU, with the rows of runs, one after the other. It raises what a part does."""
         _read(self.slices(runs), out)
 
 
-def _read(slices: Iterable[tuple[Part, int, int]], out: Tensor) -> None:
+def _read(slices: Iterable[tuple[Part, int, int]], out: Held) -> None:
     done = 0
     for part, first, last in slices:
         part.read_into(out[done : done + last - first], first)
@@ -124,7 +124,7 @@ class Loader:
             # What was read into is not given back before it is written.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def start(self, runs: Iterable[tuple[int, int]], out: Tensor, tell: Callable[[int], Any] | None = None) -> Loading:
+    def start(self, runs: Iterable[tuple[int, int]], out: Held, tell: Callable[[int], Any] | None = None) -> Loading:
         """Begin to fill `out` [T, width] with the rows of runs, after what the current stream has been given by now.
 
         It waits for pinned memory, and raises what reading raises. `tell` is told of bytes that have been read.
@@ -163,7 +163,7 @@ class Loading:
 class _Staged:
     """Pinned memory for a block of rows like those of `out`."""
 
-    def __init__(self, out: Tensor) -> None:
+    def __init__(self, out: Held) -> None:
         rows = min(len(out), max(1, STAGED_BYTES // max(1, out.shape[1] * out.element_size())))
         self._memory = torch.empty(rows, out.shape[1], dtype=out.dtype, pin_memory=True)
         self._copied = torch.cuda.Event(blocking=True)
@@ -174,7 +174,7 @@ class _Staged:
         pool: ThreadPoolExecutor,
         stream: torch.cuda.Stream,
         slices: Sequence[tuple[Part, int, int]],
-        out: Tensor,
+        out: Held,
         tell: Callable[[int], Any] | None,
     ) -> list[Future]:
         """Have rows read, and copied to `out` when all are there."""
@@ -187,7 +187,7 @@ class _Staged:
         shares = list(_batches(slices, memory, max(1, _READ_BYTES // (memory.nbytes // len(memory)))))
         unread = iter(range(len(shares) - 1, -1, -1))
 
-        def bring(slices: list[tuple[Part, int, int]], some: Tensor) -> None:
+        def bring(slices: list[tuple[Part, int, int]], some: Held) -> None:
             _read(slices, some)
             if tell is not None:
                 tell(some.nbytes)
@@ -201,8 +201,8 @@ class _Staged:
 
 
 def _batches(
-    slices: Iterable[tuple[Part, int, int]], out: Tensor, rows: int
-) -> Iterator[tuple[list[tuple[Part, int, int]], Tensor]]:
+    slices: Iterable[tuple[Part, int, int]], out: Held, rows: int
+) -> Iterator[tuple[list[tuple[Part, int, int]], Held]]:
     """Slices of at most so many rows together, and the rows of `out` that they fill.
 
     If possible they are cut where blocks of checksums begin, so that none of these is read twice.

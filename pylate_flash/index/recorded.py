@@ -1,4 +1,4 @@
-"""What an index remembers: the model that made its embeddings, and the corpora that were added."""
+"""What an index remembers: the model and the codec of its embeddings, and the corpora that were added."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..encoding.model_record import ModelRecord, places_of, relative_to
+from .arguments import Embeddings, sequences_of
 from .search import Search
 from .store import PackedStore
 
@@ -23,6 +24,7 @@ class Recorded:
 
     _store: PackedStore
     _search: Search
+    show_progress: bool
 
     @property
     def index_path(self) -> Path:
@@ -118,3 +120,33 @@ class Recorded:
                 f"the index in {self.index_path} was built with the model {self.model}, and this is another one: it "
                 f"differs in {'; '.join(differences)}"
             )
+
+    def train_codec(self, documents_embeddings: Embeddings) -> Self:
+        """Train the codec of an index that keeps residual codes, on a sample of the documents that will be added.
+
+        It has 16 * sqrt(T) centroids for T tokens (2 million at most are looked at), as in PLAID, but no more than one
+        for 16 tokens, rounded down to a power of two. Without this it is trained on the first addition, which may be
+        unlike those that follow. The same embeddings give the same codec, on one machine.
+
+        Parameters
+        ----------
+        documents_embeddings
+            As in `add_documents`.
+
+        Returns
+        -------
+        Self
+            This index.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If embeddings are not as in `add_documents`, have a size that is no multiple of 8, or no token that is not
+            zero; if the index keeps something else than residual codes, or has documents already.
+        MissingExtraError
+            If fastkmeans is not installed, which PyLate brings, and the extra `residual`.
+        RuntimeError, OSError
+            As `add_documents`.
+        """
+        self._store.train(sequences_of("documents_embeddings", documents_embeddings), self.show_progress)
+        return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from .codes import Columns, Held
 from .layout import Layout
 from .parts import Part
 from .pieces import STAGED_BYTES, Loader, Loading, Pieces, runs_of
@@ -39,7 +40,7 @@ class Packed(NamedTuple):
     Attributes
     ----------
     values
-        Shape: [T, d] or [T, width].
+        A tensor [T, d] or [T, width], or of codes `Columns`.
     cu_seqlens
         Their boundaries, as they follow one another. Shape: [N + 1].
     longest
@@ -48,7 +49,7 @@ class Packed(NamedTuple):
         With which of the values each begins, if they do not follow one another, and how many are theirs. Shape: [N].
     """
 
-    values: Tensor
+    values: Any
     cu_seqlens: Tensor
     longest: int
     starts: Tensor | None = None
@@ -97,7 +98,7 @@ class Rows:
         self.device, self.memory = device, memory
         self.layout = Layout("float32", 0)
         self._pieces = Pieces([])
-        self._values: Tensor | None = None
+        self._values: Held | None = None
         self._loaded = 0  # rows in it
         self.kept = 0
         self._describe()
@@ -184,13 +185,13 @@ class Rows:
                 # Then what is there is read again.
                 self._loaded = 0
             else:
-                self._values[: len(old)] = old
+                self._values[: len(old)].copy_(old)  # type: ignore[arg-type]
                 return
         del old
         self._values = self._empty(rows)
 
-    def _empty(self, rows: int) -> Tensor:
-        return torch.empty(rows, self.layout.width, dtype=self.layout.dtype, device=self.device)
+    def _empty(self, rows: int) -> Held:
+        return self.layout.empty(rows, self.device)
 
     @property
     def _streamed_bytes(self) -> int:
@@ -213,7 +214,7 @@ class Rows:
         """As `Pieces.read`."""
         self._pieces.read(runs, out)
 
-    def _block(self, values: Tensor, start: int, stop: int) -> Block:
+    def _block(self, values: Held, start: int, stop: int) -> Block:
         bounds = self._bounds[start : stop + 1]
         if self.bounds[start]:
             bounds = bounds - bounds[:1]
@@ -266,8 +267,10 @@ class Rows:
         return Packed(out, on_device(bounds, self.device), self.longest)
 
 
-def _taken(rows: Tensor, index: Tensor) -> Tensor:
+def _taken(rows: Held, index: Tensor) -> Held:
     """Some rows, copied by as wide elements as they have."""
+    if isinstance(rows, Columns):
+        return rows[index]
     nbytes = rows.shape[1] * rows.element_size()
     wide = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not nbytes % dtype.itemsize)
     whole = rows.view(wide)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
 from ..kernels.plan import choose
-from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen
+from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_residual, maxsim_varlen
 from ..ops.varlen import maxsim_in_place
+from .codes import Codec, Columns, Held
 from .layout import Layout
 from .resident import Packed, on_device
 
@@ -48,7 +49,7 @@ class Scorer(NamedTuple):
     layout: Layout
     projection: tuple[Tensor, Tensor | None] | None
 
-    def embeddings(self, rows: Tensor) -> Tensor:
+    def embeddings(self, rows: Held) -> Tensor:
         """Embeddings [T, d] from rows."""
         kept = self.layout.embeddings(rows)
         if isinstance(kept, QuantizedEmbeddings):
@@ -79,6 +80,8 @@ class Scorer(NamedTuple):
                 queries.values, documents.values, queries.cu_seqlens, documents.cu_seqlens, documents.starts,
                 candidates, queries.longest, documents.longest, most, documents.tokens, EMPTY_SCORE,
             )  # fmt: skip
+        if self.layout.codec is not None:
+            return _scores_of_codes(self.layout.codec, queries, documents, candidates)
         kept = self.layout.embeddings(documents.values)
         if self.projection is None:
             return maxsim_varlen(
@@ -134,6 +137,28 @@ class Queries:
 def bounds_of_one(length: int, device: torch.device) -> Tensor:
     """The boundaries of one sequence."""
     return torch.tensor([0, length], dtype=torch.int32, device=device)
+
+
+def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
+    """Scores by `maxsim_residual`, which takes padded queries and, of documents of their own, a list for each."""
+    device, length, (*_, size) = queries.values.device, queries.longest, queries.values.shape
+    codes = Columns.of(documents.values).documents(codec.on(device), documents.cu_seqlens)
+    n_queries, mask = len(queries.cu_seqlens) - 1, None
+    if len(queries.values) == n_queries * length:
+        padded = queries.values.view(n_queries, length, size)
+    else:
+        places = torch.arange(length, device=device) + queries.cu_seqlens[:-1].unsqueeze(1)
+        mask = places < queries.cu_seqlens[1:].unsqueeze(1)
+        padded = queries.values[places.clamp_(max=len(queries.values) - 1)]
+    if candidates is None:
+        return maxsim_residual(padded, codes, queries_mask=mask, empty_score=EMPTY_SCORE)
+    starts, counts = candidates[:-1].unsqueeze(1), candidates.diff().unsqueeze(1)
+    numbers = torch.arange(int(counts.max()))
+    owned = numbers < counts
+    own = torch.where(owned, starts + numbers, -1).to(device, non_blocking=True)
+    scores = maxsim_residual(padded, codes, queries_mask=mask, candidates=own, empty_score=EMPTY_SCORE)
+    # A mask on a GPU would wait for it.
+    return scores.flatten()[owned.flatten().nonzero()[:, 0].to(device, non_blocking=True)]
 
 
 def _host_scores(backend: str, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:

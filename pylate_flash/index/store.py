@@ -16,6 +16,7 @@ from tqdm import tqdm
 from .arguments import joined
 from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
+from .codes import Codec, trained
 from .files import FULL, check_folder, hold_reserve, without_room
 from .filters import Where, checked_where
 from .ids import Ids, encoded_id
@@ -56,12 +57,14 @@ class PackedStore:
         The folder. It is created by the first write, and is where it is now if the process changes its own. None: keep
         everything in memory, and `path` is the word.
     dtype
-        "float32", "float16" or "bfloat16", or in 8 bits "int8", "uint8" or "fp8" (`ops.quantize`): how embeddings are
-        kept. None: as the existing store does, or float32, which keeps float32 (and narrower) embeddings exactly.
+        "float32", "float16" or "bfloat16", or in 8 bits "int8", "uint8" or "fp8" (`ops.quantize`), or as residual codes
+        of 4 or 2 bits "residual4" or "residual2": how embeddings are kept. None: as the existing store does, or
+        float32, which keeps float32 (and narrower) embeddings exactly.
     override
         Start from an empty store. An existing one is emptied at once; other files in the folder are left alone.
     device
-        Where a store in memory keeps its rows: embeddings that are there already go no other way.
+        Where a store in memory keeps its rows: embeddings that are there already go no other way. And where embeddings
+        are made codes.
 
     Raises
     ------
@@ -83,6 +86,8 @@ class PackedStore:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
         self.in_memory, self._device = path is None, torch.device("cpu" if path is not None else device)
+        self._encodes_on = torch.device(device)
+        self._codec: Codec | None = None
         self.path = Path("memory") if path is None else Path(path).absolute()
         self._catalog = Catalog(self.path, dtype or "float32", self.in_memory)
         self._swept = self.in_memory  # whether this object has deleted what writers left that were killed
@@ -123,7 +128,8 @@ class PackedStore:
     @property
     def layout(self) -> Layout:
         """How embeddings are kept; of size 0 as long as there are no documents."""
-        return self.state.layout
+        layout = self.state.layout
+        return layout if self._codec is None else Layout(layout.kept_as, layout.size, self._codec)
 
     @property
     def embedding_size(self) -> int | None:
@@ -268,20 +274,27 @@ class PackedStore:
                 here = f"the embeddings of document {ids[i]!r:.100} have size {document.shape[1]}"
                 raise ValueError(f"{here}, those of {belongs} {size}")
         lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
-        layout = self.layout if self.embedding_size else Layout(self.state.dtype, size)
-        with contextlib.ExitStack() as stack:
-            progress: tqdm | None = None
-            if show_progress:
-                progress = stack.enter_context(tqdm(total=len(documents), desc="Adding documents", unit="doc"))
+        layout = Layout(self.state.dtype, size, self._codec)
+        if layout.nbits and (self._codec is None or self._codec.size != size):
+            codec = trained(documents, layout.nbits, self._encodes_on, show_progress)
+            layout = Layout(self.state.dtype, size, codec)
+        with tqdm(total=len(documents), desc="Adding documents", unit="doc", disable=not show_progress) as progress:
 
             def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
                 for begin in range(start, stop, batch_size):
                     end = min(begin + batch_size, stop)
                     yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], layout, self._device)
-                    if progress is not None:
-                        progress.update(end - begin)
+                    progress.update(end - begin)
 
             self.append(ids, lengths, layout, converted, replace, metadata)
+
+    def train(self, documents: Sequence[torch.Tensor], show_progress: bool = False) -> None:
+        """Train the codec on documents [L_i, d] like those to come, and keep it: `codes.trained`; it raises as `add`."""
+        if not self.layout.nbits or len(self.documents.parts):
+            why = "has documents, and so a codec" if self.layout.nbits else f"keeps {self.state.dtype}"
+            raise ValueError(f"a codec makes residual codes, and is trained before any: the index in {self.path} {why}")
+        with self._changing(flush=True) as change:
+            change.take_codec(trained(documents, self.layout.nbits, self._encodes_on, show_progress))
 
     def append(
         self,
@@ -299,6 +312,8 @@ class PackedStore:
         with self._changing(
             nbytes >= _FLUSHED_BYTES, embedding_size=layout.size, next_number=first + len(ids)
         ) as change:
+            if layout.codec is not None and layout.codec is not self._codec:
+                change.take_codec(layout.codec)
             if replace:
                 there = self.positions_of(ids)
                 self._remove(change, there[there >= 0])
@@ -435,16 +450,16 @@ class PackedStore:
         self._lost = []
         for part in added:
             held.append(part)
-        self._hold(held)
+        self._hold(held, change.codec or self._codec)
         if change.dropped:
             gone = {part.segment for part in change.dropped} - set(self.segments)
             self._delete(segment.path for segment in gone if segment is not None)
         if (change.dropped or first) and not self.in_memory:
             hold_reserve(self.path)
 
-    def _hold(self, documents: Documents) -> None:
-        """Take documents for those of the store."""
-        self.documents, self._filtered = documents, {}
+    def _hold(self, documents: Documents, codec: Codec | None) -> None:
+        """Take documents for those of the store, and a codec for that of their codes."""
+        self.documents, self._codec, self._filtered = documents, codec, {}
         self._generation = self.state.generation
 
     def _sweep(self) -> None:
@@ -470,8 +485,8 @@ class PackedStore:
                     "them"
                 )
             return
-        documents, self._lost = opened(self._catalog)
-        self._hold(documents)
+        documents, self._lost, codec = opened(self._catalog, self._encodes_on)
+        self._hold(documents, codec)
 
     def _empty(self) -> None:
         """Start anew, whatever the folder holds, even a store that cannot be read."""
@@ -481,11 +496,11 @@ class PackedStore:
                 self._catalog.read()
                 without_room(self.path, lambda: self._delete(self._catalog.clear(dtype)))
                 hold_reserve(self.path)
-                self._hold(Documents())
+                self._hold(Documents(), None)
                 return
         except ValueError:
             pass
         self._catalog.delete()
         self._delete(self.path.glob(SEGMENT_NAME))
         self._catalog.state = State(dtype=dtype)
-        self._hold(Documents())
+        self._hold(Documents(), None)

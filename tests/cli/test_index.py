@@ -184,6 +184,25 @@ def test_a_build_keeps_8_bits_that_are_searched(corpus, tmp_path, tiny_colbert_p
     assert_one_clear_sentence(invoke(*here, "--dtype", "float32"), "float32", "int8")
 
 
+def test_a_build_trains_its_codec_on_texts_from_the_whole_corpus(tmp_path, tiny_colbert_path, monkeypatch):
+    pytest.importorskip("fastkmeans")
+    monkeypatch.setattr(indexing, "_SAMPLE", 5)
+    corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(300)))
+    sizes, train = [], indexes.Flat.train_codec
+    watched = lambda flat, sample: (sizes.append(len(sample)), train(flat, sample))[1]  # noqa: E731
+    monkeypatch.setattr(indexes.Flat, "train_codec", watched)
+    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    succeed(*here, "--dtype", "residual4")
+    # 16 times the square root of 300, 272: so every second one.
+    assert sizes == [150]
+    assert "32 numbers each, residual4" in succeed("index", "info", "--index", tmp_path / "i")
+    found = json.loads(succeed("search", "the text of d31", "--index", tmp_path / "i", "--json", *CPU))
+    assert "d31" in [hit["id"] for hit in found["results"]]
+    assert "Nothing to do" in succeed(*here)
+    assert sizes == [150]
+    assert_one_clear_sentence(invoke(*here, "--dtype", "residual2"), "residual2", "residual4")
+
+
 @pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
 def test_what_cannot_be_built_leaves_nothing_behind(what, corpus, tmp_path, tiny_colbert_path, minilm_path):
     options = {"--data": corpus, "--model": tiny_colbert_path, "--index": tmp_path / "index", "--device": "cpu"}
