@@ -57,14 +57,11 @@ class PackedStore:
         The folder. It is created by the first write, and is where it is now if the process changes its own. None: keep
         everything in memory, and `path` is the word.
     dtype
-        "float32", "float16" or "bfloat16", or in 8 bits "int8", "uint8" or "fp8" (`ops.quantize`), or as residual codes
-        of 4 or 2 bits "residual4" or "residual2": how embeddings are kept. None: as the existing store does, or
-        float32, which keeps float32 (and narrower) embeddings exactly.
+        One of `layout.DTYPES`: how embeddings are kept. None: as the existing store does, or float32.
     override
         Start from an empty store. An existing one is emptied at once; other files in the folder are left alone.
     device
-        Where a store in memory keeps its rows: embeddings that are there already go no other way. And where embeddings
-        are made codes.
+        Where embeddings become codes, and a store in memory keeps its rows: those that are there go no other way.
 
     Raises
     ------
@@ -87,14 +84,11 @@ class PackedStore:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
         self.in_memory, self._device = path is None, torch.device("cpu" if path is not None else device)
         self._encodes_on = torch.device(device)
-        self._codec: Codec | None = None
         self.path = Path("memory") if path is None else Path(path).absolute()
         self._catalog = Catalog(self.path, dtype or "float32", self.in_memory)
         self._swept = self.in_memory  # whether this object has deleted what writers left that were killed
-        self.documents = Documents()
         self._lost: list[Part] = []  # of the catalog, of which rows have not come to the disk
-        self._generation = 0  # of what is held here
-        self._filtered: dict[tuple, np.ndarray] = {}
+        self._hold(Documents(), None)
         if self.in_memory:
             return
         check_folder(self.path)
@@ -276,8 +270,7 @@ class PackedStore:
         lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
         layout = Layout(self.state.dtype, size, self._codec)
         if layout.nbits and (self._codec is None or self._codec.size != size):
-            codec = trained(documents, layout.nbits, self._encodes_on, show_progress)
-            layout = Layout(self.state.dtype, size, codec)
+            layout = Layout(layout.kept_as, size, trained(documents, layout.nbits, self._encodes_on, show_progress))
         with tqdm(total=len(documents), desc="Adding documents", unit="doc", disable=not show_progress) as progress:
 
             def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
@@ -289,7 +282,7 @@ class PackedStore:
             self.append(ids, lengths, layout, converted, replace, metadata)
 
     def train(self, documents: Sequence[torch.Tensor], show_progress: bool = False) -> None:
-        """Train the codec on documents [L_i, d] like those to come, and keep it: `codes.trained`; it raises as `add`."""
+        """Train the codec on documents like those to come (`codes.trained`), and keep it; it raises as `add`."""
         if not self.layout.nbits or len(self.documents.parts):
             why = "has documents, and so a codec" if self.layout.nbits else f"keeps {self.state.dtype}"
             raise ValueError(f"a codec makes residual codes, and is trained before any: the index in {self.path} {why}")
@@ -459,8 +452,9 @@ class PackedStore:
 
     def _hold(self, documents: Documents, codec: Codec | None) -> None:
         """Take documents for those of the store, and a codec for that of their codes."""
-        self.documents, self._codec, self._filtered = documents, codec, {}
-        self._generation = self.state.generation
+        self.documents, self._codec = documents, codec
+        self._filtered: dict[tuple, np.ndarray] = {}
+        self._generation = self.state.generation  # of what is held here
 
     def _sweep(self) -> None:
         """Delete, once and with the turn to write, the segments that the catalog does not name: of killed writers."""
