@@ -32,11 +32,13 @@ def no_missing_weights(whose: str = "its weights") -> Iterator[None]:
         # Layers that lack the same stand in one row, as `layer.{0, 1}`, with a space.
         names = (re.match(r"(\S.*?) *\| *MISSING\b", row) for row in rows)
         missing.extend(name[1] for name in names if name and "pooler" not in name[1])
-        return record.levelno >= shown[record.name]
+        # As of now: where transformers is imported only in here, that sets what it shows.
+        logger = logging.getLogger(record.name)
+        assert logger.parent is not None
+        return record.levelno >= (levels[record.name] or logger.parent.getEffectiveLevel())
 
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = {logger.name: logger.level for logger in loggers}
-    shown = {logger.name: logger.getEffectiveLevel() for logger in loggers}
     for logger in loggers:
         logger.setLevel(logging.WARNING)
         logger.addFilter(look)
