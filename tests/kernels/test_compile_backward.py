@@ -53,7 +53,7 @@ def test_lists_by_one_program(rows: int, length: int, capability: int) -> None:
     case = dense((1, rows), (1, 2, length), 16, "none")
     names = "list sum" if rows <= 1024 else "list sum combine"
     compiled(lambda: case.run("lists", queries=False), names, capability)
-    compiled(lambda: case.run("lists"), names.replace("list", "list_and_gather"), capability)
+    compiled(lambda: case.run("lists"), names.replace("list", "gather"), capability)
 
 
 def test_long_documents(capability: int) -> None:

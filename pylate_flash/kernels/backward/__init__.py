@@ -79,4 +79,4 @@ def write_gradients(
                 destination.documents.zero_()
             compare_winners(problem, weighted, destination)
     if destination.queries is not None and not gathered:
-        gather_queries(problem, inputs, destination.queries)
+        gather_queries(problem, inputs, destination.queries, plan_backward.gather_plan(problem))

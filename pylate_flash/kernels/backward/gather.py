@@ -7,27 +7,28 @@ the GPU, several programs share the documents, and `_finish_kernel` adds up thei
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from .. import plan_backward
-from ..launch import kernel, wait_for_previous_kernel
+from ..launch import Region, kernel, wait_for_previous_kernel
 from ..plan_backward import GatherPlan
 from ..rows import through_norm
 from .common import BackwardTensors, finish_queries, joined
+from .sorting import list_rows
 
 
-@triton.jit
-def gathered(
-    program, split, n_programs,
+@kernel(follows=True, config="size block block_rows block_documents split narrow row_bits block_tokens")
+def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
-    n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
+    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
+    n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, n_listed,
     stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad_queries[row] = sum over documents of grad_score * documents[winner], [Nq * Lq, d]; the rows of one group.
+
+    Grid: (blocks of rows x groups, splits of the documents). With a list, `n_listed` programs come before, each of
+    which lists the rows of a document (`list_rows`).
 
     `block_documents` documents are in flight at once. Under `split` the sums stay in float32, [splits, Nq * Lq, d], and
     their Jacobian and weights are `_finish_kernel`'s. `narrow`: an offset within a document, or among the scores of
@@ -36,132 +37,120 @@ def gathered(
     A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
     which takes as many instructions as summing them does.
     """
-    n_blocks = tl.cdiv(n_rows, config.block_rows)
-    group = (program // n_blocks).to(tl.int64)
-    first_row = program % n_blocks * config.block_rows
-    slots = tl.arange(0, config.block_rows * config.block_documents)
-    rows = first_row + slots % config.block_rows
-    row_exists = rows < n_rows
-    query = group * (n_rows // query_length) + rows // query_length
-    dims = tl.arange(0, config.block)
-    dim_exists = dims < config.size
-
-    origin = group * n_documents
-    first = origin
-    last = origin + n_documents
-    if candidates_ptr is not None:
-        origin = group * 0
-        first = tl.load(candidates_ptr + group).to(tl.int64)
-        last = tl.load(candidates_ptr + group + 1).to(tl.int64)
-    share = tl.cdiv(last - first, n_splits)
-    first += split * share
-    count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
-    to_query = query * next_query
-    if config.narrow:
-        to_query = to_query.to(tl.int32)
-    HALF: tl.constexpr = config.block // 2
-    halves = tl.arange(0, HALF)
-    documents_ptr += group * stride_group
-    low = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
-    high = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
-    for step in tl.range(0, count, config.block_documents):
-        if config.block_documents == 1:
-            document = first + step
-            exists = row_exists
-        else:
-            ahead = step + slots // config.block_rows
-            document = first + ahead
-            exists = row_exists & (ahead < count)
-        winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
-        won = winner >= 0
-        weight = tl.load(grad_scores_ptr + (document - origin) * next_document + to_query, mask=won, other=0.0)
-        offset = winner * stride_token if config.narrow else winner.to(tl.int64) * stride_token
-        if cu_seqlens_ptr is not None:
-            # The end of the last document, where several are in flight and some are past it.
-            begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
-            base = documents_ptr + begin * stride_token
-        else:
-            begin = document * document_length
-            base = documents_ptr + (document - origin) * stride_document
-        if documents_scale_ptr is not None:
-            weight *= tl.load(documents_scale_ptr + begin + winner, mask=won, other=0.0)
-        if config.block_documents > 1:
-            base = base[:, None]
-        at = base + halves[None, :] + offset[:, None]
-        if config.block == config.size:
-            left = tl.load(at, mask=won[:, None], other=0.0)
-            right = tl.load(at + HALF, mask=won[:, None], other=0.0)
-        else:
-            left = tl.load(at, mask=won[:, None] & (halves < config.size)[None, :], other=0.0)
-            right = tl.load(at + HALF, mask=won[:, None] & (HALF + halves < config.size)[None, :], other=0.0)
-        low += weight[:, None] * left.to(tl.float32)
-        high += weight[:, None] * right.to(tl.float32)
-
-    total = joined(low, high, config.block_rows * config.block_documents, config.block)
-    if config.block_documents > 1:
-        total = tl.sum(tl.reshape(total, [config.block_documents, config.block_rows, config.block]), axis=0)
-    rows = first_row + tl.arange(0, config.block_rows)
-    mask = (rows < n_rows)[:, None] & dim_exists[None, :]
-    if queries_scale_ptr is not None and not config.split:
-        query = group * (n_rows // query_length) + rows // query_length
-        source = query * stride_query + rows % query_length * stride_query_token
-        embeddings = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
-        scale = tl.load(queries_scale_ptr + group * n_rows + rows, mask=rows < n_rows, other=1.0)
-        total = through_norm(total, embeddings, scale)
-    if queries_weight_ptr is not None:
-        total *= tl.load(queries_weight_ptr + group * n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
-    offset = group * n_rows + rows
-    if config.split:
-        offset += split.to(tl.int64) * (n_programs // n_blocks) * n_rows
-    tl.store(
-        grad_queries_ptr + offset[:, None] * config.size + dims[None, :],
-        total.to(grad_queries_ptr.dtype.element_ty),
-        mask=mask,
-    )
-
-
-@kernel(follows=True, config="size block block_rows block_documents split narrow")
-def _gather_kernel(
-    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
-    n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
-    stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
-):  # fmt: skip
-    """What `gathered` says; grid: (blocks of rows x groups, splits of the documents)."""
     wait_for_previous_kernel()
-    gathered(
-        tl.program_id(0), tl.program_id(1), tl.num_programs(0), grad_scores_ptr, queries_ptr, documents_ptr,
-        queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, candidates_ptr, winners_ptr, queries_weight_ptr,
-        grad_queries_ptr, n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
-        stride_query, stride_query_token, stride_group, stride_document, stride_token, config,
-    )  # fmt: skip
+    program = tl.program_id(0)
+    if list_ptr is not None and program < n_listed:
+        list_rows(program, winners_ptr, list_ptr, starts_ptr, 0, n_rows, document_length, config)
+    else:
+        if list_ptr is not None:
+            program -= n_listed
+        n_blocks = tl.cdiv(n_rows, config.block_rows)
+        group = (program // n_blocks).to(tl.int64)
+        first_row = program % n_blocks * config.block_rows
+        slots = tl.arange(0, config.block_rows * config.block_documents)
+        rows = first_row + slots % config.block_rows
+        row_exists = rows < n_rows
+        query = group * (n_rows // query_length) + rows // query_length
+        dims = tl.arange(0, config.block)
+        dim_exists = dims < config.size
+
+        origin = group * n_documents
+        first = origin
+        last = origin + n_documents
+        if candidates_ptr is not None:
+            origin = group * 0
+            first = tl.load(candidates_ptr + group).to(tl.int64)
+            last = tl.load(candidates_ptr + group + 1).to(tl.int64)
+        share = tl.cdiv(last - first, n_splits)
+        first += tl.program_id(1) * share
+        count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
+        to_query = query * next_query
+        if config.narrow:
+            to_query = to_query.to(tl.int32)
+        HALF: tl.constexpr = config.block // 2
+        halves = tl.arange(0, HALF)
+        documents_ptr += group * stride_group
+        low = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
+        high = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
+        for step in tl.range(0, count, config.block_documents):
+            if config.block_documents == 1:
+                document = first + step
+                exists = row_exists
+            else:
+                ahead = step + slots // config.block_rows
+                document = first + ahead
+                exists = row_exists & (ahead < count)
+            winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
+            won = winner >= 0
+            weight = tl.load(grad_scores_ptr + (document - origin) * next_document + to_query, mask=won, other=0.0)
+            offset = winner * stride_token if config.narrow else winner.to(tl.int64) * stride_token
+            if cu_seqlens_ptr is not None:
+                # The end of the last document, where several are in flight and some are past it.
+                begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
+                base = documents_ptr + begin * stride_token
+            else:
+                begin = document * document_length
+                base = documents_ptr + (document - origin) * stride_document
+            if documents_scale_ptr is not None:
+                weight *= tl.load(documents_scale_ptr + begin + winner, mask=won, other=0.0)
+            if config.block_documents > 1:
+                base = base[:, None]
+            at = base + halves[None, :] + offset[:, None]
+            if config.block == config.size:
+                left = tl.load(at, mask=won[:, None], other=0.0)
+                right = tl.load(at + HALF, mask=won[:, None], other=0.0)
+            else:
+                left = tl.load(at, mask=won[:, None] & (halves < config.size)[None, :], other=0.0)
+                right = tl.load(at + HALF, mask=won[:, None] & (HALF + halves < config.size)[None, :], other=0.0)
+            low += weight[:, None] * left.to(tl.float32)
+            high += weight[:, None] * right.to(tl.float32)
+
+        total = joined(low, high, config.block_rows * config.block_documents, config.block)
+        if config.block_documents > 1:
+            total = tl.sum(tl.reshape(total, [config.block_documents, config.block_rows, config.block]), axis=0)
+        rows = first_row + tl.arange(0, config.block_rows)
+        mask = (rows < n_rows)[:, None] & dim_exists[None, :]
+        if queries_scale_ptr is not None and not config.split:
+            query = group * (n_rows // query_length) + rows // query_length
+            source = query * stride_query + rows % query_length * stride_query_token
+            embeddings = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
+            scale = tl.load(queries_scale_ptr + group * n_rows + rows, mask=rows < n_rows, other=1.0)
+            total = through_norm(total, embeddings, scale)
+        if queries_weight_ptr is not None:
+            total *= tl.load(queries_weight_ptr + group * n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
+        offset = group * n_rows + rows
+        if config.split:
+            offset += tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // n_blocks) * n_rows
+        tl.store(
+            grad_queries_ptr + offset[:, None] * config.size + dims[None, :],
+            total.to(grad_queries_ptr.dtype.element_ty),
+            mask=mask,
+        )
 
 
-def gather_arguments(problem: Problem, inputs: BackwardTensors, plan: GatherPlan) -> tuple[tuple, tuple, tuple]:
-    """Numbers, strides and constants of a kernel that gathers."""
-    sizes = problem.rows, problem.query_length, problem.n_documents, problem.document_length
-    return (
-        (*sizes, plan.n_splits, *inputs.grad_strides),
-        (*problem.query_strides, *problem.document_strides),
-        (
-            problem.size, plan.block_embedding, plan.rows, plan.documents, plan.n_splits > 1,
-            _is_narrow(problem, inputs),
-        ),
-    )  # fmt: skip
-
-
-def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tensor) -> None:
-    """Compute the gradient of the queries."""
-    plan = plan_backward.gather_plan(problem)
-    n_splits, split = plan.n_splits, plan.n_splits > 1
+def gather_queries(
+    problem: Problem,
+    inputs: BackwardTensors,
+    grad_queries: Tensor,
+    plan: GatherPlan,
+    lists: tuple[Region | None, Region | None] = (None, None),
+    row_bits: int = 0,
+) -> None:
+    """Compute the gradient of the queries and, where that takes no splits, `lists` and starts of 2**row_bits rows."""
+    n_splits, split, length = plan.n_splits, plan.n_splits > 1, problem.document_length
+    n_listed, listed = (problem.all_documents, (row_bits, 1 << length.bit_length())) if row_bits else (0, (0, 0))
     sums, weight = grad_queries, inputs.queries_weight
     if split:
         shape, weight = (n_splits, problem.n_queries * problem.query_length, problem.size), None
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
+    sizes = problem.rows, problem.query_length, problem.n_documents, length
+    constants = problem.size, plan.block_embedding, plan.rows, plan.documents, split, _is_narrow(problem, inputs)
     _gather_kernel(
-        (plan.programs, n_splits, 1),
-        (*inputs[:8], weight, sums),
-        *gather_arguments(problem, inputs, plan),
+        (n_listed + plan.programs, n_splits, 1),
+        (*inputs[:8], weight, sums, *lists),
+        (*sizes, n_splits, *inputs.grad_strides, n_listed),
+        (*problem.query_strides, *problem.document_strides),
+        (*constants, *listed),
         (plan.num_warps, 3, plan.registers),
     )
     if split:

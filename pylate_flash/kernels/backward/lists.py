@@ -22,34 +22,12 @@ from .. import plan_backward, tables
 from ..launch import Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import GatherPlan, ListsPlan
 from .common import BackwardTensors, Destination
-from .gather import gather_arguments, gathered
+from .gather import gather_queries
+from .sorting import list_rows, sorted_keys
 from .sums import Lists, sum_lists
 
 # After all tokens.
 _NO_TOKEN = tl.constexpr(plan_backward.MOST_LISTED_TOKENS)
-
-
-@triton.jit
-def _bit(position: tl.constexpr, n_bits: tl.constexpr):
-    """One bit of the position of every element of a tensor of shape [2] * n_bits, broadcastable."""
-    return tl.reshape(tl.arange(0, 2), [1] * (n_bits - position - 1) + [2] + [1] * position)
-
-
-@triton.jit
-def _sorted(keys, N_BITS: tl.constexpr):
-    """Bitonic sort of 2**N_BITS different integers.
-
-    As `tl.sort`, which compares and selects; a minimum and a maximum take fewer instructions (1024 keys in one warp:
-    123 instead of 168 for each key). The partner of a key is the sum of both less the key, which compiles to nothing.
-    """
-    keys = tl.reshape(keys, [2] * N_BITS)
-    for stage in tl.static_range(1, N_BITS + 1):
-        descending = _bit(stage, N_BITS) if stage < N_BITS else 0
-        for step in tl.static_range(stage):
-            partners = tl.sum(keys, axis=N_BITS - stage + step, keep_dims=True) - keys
-            takes_larger = (descending ^ _bit(stage - 1 - step, N_BITS)) != 0
-            keys = tl.where(takes_larger, tl.maximum(keys, partners), tl.minimum(keys, partners))
-    return tl.reshape(keys, [1 << N_BITS])
 
 
 @triton.jit
@@ -76,7 +54,7 @@ def _sort_kernel(
     rows, flat = tl.program_id(0) % n_chunks * CHUNK + ranks, first_document + program // n_chunks
     tokens = _tokens_of(rows, winners_ptr, flat, n_rows)
     # The position in the chunk makes keys different and the sort stable. Rows without a token come last.
-    keys = _sorted((tokens << config.chunk_bits) | ranks, config.chunk_bits)
+    keys = sorted_keys((tokens << config.chunk_bits) | ranks, config.chunk_bits)
     tokens = keys >> config.chunk_bits
     tl.store(order_ptr + program * CHUNK + ranks, (keys & (CHUNK - 1)).to(tl.uint16))
     exists = tokens < _NO_TOKEN
@@ -94,69 +72,11 @@ def _sort_kernel(
     tl.store(runs_ptr + tokens * 2 + 1, (ranks + 1).to(tl.uint16), mask=exists & ends)
 
 
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit
-def _list_rows(local, winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
-    """list[local document] = its rows by the token that they chose, and where each token's begin.
-
-    All of at most 2**row_bits rows, and of fewer than `block_tokens`, are in registers.
-    """
-    ROWS: tl.constexpr = 1 << config.row_bits
-    local = local.to(tl.int64)
-    ranks = tl.arange(0, ROWS)
-    winners_ptr += (first_document + local) * n_rows
-    winners = tl.load(winners_ptr + ranks, mask=ranks < n_rows, other=-1).to(tl.int32)
-    # The row makes keys different and the sort stable. Rows without a winner come last.
-    keys = _sorted((tl.where(winners >= 0, winners, document_length) << config.row_bits) | ranks, config.row_bits)
-    tokens = keys >> config.row_bits
-    listed = tokens < document_length
-    tl.store(list_ptr + local * n_rows + ranks, (keys & (ROWS - 1)).to(list_ptr.dtype.element_ty), mask=listed)
-
-    # A token's rows begin where the first of them is; without any, where those of the next token do.
-    starts_ptr += local * (document_length + 1)
-    every = tl.arange(0, config.block_tokens)
-    n_listed = tl.sum(listed.to(tl.int32), axis=0)
-    starts = tl.zeros([config.block_tokens], tl.int32) + n_listed
-    tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every <= document_length)
-    tl.debug_barrier()
-    begins = (ranks == 0) | (tl.gather(tokens, tl.maximum(ranks - 1, 0), axis=0) != tokens)
-    tl.store(starts_ptr + tokens, ranks.to(starts_ptr.dtype.element_ty), mask=listed & begins)
-    tl.debug_barrier()
-    found = tl.load(starts_ptr + every, mask=every < document_length, other=0).to(tl.int32)
-    starts = tl.associative_scan(tl.where(every < document_length, found, n_listed), 0, _smaller, reverse=True)
-    tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every < document_length)
-
-
 @kernel(follows=True, config="row_bits block_tokens")
 def _list_kernel(winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
-    """What `_list_rows` says; one program for each document."""
+    """What `list_rows` says; one program for each document."""
     wait_for_previous_kernel()
-    _list_rows(tl.program_id(0), winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config)
-
-
-@kernel(follows=True, config="size block block_rows block_documents split narrow row_bits block_tokens")
-def _list_and_gather_kernel(
-    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
-    n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, n_listed,
-    stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
-):  # fmt: skip
-    """The lists of all documents, by a program for each, and beside them the gradient of the queries, not `split`."""
-    wait_for_previous_kernel()
-    program = tl.program_id(0)
-    if program < n_listed:
-        _list_rows(program, winners_ptr, list_ptr, starts_ptr, 0, n_rows, document_length, config)
-    else:
-        gathered(
-            program - n_listed, 0, 0, grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr,
-            documents_scale_ptr, cu_seqlens_ptr, candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
-            n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, stride_query,
-            stride_query_token, stride_group, stride_document, stride_token, config,
-        )  # fmt: skip
+    list_rows(tl.program_id(0), winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config)
 
 
 @triton.jit
@@ -278,15 +198,7 @@ def _sum_and_gather(
     scratch = Scratch(torch.empty(nbytes, dtype=torch.uint8, device=device))
     starts = scratch.empty(ends, plan.starts_dtype, device)
     listed = scratch.empty(rows, plan.list_dtype, device)
-    numbers, strides, constants = gather_arguments(problem, for_queries, gather)
-    _list_and_gather_kernel(
-        (number + gather.programs, 1, 1),
-        (*for_queries[:9], destination.queries, listed, starts),
-        (*numbers, number),
-        strides,
-        (*constants, plan.alone_bits, 1 << length.bit_length()),
-        (gather.num_warps, 3, None),
-    )
+    gather_queries(problem, for_queries, destination.queries, gather, (listed, starts), plan.alone_bits)
     wanted = Lists(0, number, starts, None, inputs.winners, None)
     sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
 
@@ -374,7 +286,8 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scr
         (first, n_chunks, length),
         (),
         (block_tokens, tables.LIST_BLOCK_CHUNKS),
-        (4, 1, None),
+        # Left alone, ptxas takes a few registers more than leave room for four programs.
+        (4, 1, tables.registers_of(4, 4)),
     )
     _place_kernel(
         (programs, 1, 1),

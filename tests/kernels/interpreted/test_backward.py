@@ -123,7 +123,6 @@ def test_lists_beside_the_gather(queries: tuple, documents: tuple, weights: bool
         patch.setattr(tables, "GATHERED_BESIDE", 0)
         apart = case.run("lists")
     monkeypatch.setattr(lists, "_list_kernel", None)
-    monkeypatch.setattr(gather, "_gather_kernel", None)
     case.check("lists")
     assert all(torch.equal(found, expected) for found, expected in zip(case.run("lists"), apart, strict=True))
 
