@@ -348,7 +348,8 @@ class Search:
         """
         if self.device.type != "cuda":
             return blocks(queries.lengths, _QUERY_TOKENS)
-        if self.rows.streams:
+        if self.rows.streams or self.store.layout.nbits:
+            # What is read, or decompressed, is so for each.
             return cuts(np.arange(len(queries) + 1), _MOST_QUERIES)
         sizes: list[int] = []
         while left := len(queries) - sum(sizes):
