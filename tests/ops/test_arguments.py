@@ -32,7 +32,6 @@ from pylate_flash import (
     train_residual_codec,
     xtr_scores,
 )
-from pylate_flash.ops import lists
 from tests.ops.cases import wrong
 from tests.ops.operations import calls
 from tests.ops.residual_cases import residual_codes
@@ -274,13 +273,6 @@ def test_pairs_of_lists_are_scored_on_their_device_whatever_the_default_one() ->
         again = maxsim_ragged_pairwise(LIST, documents, empty_score=-1.0, normalize=True)
     assert found.tolist() == [-1.0, 24.0]
     torch.testing.assert_close(again, torch.tensor([-1.0, 3.0]))
-
-
-def test_the_look_at_lists_is_tried_on_the_host_whatever_the_default_device() -> None:
-    with torch.device("meta"):
-        rows, alike, others = lists._samples()
-    assert {tensor.device.type for tensor in (rows, *alike)} == {"cpu"}
-    assert not any(lists.is_like(rows, other) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

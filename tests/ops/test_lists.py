@@ -57,6 +57,13 @@ compiles = pytest.mark.skipif(
 
 
 @compiles
+def test_the_look_beside_the_kernels_is_tried_on_the_host_whatever_the_default_device() -> None:
+    lists._kernels_look.cache_clear()
+    with torch.device("meta"):
+        assert lists._kernels_look()
+
+
+@compiles
 @pytest.mark.parametrize("recorded", [True, False], ids=["gradients", "no gradients"])
 @settings(max_examples=400)
 @given(first=forms(["rows", "half", "with a gradient", "parameter", "overlapping windows"]), other=forms(list(FORMS)))
@@ -113,13 +120,12 @@ def test_tensors_that_are_alike_have_one_example() -> None:
     "error", [AttributeError("no such type"), OSError("no cache"), RuntimeError("no compiler"), None], ids=repr
 )
 def test_without_the_look_beside_the_kernels_the_definition_looks(error: Exception | None, monkeypatch, caplog) -> None:
-    """Where it cannot be compiled, or sees too little (None); which is logged, as results are the same."""
+    """Where it cannot be compiled, which is logged, or has no answer (None); results are the same."""
     pytest.importorskip("triton")
 
-    def look(values: Sequence[object]) -> object:
+    def look(values: Sequence[object]) -> None:
         if error is not None:
             raise error
-        return "all are alike"
 
     monkeypatch.setattr(compute.kernels(), "look", look)
     monkeypatch.setattr(lists, "kernels_run_on", lambda *kind: None)
