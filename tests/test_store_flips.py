@@ -159,13 +159,11 @@ def test_what_is_damaged_is_not_taken_for_what_was_written_by_what_is_appended(t
     assert PackedStore(tmp_path).ids == ["a"]
 
 
-def test_parts_of_the_first_version_of_the_format_are_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_the_first_version_of_the_format_are_one_error(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "_SUMS", b"")
         PackedStore(tmp_path).add(["a"], documents_of([5]))
     with pytest.raises(
-        ValueError, match=r"catalog.sqlite is damaged: .* before version 2 of the format: build the index"
+        ValueError, match=r"catalog.sqlite is damaged: .* before version 2 of the format: build it anew"
     ):
         PackedStore(tmp_path)

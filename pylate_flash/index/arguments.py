@@ -34,13 +34,7 @@ Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
 
 def check_name(name: object) -> str:
-    """Return the name of an index, which is the name of its folder.
-
-    Raises
-    ------
-    ValueError
-        If it is not one plain component of a path, on whatever system.
-    """
+    """Return the name of an index, the name of its folder, if it is one plain component of a path on every system."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
     # On Windows, "C:" is a drive and "C:name" a file of its current folder.
     if not plain or (len(name) > 1 and name[1] == ":"):  # type: ignore[arg-type, index]
@@ -202,10 +196,7 @@ def joined(
 ) -> Tensor:
     """Pack documents [L_i, d] into rows [T, width] of a layout on a device. Those of one document may be its own.
 
-    Raises
-    ------
-    ValueError
-        If a value is NaN or infinite as it is kept.
+    A value that is NaN or infinite as it is kept is a ValueError.
     """
     given = layout.given
     converted = [document.detach().to(device, given) for document in documents]

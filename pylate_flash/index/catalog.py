@@ -61,32 +61,16 @@ class ConcurrentWriteError(RuntimeError):
 
 
 class Catalog:
-    """The catalog of the index in a folder, or with `in_memory` of one that keeps nothing on the disk.
-
-    Attributes
-    ----------
-    path
-        Its file.
-    state
-        What it says, as it was read or written last by this object.
-    codec
-        That of the codes which it names, as it was read last, or None.
-    lost
-        How many of the last writes were committed and are not there, as after a power failure.
-    unflushed
-        The number of the first document that may not be on the disk, where that was not flushed; else None.
-    written
-        Segments of which the end may not be on the disk.
-    """
+    """The catalog of the index in a folder, or with `in_memory` of one that keeps nothing on the disk."""
 
     def __init__(self, folder: Path, dtype: str, in_memory: bool = False) -> None:
         self.path, self._in_memory = folder / _NAME, in_memory
         self._memory = f"file:pylate_flash-{secrets.token_hex(8)}"  # what SQLite knows that in memory by
-        self.state = State(dtype=dtype)
-        self.codec: bytes | None = None
-        self.lost = 0
-        self.unflushed: int | None = None
-        self.written: set[Segment] = set()
+        self.state = State(dtype=dtype)  # as it was read or written last by this object
+        self.codec: bytes | None = None  # that of the codes which it names, as it was read last
+        self.lost = 0  # of the last writes, which were committed and are not there, as after a power failure
+        self.unflushed: int | None = None  # number of the first document that may not be on the disk
+        self.written: set[Segment] = set()  # of which the end may not be on the disk
         self._connection: sqlite3.Connection | None = None
         self._process = 0
         self._sound = False  # whether SQLite has been asked
@@ -130,13 +114,7 @@ class Catalog:
         return state, rows
 
     def check(self) -> None:
-        """Have SQLite read and compare all of it.
-
-        Raises
-        ------
-        ValueError
-            If it is damaged, or writes are lost. The message names it.
-        """
+        """Have SQLite read and compare all of it: if it is damaged, or writes are lost, a ValueError names it."""
         self._sound = False
         with self._explained(), self._reading() as connection:
             self._check_sound(connection)
@@ -168,14 +146,9 @@ class Catalog:
     def turn(self, flush: bool = False) -> Iterator[sqlite3.Connection]:
         """Take the turn to write: what is written takes effect at the end, or, on an error, does not.
 
-        It is on the disk then with `flush`, or if that is due; what was written before is as well.
-
-        Raises
-        ------
-        ConcurrentWriteError
-            If another process is writing or has written since the catalog was read.
-        OSError
-            If it cannot be written. The message names the folder.
+        It is on the disk then with `flush`, or if that is due; what was written before is as well. It raises a
+        ConcurrentWriteError if another process is writing or has written since the catalog was read, and an OSError,
+        which names the folder, if it cannot be written.
         """
         folder = self.path.parent
         try:

@@ -31,18 +31,10 @@ _SMALL = 1024
 
 
 class Change:
-    """What becomes of an index, while its catalog is being written.
+    """What becomes of an index, while its catalog is being written: `parts` that there will be, and `dropped` ones.
 
-    Attributes
-    ----------
-    parts
-        Those that there will be, in order.
-    dropped
-        Those that were there before and will not be.
-    codec
-        What will make codes from now on, if that is new.
-    written
-        Segments to which rows were appended that may not be on the disk yet, by this change or by ones before.
+    `codec` is what will make codes from now on, if that is new.
+    `written` are segments to which this change or ones before appended rows that may not be on the disk yet.
     """
 
     def __init__(

@@ -75,12 +75,8 @@ class CheckedBlocks:
     def check(self, view: memoryview, begin: int, read: Callable[[int, int], memoryview]) -> None:
         """Check the blocks that were not checked before, of which `view`, read from the place `begin`, holds a part.
 
-        `read` gives the bytes from one place to another, for blocks that `view` holds only a part of.
-
-        Raises
-        ------
-        ValueError
-            If a checksum is another.
+        `read` gives the bytes from one place to another, for blocks that `view` holds only a part of. Another checksum
+        is a ValueError.
         """
         end = begin + len(view)
         low, high = begin // self._size, -(-end // self._size)

@@ -25,14 +25,8 @@ _SPARE = 256
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a file of the index and return its descriptor; to write to it, not through a link, which may lead out of it.
 
-    An index has a file open for each of its segments, so the process's limit of open files is raised as they come.
-
-    Raises
-    ------
-    ValueError
-        If it is no regular file (opening a pipe would wait for ever). The message names it.
-    OSError
-        If it cannot be opened for another reason; a FileNotFoundError if it is missing.
+    An index has a file open for each of its segments, so the process's limit of open files is raised as they come. What
+    is no regular file is a ValueError that names it: opening a pipe would wait for ever.
     """
     # Without waiting for somebody to open the other end of what may be a pipe.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if flags & os.O_RDWR else 0)

@@ -34,14 +34,10 @@ _FUNCTIONS = {
 
 
 def checked_metadata(metadata: object, documents: int) -> list[dict[str, Any]] | None:
-    """One dictionary for each document, checked; None if none has any.
+    """One dictionary of strings, numbers, truth values or None for each document, checked; None if none has any.
 
-    Raises
-    ------
-    TypeError
-        If it is no list of dictionaries of strings, numbers, truth values or None.
-    ValueError
-        If there are not as many as documents, or a key cannot be the name of a column.
+    It raises a TypeError of others, and a ValueError if there are not as many as documents, or a key cannot be the name
+    of a column.
     """
     if metadata is None:
         return None
@@ -105,10 +101,7 @@ def insert(
 ) -> None:
     """Take in new documents; an IntegrityError says that an id is there.
 
-    Raises
-    ------
-    ValueError
-        If keys differ by nothing but the case of letters, or there are too many.
+    A ValueError says that keys differ by nothing but the case of letters, or that there are too many.
     """
     rows = zip(numbers, ids, strict=True)
     if metadata is None:
@@ -143,12 +136,8 @@ def metadata_crc(own: Mapping) -> int | None:
 def matching(connection: sqlite3.Connection, expression: str, parameters: tuple) -> np.ndarray:
     """The numbers of the documents whose metadata fulfil an expression, ascending.
 
-    The connection is of no use for anything else afterwards: it reads metadata, and nothing else.
-
-    Raises
-    ------
-    ValueError
-        If it is no expression over metadata, or takes too long.
+    The connection is of no use for anything else afterwards: it reads metadata, and nothing else. What is no expression
+    over metadata, or takes too long, is a ValueError.
     """
     # A snapshot: where tables change meanwhile, SQLite prepares a statement again, and asks again what it may.
     connection.execute("BEGIN")

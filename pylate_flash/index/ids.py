@@ -52,15 +52,7 @@ class Growing:
 
 
 class Ids(NamedTuple):
-    """Ids in UTF-8.
-
-    Attributes
-    ----------
-    text
-        Those of all, and a word more. Shape: [bytes], uint8.
-    begins, ends
-        Where each is in it. Shape: [N], int64.
-    """
+    """Ids in UTF-8: the text of all [bytes] (uint8) and a word more, and where each begins and ends in it [N]."""
 
     text: np.ndarray
     begins: np.ndarray
@@ -137,10 +129,7 @@ def _places_of_words(lengths: np.ndarray) -> Iterator[tuple[np.ndarray | slice, 
 def packed_ids(lists: Sequence[Sequence[str]], first: int = 0) -> tuple[Ids, np.ndarray]:
     """The ids of all lists, one list after the other, and how many each has.
 
-    Raises
-    ------
-    TypeError
-        If one is no string. The message names the list by its number, that of the first being `first`.
+    One that is no string is a TypeError, which names the list by its number, that of the first being `first`.
     """
     counts = np.array([len(ids) for ids in lists], np.int64)
     total = int(counts.sum())

@@ -16,22 +16,11 @@ __all__ = ["matched_tokens"]
 
 
 def matched_tokens(scorer: Scorer, queries: Packed, documents: Packed, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """What the tokens of each query have chosen in documents of its own.
+    """What the tokens of each query have chosen in the documents candidates[i] to candidates[i + 1] (on the host).
 
-    Parameters
-    ----------
-    scorer
-        How rows become embeddings.
-    queries, documents
-        Embeddings, and rows of the store.
-    candidates
-        Query i owns the documents candidates[i] to candidates[i + 1]. Shape: [Nq + 1], on the host.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        For every document and every token of its query, the first of its tokens that is most similar, and the
-        similarity; what is beyond a query's end, or of a document without tokens, means nothing. Shape: [Nd, longest].
+    Of every document, which are rows of the store, and every token of its query, the first of its tokens that is most
+    similar, and the similarity [Nd, longest]; what is beyond a query's end, or of a document without tokens, means
+    nothing.
     """
     kept, values = scorer.layout.embeddings(documents.values), queries.values
     embeddings = scorer.embeddings(documents.values)

@@ -13,22 +13,10 @@ _SORTED = 4096
 
 
 def k_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The `k` largest of every row, the first of equal ones first, NaN before all; fewer if there are fewer.
+    """The `k` largest scores of every row [N, columns], and their columns (int64), both [N, min(k, columns)].
 
-    They are in the `k` groups of neighbouring columns that have the largest maxima (the first of equal ones), so only
-    these are sorted.
-
-    Parameters
-    ----------
-    scores
-        [N, columns], of a floating dtype.
-    k
-        At least 1.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        The scores and their columns (int64), both [N, min(k, columns)].
+    The first of equal ones comes first, and NaN before all. They are in the `k` groups of neighbouring columns with the
+    largest maxima (the first of equal ones), so only these are sorted.
     """
     columns = scores.shape[1]
     group = max(2, _SORTED // k)
@@ -57,10 +45,7 @@ def joined_best(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], k: 
 def k_best_of_runs(scores: Tensor, counts: np.ndarray, k: int) -> tuple[Tensor, Tensor]:
     """As `k_best`, of each of the runs [counts[i]] that `scores` [T] consist of; a shorter one has others behind it.
 
-    Returns
-    -------
-    (Tensor, Tensor)
-        The scores and their places in `scores`, both [N, min(k, the largest count)].
+    The scores and their places in `scores`, both [N, min(k, the largest count)].
     """
     device, total = scores.device, len(scores)
     lengths = torch.from_numpy(counts).to(device, non_blocking=True)

@@ -19,14 +19,8 @@ __all__ = ["loss", "opened"]
 def opened(catalog: Catalog, device: torch.device) -> tuple[Documents, list[Part], Codec | None]:
     """The documents of a catalog, and the last parts of which rows have not come to the disk, with a warning.
 
-    And the codec that makes residual codes, on a device.
-
-    Raises
-    ------
-    ValueError
-        If a file is missing, damaged, or of a newer format. The message names it.
-    OSError
-        If a file cannot be opened. The message names it.
+    And the codec that makes residual codes, on a device. It names a file that is missing, damaged, or of a newer format
+    in a ValueError, and one that cannot be opened in an OSError.
     """
     folder = catalog.path.parent
     while True:

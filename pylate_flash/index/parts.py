@@ -42,12 +42,8 @@ _SUMS = b"XXH3-64\0"
 class Segment:
     """An open file of rows, to which is only appended; closed with this object.
 
-    It can be read as long as this object exists, also when a later write has deleted it from its folder.
-
-    Attributes
-    ----------
-    tail
-        The checksums of what was appended last, if this process did so.
+    It can be read as long as this object exists, also when a later write has deleted it from its folder. `tail` are the
+    checksums of what was appended last, if this process did so.
     """
 
     def __init__(self, path: Path, written: int | None = None) -> None:
@@ -69,34 +65,21 @@ class Segment:
 
 @dataclass(eq=False)
 class Part:
-    """Documents of a part, whether they count as removed or not; a new one for every change.
-
-    Attributes
-    ----------
-    numbers
-        Of the documents, ascending. Shape: [N], int64.
-    lengths
-        Their tokens. Shape: [N], int64.
-    ids
-        Of each.
-    removed
-        Places in the part of documents that count as removed, ascending. Shape: [*], int64.
-    segment, offset
-        Where the rows are, a multiple of their bytes from the beginning; or None and 0.
-    sums
-        Checksums of the blocks of the segment that hold them.
-    memory
-        The rows, if they are in no segment, on whatever device. Shape: [T, width].
-    """
+    """Documents of a part, whether they count as removed or not; a new one for every change."""
 
     layout: Layout
+    # Of the documents, ascending, and their tokens. Shape: [N], int64.
     numbers: np.ndarray
     lengths: np.ndarray
     ids: Ids
+    # Places in the part of documents that count as removed, ascending. Shape: [*], int64.
     removed: np.ndarray
+    # Checksums of the blocks of the segment that hold the rows, and where these are, a multiple of their bytes from the
+    # beginning.
     sums: np.ndarray
     segment: Segment | None = None
     offset: int = 0
+    # The rows, if they are in no segment, on whatever device. Shape: [T, width].
     memory: Held | None = None
 
     def __post_init__(self) -> None:
@@ -148,19 +131,13 @@ class Part:
 
     @classmethod
     def from_row(cls, row: Sequence, removed: bytes, layout: Layout, segments: dict[str, Segment]) -> Part:
-        """What `to_row` and `removed_bytes` gave; `segments` are those that the catalog names, by their names.
-
-        Raises
-        ------
-        ValueError
-            If it is damaged.
-        """
+        """What `to_row` and `removed_bytes` gave; `segments` are by their names. A damaged one is a ValueError."""
         first, segment, offset, numbers, lengths, id_ends, ids, sums, crc = row
         try:
             if _crc(row[:-1]) != crc:
                 raise ValueError("it has another CRC-32 than when it was written")
             if not sums.startswith(_SUMS):
-                raise ValueError("it was written before version 2 of the format: build the index anew")
+                raise ValueError("it was written before version 2 of the format: build it anew")
             sizes = np.frombuffer(lengths, "<i4").astype(np.int64)
             part = cls(
                 layout,
@@ -229,13 +206,8 @@ class Part:
     def read_into(self, out: Held, start: int) -> None:
         """Fill `out` [n, width] with the rows of the tokens from `start` on.
 
-        Raises
-        ------
-        ValueError
-            If the segment has become too short, or has other rows than were written, which is noticed when they are
-            first read. The message names it.
-        OSError
-            If the disk fails. The message names the file.
+        If the segment has become too short, or has other rows than were written, which is noticed when they are first
+        read, it raises a ValueError, and an OSError if the disk fails. Both name the file.
         """
         if self.memory is not None:
             copy_rows(out, self.memory[start : start + len(out)])
@@ -313,10 +285,7 @@ class Part:
     def verify(self, path: Path) -> None:
         """Read all rows anew, those of removed documents too; `path` is the catalog's.
 
-        Raises
-        ------
-        ValueError
-            If they are others than were written, or one is NaN or infinite. The message names the file.
+        If they are others than were written, or one is NaN or infinite, it raises a ValueError that names the file.
         """
         self._checked = CheckedBlocks(self.sums, self.offset, self.end)
         step = max(1, _VERIFIED_AT_A_TIME // self.layout.nbytes)

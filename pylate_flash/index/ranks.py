@@ -18,14 +18,11 @@ _NO_SLOT = np.iinfo(np.int64).max
 
 
 class Found(NamedTuple):
-    """Scores and slots [Nq, k] of what was found for some queries, best first.
-
-    `counts` [Nq] says how many there are for each, if not `k`.
-    """
+    """Scores and slots [Nq, k] of what was found for some queries, best first, of which each has so many [Nq]."""
 
     scores: np.ndarray
     slots: np.ndarray
-    counts: np.ndarray | None = None
+    counts: np.ndarray
 
 
 class RankError(RuntimeError):
@@ -75,10 +72,7 @@ class Ranks:
     def to_first(self, make: Callable[[], T], what: str) -> list[T]:
         """On the first rank what `make` returns on each, and on the others nothing, when all have it.
 
-        Raises
-        ------
-        RankError
-            If another rank has failed: `what` it could not do, and why. On that one, it is its own error.
+        If one has failed, the others raise a RankError, which says `what` it could not do, and why.
         """
         try:
             made = make()
@@ -105,10 +99,7 @@ class Ranks:
     def merged(self, found: Iterable[Found], k: int) -> Found:
         """The best of what all ranks have found for all queries, each among its own documents.
 
-        Raises
-        ------
-        RankError
-            If another rank could not search. On that one, it is its own error.
+        If one could not search, the others raise a RankError.
         """
         try:
             own: Any = list(found)
@@ -131,11 +122,9 @@ def _padded(found: list[Found]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     width = max(some.slots.shape[1] for some in found)
     scores, slots, counts = [], [], []
     for some in found:
-        own, here = some.slots.shape
-        number = np.full(own, here) if some.counts is None else some.counts
-        beyond = np.arange(width) >= number[:, None]
-        room = (0, 0), (0, width - here)
+        beyond = np.arange(width) >= some.counts[:, None]
+        room = (0, 0), (0, width - some.slots.shape[1])
         scores.append(np.where(beyond, -np.inf, np.pad(some.scores, room)).astype(np.float32))
         slots.append(np.where(beyond, _NO_SLOT, np.pad(some.slots, room).astype(np.int64)))
-        counts.append(number)
+        counts.append(some.counts)
     return np.concatenate(scores), np.concatenate(slots), np.concatenate(counts)[:, None]

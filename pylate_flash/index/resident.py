@@ -35,42 +35,23 @@ _LONG_BYTES = 1 << 30
 
 
 class Packed(NamedTuple):
-    """Sequences on a device, of embeddings or of rows of a store.
-
-    Attributes
-    ----------
-    values
-        A tensor [T, d] or [T, width], or of codes `Columns`.
-    cu_seqlens
-        Their boundaries, as they follow one another. Shape: [N + 1].
-    longest
-        Tokens of the longest of them, or more.
-    starts, tokens
-        With which of the values each begins, if they do not follow one another, and how many are theirs. Shape: [N].
-    """
+    """Sequences on a device: `values` are embeddings [T, d] or rows of a store [T, width], or of codes `Columns`."""
 
     values: Any
+    # Their boundaries [N + 1], and tokens of the longest of them, or more.
     cu_seqlens: Tensor
     longest: int
+    # With which of the values each begins [N], if they do not follow one another, and how many are theirs.
     starts: Tensor | None = None
     tokens: int = 0
 
 
 class Block(NamedTuple):
-    """Documents that are scored together.
-
-    Attributes
-    ----------
-    documents
-        Rows of the store.
-    first
-        The place of the first among all that are walked.
-    removed
-        Which of them count as removed, or None. Shape: [N], bool, on the device.
-    """
+    """Documents that are scored together: rows of a store, `first` the place of the first among all."""
 
     documents: Packed
     first: int
+    # Which of them count as removed, or None. Shape: [N], bool, on the device.
     removed: Tensor | None
 
 
@@ -78,20 +59,8 @@ class Rows:
     """The documents of some parts, those that count as removed among them, in the order of the parts.
 
     The first ones stay on the device, in one allocation, as many as `memory` bytes hold: "auto" is most of a GPU's
-    free memory, and nothing on a CPU.
-
-    Attributes
-    ----------
-    documents
-        How many there are.
-    removed
-        Which of them count as removed, ascending. Shape: [*], int64.
-    lengths
-        Tokens of each. Shape: [documents], int64.
-    bounds
-        With which row each begins, and the last ends. Shape: [documents + 1], int64.
-    kept
-        How many of them stay on the device.
+    free memory, and nothing on a CPU. `removed` are places, ascending; `bounds` [documents + 1] say with which row each
+    begins, and the last ends; `kept` is how many stay on the device.
     """
 
     def __init__(self, device: torch.device, memory: int | str) -> None:
@@ -104,13 +73,7 @@ class Rows:
         self._describe()
 
     def follow(self, parts: Sequence[Part], layout: Layout, show_progress: bool = False) -> None:
-        """Hold the documents of these parts. What they share with the parts before stays where it is.
-
-        Raises
-        ------
-        ValueError, OSError
-            If rows cannot be read, as `Part.read_into`.
-        """
+        """Hold the documents of these parts; what they share with those before stays. It raises what reading does."""
         before, self._pieces = self._pieces, Pieces(parts)
         if layout != self.layout:
             before, self.layout, self._values = Pieces([]), layout, None

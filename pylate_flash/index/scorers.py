@@ -33,17 +33,7 @@ _TORCH_PAIRS = 1 << 24
 
 
 class Scorer(NamedTuple):
-    """How rows of a layout are scored.
-
-    Attributes
-    ----------
-    name
-        As in `indexes.Flat`.
-    layout
-        That of the rows.
-    projection
-        Weight [d, d_model] and bias [d] (or None) in the type of the rows, or None.
-    """
+    """How rows of a layout are scored: by a scorer of `indexes.Flat`, with a projection in the type of the rows."""
 
     name: str
     layout: Layout

@@ -61,20 +61,10 @@ class SearchResult(_Hit, total=False):
 
 
 class Search:
-    """How to search a store.
+    """How to search a store on a device, of whose memory rows may take as much as `indexes.Flat` says.
 
-    Parameters
-    ----------
-    store
-        The documents: embeddings, or with `projection` hidden states.
-    device
-        Where to score.
-    memory
-        How much of it rows may take, as `indexes.Flat` has it.
-    projection
-        Weight [d, d_model] and bias [d] (or None) on `device` in the type that the store keeps, or None.
-    ranks
-        The processes that search together, each its share of the documents; or None.
+    With a `projection`, its weight [d, d_model] and bias [d] (or None) on the device in the type that the store keeps,
+    documents are hidden states. `ranks` are processes that search together, each its share of the documents.
     """
 
     def __init__(
@@ -106,28 +96,10 @@ class Search:
     ) -> Iterator[Found]:
         """The `k` best for every query, of some queries after the other; equal scores in their own order.
 
-        What is found for some queries comes to the host while the next ones are scored.
-
-        Parameters
-        ----------
-        queries
-            At least one.
-        k
-            At least 1.
-        scorer
-            What scores, of `scorer`.
-        positions
-            Those of the documents to look among, ascending. Shape: [N].
-        subsets
-            The ids to look among, those of each query. What is none of the store's is left out.
-        show_progress
-            Draw a progress bar over several blocks, and over a long load to a GPU.
-
-        Raises
-        ------
-        ValueError
-            If a score is NaN or infinite, which finite embeddings do not give unless their products overflow. The
-            message names the index.
+        What is found for some queries comes to the host while the next ones are scored. They are looked for among the
+        documents at some positions [N], ascending, and for each query among those of `subsets`, of which ids that are
+        none of the store's are left out. A score that is NaN or infinite is a ValueError, which names the index: finite
+        embeddings give none unless their products overflow.
         """
         self._follow(show_progress)
         queries = replace(queries, device=self.device)
@@ -191,14 +163,11 @@ class Search:
     ) -> list[list[SearchResult]]:
         """What was found for these queries, with ids, and if asked for with the tokens that match."""
         scores, slots, counts = found
-        if counts is None:
-            names, rows = iter(self.store.documents.ids_of(slots.reshape(-1))), scores.tolist()
-        else:
-            names = iter(self.store.documents.ids_of(slots[_exists(found)]))
-            rows = [own[:count] for own, count in zip(scores.tolist(), counts.tolist(), strict=True)]
+        names = iter(self.store.documents.ids_of(slots[np.arange(slots.shape[1]) < counts[:, None]]))
         # Where the scores of a query end, no name of the next one is taken.
         results: list[list[SearchResult]] = [
-            [{"id": name, "score": score} for score, name in zip(own, names, strict=False)] for own in rows
+            [{"id": name, "score": score} for score, name in zip(own[:count], names, strict=False)]
+            for own, count in zip(scores.tolist(), counts.tolist(), strict=True)
         ]
         if matches:
             self._add_matches(scorer, replace(queries, device=self.device), found, results)
@@ -210,6 +179,8 @@ class Search:
         """What `_together` has made, if scores are finite; places are slots of this process, or among `slots`."""
         both = found.numpy()
         scores, places = both[0].view(np.float32), both[1]
+        if counts is None:
+            counts = np.full(*scores.shape)
         checked = Found(scores, (places if slots is None else slots[places]) + self._first, counts)
         # A sort puts NaN first, so none that was computed is missed.
         finite = np.isfinite(scores)
@@ -413,11 +384,5 @@ def _rounded(queries: float) -> int:
     return -int(-queries // _ROUND) * _ROUND
 
 
-def _exists(found: Found) -> np.ndarray:
-    """What of the results was found, and does not fill the place of a query with fewer. Shape: [Nq, k], bool."""
-    assert found.counts is not None
-    return np.arange(found.slots.shape[1]) < found.counts[:, None]
-
-
 def _nothing(queries: int) -> Found:
-    return Found(np.zeros((queries, 0), np.float32), np.zeros((queries, 0), np.int64))
+    return Found(np.zeros((queries, 0), np.float32), np.zeros((queries, 0), np.int64), np.zeros(queries, np.int64))

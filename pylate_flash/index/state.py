@@ -22,37 +22,22 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class State:
-    """The defaults are those of an index that has not been written yet.
-
-    Attributes
-    ----------
-    dtype, embedding_size
-        Of the embeddings; None as long as there are none.
-    generation
-        How often the index has been written.
-    documents
-        How many it holds.
-    next_number
-        The number of the next document that is added. Numbers ascend, and none is given twice.
-    parts, parts_crc
-        How many rows the table of parts has, and a CRC-32 over theirs.
-    model
-        Which model made the embeddings.
-    corpora
-        The files and folders whose texts were added: absolute, and as seen from the index.
-    created_with
-        Versions of the packages that wrote last.
-    """
+    """The defaults are those of an index that has not been written yet."""
 
     dtype: str = "float32"
     embedding_size: int | None = None
+    # How often the index has been written.
     generation: int = 0
     documents: int = 0
+    # Numbers of documents ascend, and none is given twice.
     next_number: int = 0
+    # How many rows the table of parts has, and a CRC-32 over theirs.
     parts: int = 0
     parts_crc: int = 0
     model: ModelRecord | None = None
+    # The files and folders whose texts were added: absolute, and as seen from the index.
     corpora: tuple[tuple[str, str | None], ...] = ()
+    # Versions of the packages that wrote last.
     created_with: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -74,13 +59,7 @@ class State:
 
     @classmethod
     def parse(cls, text: str) -> State:
-        """Read what `to_json` wrote.
-
-        Raises
-        ------
-        ValueError
-            If it is something else, of a newer version, or damaged.
-        """
+        """Read what `to_json` wrote; something else, of a newer version, or damaged is a ValueError."""
         try:
             record = json.loads(text)
             if record.pop("format") != FORMAT:

@@ -178,12 +178,7 @@ class PackedStore:
     def read(self, positions: np.ndarray) -> torch.Tensor:
         """Return rows [T, width] of the store's layout, on the CPU: those of some documents [N] in this order, packed.
 
-        Raises
-        ------
-        ValueError
-            If a segment has been truncated, or holds other rows than were written. The message names it.
-        OSError
-            If a segment cannot be read. The message names it.
+        It raises what `Part.read_into` does.
         """
         begins = self.documents.starts[positions]
         ends = begins + self.lengths[positions]
@@ -206,10 +201,7 @@ class PackedStore:
     def verify(self, show_progress: bool = False) -> None:
         """Read everything, as this object has opened it; opening has checked that it fits together.
 
-        Raises
-        ------
-        ValueError
-            If a checksum is wrong, or a value is NaN or infinite. The message names the file.
+        If a checksum is wrong, or a value is NaN or infinite, it raises a ValueError that names the file.
         """
         if not self.exists:
             return
@@ -233,31 +225,11 @@ class PackedStore:
         replace: bool = False,
         metadata: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Append documents, all of them or, on an error, none.
+        """Append documents [L_i, d] with distinct ids, all of them or, on an error, none: `indexes.Flat.add_documents`.
 
-        Parameters
-        ----------
-        ids
-            One distinct id per document; a new one, unless `replace`.
-        documents
-            Token embeddings, [L_i, d] of a floating dtype on any device; L_i may be 0.
-        batch_size
-            Documents that are converted and checked at a time.
-        show_progress
-            Draw a progress bar.
-        replace
-            Drop, in the same step, the documents that have these ids.
-        metadata
-            One dictionary per document, as `filters.checked_metadata` returns it.
-
-        Raises
-        ------
-        ValueError
-            If an id is there already, d differs from the store's, or a value is NaN or infinite in the store's dtype.
-        RuntimeError
-            If another process is writing or has written since this store was opened.
-        OSError
-            If a file cannot be written, as on a full disk. The message names the index, which is as before.
+        Ids are new ones, unless the documents that have them are dropped in the same step, with `replace`; metadata are
+        as `filters.checked_metadata` returns them. It raises a ValueError if an id is there already, d differs from the
+        store's, or a value is NaN or infinite in the store's dtype, and what `_changing` does.
         """
         if not documents:
             return
@@ -323,7 +295,7 @@ class PackedStore:
         self._catalog.close()
 
     def remove(self, positions: np.ndarray, erase: bool = False) -> None:
-        """Drop the documents at positions [N]: all of them or, on an error, none. It raises what `compact` does.
+        """Drop the documents at positions [N]: all of them or, on an error, none.
 
         They are marked as removed, and a segment of which more than a quarter is so is written anew, if the disk has
         room for it; with `erase`, every segment of which some is so.
@@ -363,15 +335,7 @@ class PackedStore:
                     raise
 
     def compact(self) -> None:
-        """Write the documents into as few segments as their size allows, one after the other; those that are full stay.
-
-        Raises
-        ------
-        RuntimeError
-            If another process is writing or has written since this store was opened.
-        OSError
-            If a file cannot be written, as on a full disk. The message names the index, of which no document is lost.
-        """
+        """Write the documents into as few segments as their size allows, one after the other; full ones stay."""
         if not self.exists:
             return
         groups: list[list[Part]] = [[]]
@@ -397,7 +361,7 @@ class PackedStore:
         self._catalog.compact()
 
     def note(self, **changes: Any) -> None:
-        """Change what the state says of the model or the corpora. It raises what `compact` does."""
+        """Change what the state says of the model or the corpora."""
         with self._changing(**changes):
             pass
 
@@ -407,7 +371,7 @@ class PackedStore:
 
     @contextlib.contextmanager
     def _changing(self, flush: bool = False, **changes: Any) -> Iterator[Change]:
-        """Change the index; `changes` are those of the state. On an error nothing is changed."""
+        """Change the index; `changes` are those of the state. On an error, as of `Catalog.turn`, nothing is changed."""
         if self._generation != self.state.generation:
             # The last change took effect, and was interrupted before this object took note of it.
             self._open()
