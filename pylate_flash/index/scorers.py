@@ -48,8 +48,8 @@ class Scorer(NamedTuple):
 
     def by_kernels(self, device: torch.device) -> bool:
         """Whether kernels score there what is kept, as it is."""
-        ours = self.name in OURS and self.projection is None
-        return ours and choose("auto", device, self.layout.dtype, self.layout.size) == "triton"
+        plain = self.name in OURS and self.projection is None and not self.layout.nbits
+        return plain and choose("auto", device, self.layout.dtype, self.layout.size) == "triton"
 
     def prepared(self, rows: Packed) -> Packed:
         """What it takes of rows of the store."""

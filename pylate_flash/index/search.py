@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypedDict
@@ -39,9 +38,7 @@ _MOST_QUERIES, _ROUND = 1024, 8
 # On a GPU, so many are the first ones, and the last ones have so many hits. So many times those before are packed in
 # the time that these are scored in, and of so much of what is left, results are made while the rest is scored.
 _FIRST, _HITS, _PACKED, _MADE = 16, 1000, 8, 0.6
-_QUERIES_WITH_SUBSETS = 50
-# Threads that look up ids of such.
-_LOOKING_UP = 4
+_QUERIES_WITH_SUBSETS = 128
 
 
 class _Hit(TypedDict):
@@ -227,26 +224,25 @@ class Search:
             return self._checked(queries, copy.get(), slots, counts)
 
         allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
-        ranges = cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS)
-        with ThreadPoolExecutor(_LOOKING_UP) as beside:
-            # Those of the next queries are looked up meanwhile.
-            looked_up = beside.map(lambda some: self._slots_of(subsets[slice(*some)], some[0], allowed), ranges)
-            for (first, last), (slots, counts) in zip(ranges, looked_up, strict=True):
-                some = queries[first:last]
-                if not len(slots):
-                    while waiting:
-                        yield next_one()
-                    check_finite(queries)
-                    yield _nothing(len(some))
-                    continue
-                scored = [
-                    scorer(asked, scorer.prepared(given), candidates) + _poison(asked.values)
-                    for asked, given, candidates in self._owned(some, slots, counts, show_progress, in_place)
-                ]
-                scores = scored[0] if len(scored) == 1 else torch.cat(scored)
-                waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, np.minimum(counts, k)))
-                if len(waiting) > 1:
+        # While a GPU scores some, ids of the next ones are looked up, by this thread: others would have to wait for each
+        # other, and it for them.
+        for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
+            slots, counts = self._slots_of(subsets[first:last], first, allowed)
+            some = queries[first:last]
+            if not len(slots):
+                while waiting:
                     yield next_one()
+                check_finite(queries)
+                yield _nothing(len(some))
+                continue
+            scored = [
+                scorer(asked, scorer.prepared(given), candidates) + _poison(asked.values)
+                for asked, given, candidates in self._owned(some, slots, counts, show_progress, in_place)
+            ]
+            scores = scored[0] if len(scored) == 1 else torch.cat(scored)
+            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, np.minimum(counts, k)))
+            if len(waiting) > 1:
+                yield next_one()
         while waiting:
             yield next_one()
 
