@@ -210,14 +210,11 @@ class Parts(NamedTuple):
 
 
 class SoftGradientPlan(NamedTuple):
-    """How the gradients of soft scores are computed.
+    """How the gradients of soft scores are computed, by programs that own tokens of documents, and others query rows.
 
-    Where the probabilities are computed `once`, the programs that own documents leave partial sums of the gradient of
-    the queries, `documents_at_once` in memory; else other programs own query rows, and `n_splits` of them share the
-    documents.
+    `n_splits` of the latter share the documents.
     """
 
-    once: bool
     documents: Tile
     queries: Tile
     parts: Parts
@@ -226,26 +223,19 @@ class SoftGradientPlan(NamedTuple):
     units: tuple[int, int]
     # Programs that own the tokens of a document.
     n_blocks: int
-    documents_at_once: int
     n_splits: int
     # Whether probabilities are rounded to bfloat16 before they are multiplied.
     rounded: bool
 
 
-def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> SoftGradientPlan:
-    """Choose how gradients are computed; `both`: of queries and of documents."""
+def soft_gradient_plan(problem: Problem) -> SoftGradientPlan:
+    """Choose how gradients are computed."""
     from triton import knobs
 
     sms = tables.architecture(problem.device)[1]
     tile, length = soft_tile(problem.kind, tables.SOFT_GRADIENT, tables.SOFT_GRADIENT_WIDE), problem.document_length
     queries = narrowed(tile, problem.rows, length)
     documents = narrowed(tile, length, problem.rows)
-    n_blocks = -(-length // documents.rows)
-    # Bytes of the partial sums that one document of each group leaves. Packed ones do not have as many programs each.
-    leaves = n_blocks * problem.n_queries * problem.query_length * problem.size * 4
-    at_once = min(problem.n_documents, max_scratch_bytes // leaves)
-    fill = -(-sms // (n_blocks * problem.groups))
-    once = both and not problem.packed and at_once >= min(problem.n_documents, fill)
     walked = problem.max_candidates if problem.has_candidates else problem.n_documents
     blocks = soft_blocks(problem.kind)
     owned = tables.SOFT_SPLIT_OWNED if blocks.split else blocks.first
@@ -254,10 +244,8 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
     n_splits = max(1, min(tables.SOFT_PER_SM * sms // programs, walked // tables.SOFT_SMALLEST_SHARE))
     strides, units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
-    return SoftGradientPlan(
-        once, documents, queries, parts, strides[1:], units, n_blocks,
-        at_once if once else problem.n_documents, n_splits, rounded,
-    )  # fmt: skip
+    n_blocks = -(-length // documents.rows)
+    return SoftGradientPlan(documents, queries, parts, strides[1:], units, n_blocks, n_splits, rounded)
 
 
 def gradient_warps(tile: Tile) -> tuple[int, int, int | None]:

@@ -1,9 +1,8 @@
 """The backward of soft MaxSim: every query row gets a part of every token, and every token one of every row.
 
 The probabilities exp(beta * similarity - lse) are computed again. Programs that own tokens of a document walk query
-rows, and have their gradient in registers; where there is memory for it, what their probabilities give the gradient of
-the queries is left as partial sums, one of each program. Else other programs, which own query rows, compute the
-probabilities once more. Sums have an order: the same bits every time.
+rows, and have their gradient in registers; others, which own query rows, walk documents, and compute them once more.
+Sums have an order: the same bits every time.
 """
 
 from __future__ import annotations
@@ -52,21 +51,18 @@ def _factor(values, ROUNDED: tl.constexpr):
     return values.to(tl.bfloat16) if ROUNDED else values.to(tl.float32)
 
 
-@kernel(
-    config="size block split owned block_tokens block_rows even zero_masked rounded precision query_unit document_unit"
-)
+@kernel(config="size block split owned block_tokens block_rows zero_masked rounded precision query_unit document_unit")
 def _documents_kernel(
     queries_ptr, documents_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_documents_ptr, partials_ptr, slopes_ptr,
-    n_documents, document_length, first_document, n_launched, n_blocks, n_groups,
+    candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_documents_ptr, slopes_ptr,
+    n_documents, document_length, n_blocks, n_groups,
     stride_rows, stride_row, stride_group, stride_document, stride_document_token, config: tl.constexpr,
 ):  # fmt: skip
     """grad_documents[token] = sum over rows of grad * probability * queries[row], of the rows of one group.
 
-    Grid: (blocks of tokens x documents of this launch x groups, parts of an embedding). With scales, what is left of a
-    split embedding, in float32, is the gradient of the scaled one. `partials` [documents of the launch x blocks, rows
-    of all groups, d], float32, if any, are those of the queries, and `slopes` [programs] the sums of grad * probability
-    * log2(probability), for beta. `even`: the last block of rows is full.
+    Grid: (blocks of tokens x documents of all groups, parts of an embedding). With scales, what is left of a split
+    embedding, in float32, is the gradient of the scaled one. `slopes` [programs] are the sums of grad * probability *
+    log2(probability), for beta.
 
     What is loaded for a row of the tile is spread over all threads that hold a part of it, each of which computes its
     address: it is one addition, as rows are contiguous.
@@ -78,9 +74,9 @@ def _documents_kernel(
     stride_document *= config.document_unit
     stride_document_token *= config.document_unit
     block = tl.program_id(0) % n_blocks
-    launched = (tl.program_id(0) // n_blocks) % n_launched
-    group = (tl.program_id(0) // (n_blocks * n_launched)).to(tl.int64)
-    flat_document = group * n_documents + first_document + launched
+    document = tl.program_id(0) // n_blocks
+    group = (document // n_documents).to(tl.int64)
+    flat_document = document.to(tl.int64)
     if candidates_ptr is not None:
         group = owner(candidates_ptr, n_groups, flat_document).to(tl.int64)
     if cu_seqlens_ptr is not None:
@@ -117,26 +113,16 @@ def _documents_kernel(
     query_rows = queries_ptr + group * n_rows * stride_row
     # What is the same for every tile is not computed for each.
     row_offsets = tl.arange(0, config.block_rows).to(tl.int64) * stride_row
-    walked = n_rows
-    if partials_ptr is None:
-        # Else a program of no token has zeros to leave.
-        walked = tl.where(block * config.block_tokens < length, n_rows, 0)
+    walked = tl.where(block * config.block_tokens < length, n_rows, 0)
     for start in tl.range(0, walked, config.block_rows):
         rows = start + tl.arange(0, config.block_rows)
         row_exists = rows < n_rows
         row_starts = query_rows + tl.cast(start, tl.int64) * stride_row + row_offsets
-        if config.even:
-            lse = tl.load(lse_ptr + rows)
-            grad = tl.load(grad_rows_ptr + rows)
-        else:
-            lse = tl.load(lse_ptr + rows, mask=row_exists, other=0.0)
-            grad = tl.load(grad_rows_ptr + rows, mask=row_exists, other=0.0)
-        if config.even and config.owned == config.size:
-            of_queries = tl.load(row_starts[:, None] + owned[None, :])
-        else:
-            of_queries = tl.load(
-                row_starts[:, None] + owned[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0
-            )
+        lse = tl.load(lse_ptr + rows, mask=row_exists, other=0.0)
+        grad = tl.load(grad_rows_ptr + rows, mask=row_exists, other=0.0)
+        of_queries = tl.load(
+            row_starts[:, None] + owned[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0
+        )
         if config.split:
             exponents = split_products(token_rows, row_starts, token_exists, row_exists, config)
         else:
@@ -155,18 +141,6 @@ def _documents_kernel(
             if config.zero_masked:
                 zero = tl.exp2(-lse * LOG2E)
                 zeros_slope -= tl.where((grad == 0.0) | (zero == 0.0), 0.0, grad * zero * (lse * LOG2E))
-        if partials_ptr is not None:
-            partial_flows = tl.where(token_exists[:, None], flows, 0.0)
-            if queries_scale_ptr is not None:
-                partial_flows *= token_scale[:, None]
-            partial = tl.dot(
-                tl.trans(_factor(partial_flows, config.rounded)),
-                _factor(tile, config.rounded),
-                input_precision=config.precision,
-            )
-            part = (launched * n_blocks + block).to(tl.int64) * n_groups * n_rows
-            offset = (part + group * n_rows + rows)[:, None] * config.size + owned[None, :]
-            tl.store(partials_ptr + offset, partial, mask=row_exists[:, None] & inside[None, :])
         if grad_documents_ptr is not None:
             if queries_scale_ptr is not None:
                 flows *= row_scale[None, :]
@@ -302,7 +276,6 @@ def soft_backward(
     grad_scores: Tensor,
     lse: Tensor,
     needs: tuple[bool, bool, bool],
-    max_scratch_bytes: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of beta, `tensors.queries` and `tensors.documents`, in their types; None for what is not needed.
 
@@ -313,13 +286,10 @@ def soft_backward(
     need_beta, need_queries, need_documents = needs
     inputs = _inputs(problem, tensors, beta, grad_scores, lse)
     problem = problem._replace(query_strides=inputs.queries.stride()[:2])
-    plan = soft_gradient_plan(problem, need_queries and need_documents, max_scratch_bytes)
-    grad_queries = grad_documents = sums = slopes = total = None
-    if need_queries:
-        grad_queries = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
+    plan = soft_gradient_plan(problem)
+    grad_queries = grad_documents = sums = slopes = None
     if need_beta:
-        programs = plan.n_blocks * (problem.n_documents if problem.packed else problem.all_documents)
-        slopes = torch.empty(programs, dtype=torch.float32, device=problem.device)
+        slopes = torch.empty(plan.n_blocks * problem.all_documents, dtype=torch.float32, device=problem.device)
     if need_documents:
         grad_documents = sums = torch.empty_like(tensors.documents, memory_format=torch.contiguous_format)
         if problem.normalize and plan.parts.split:
@@ -327,17 +297,15 @@ def soft_backward(
         if tensors.documents_mask is not None:
             sums.zero_()
     if need_documents or need_beta:
-        total = _sum_documents(problem, plan, inputs, sums, slopes)
+        _sum_documents(problem, plan, inputs, sums, slopes)
     if sums is not grad_documents:
         assert sums is not None
         assert grad_documents is not None
         assert inputs.documents_scale is not None
         finish_documents(problem, tensors.documents, inputs.documents_scale, sums, grad_documents)
-    if grad_queries is not None:
-        if total is None:
-            total = _sum_queries(problem, plan, inputs, grad_queries)
-        if total is not None:
-            finish_queries(problem, inputs.queries, inputs.queries_scale, None, total, grad_queries)
+    if need_queries:
+        grad_queries = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
+        _sum_queries(problem, plan, inputs, grad_queries)
     return None if slopes is None else _slope(slopes, beta), grad_queries, grad_documents
 
 
@@ -383,43 +351,27 @@ def _grad_rows(problem: Problem, queries_mask: Tensor | None, candidates: Tensor
 
 def _sum_documents(
     problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_documents: Tensor | None, slopes: Tensor | None
-) -> Tensor | None:
-    """Compute the documents' gradient and the slopes of beta, as many documents of each group at a time as planned.
-
-    Returned are partial sums [n, rows, d] of the gradient of the queries, where the plan has them.
-    """
-    tile, at_once, kind = plan.documents, plan.documents_at_once, problem.kind
+) -> None:
+    """Compute the documents' gradient, in float32 of scaled ones where it is not in their type, and slopes of beta."""
+    tile, kind = plan.documents, problem.kind
     sizes = problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns
-    even = problem.rows % tile.columns == 0
-    rows, partials, total, done = problem.n_queries * problem.query_length, None, None, 0
-    if plan.once:
-        shape = at_once * plan.n_blocks, rows, problem.size
-        partials = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    for first in range(0, problem.n_documents, at_once):
-        count = min(at_once, problem.n_documents - first)
-        programs = count * plan.n_blocks * (1 if problem.packed else problem.groups)
-        of_launch = None if slopes is None else slopes[done : done + programs]
-        parts = None if partials is None else partials[: count * plan.n_blocks]
-        _documents_kernel(
-            (programs, plan.parts.number, 1),
-            (*inputs, grad_documents, parts, of_launch),
-            (problem.n_documents, problem.document_length, first, count, plan.n_blocks, problem.groups),
-            (problem.rows, *plan.strides),
-            (*sizes, even, kind.zero_masked, plan.rounded, kind.precision, *plan.units),
-            gradient_warps(tile),
-        )
-        done += programs
-        if parts is not None and at_once < problem.n_documents:
-            total = parts.sum(dim=0) if total is None else total.add_(parts.sum(dim=0))
-    return partials if total is None else total.unsqueeze(0)
+    _documents_kernel(
+        (plan.n_blocks * problem.all_documents, plan.parts.number, 1),
+        (*inputs, grad_documents, slopes),
+        (problem.n_documents, problem.document_length, plan.n_blocks, problem.groups),
+        (problem.rows, *plan.strides),
+        (*sizes, kind.zero_masked, plan.rounded, kind.precision, *plan.units),
+        gradient_warps(tile),
+    )
 
 
-def _sum_queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_queries: Tensor) -> Tensor | None:
-    """Compute the gradient of the queries, or return sums [n, rows, d] of it, in float32 and of scaled queries."""
+def _sum_queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_queries: Tensor) -> None:
+    """Compute the gradient of the queries."""
     tile, sums = plan.queries, grad_queries
     sizes = problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns
     whole = plan.n_splits == 1 and not (problem.normalize and plan.parts.split)
     if not whole:
+        # In float32, and of scaled queries.
         shape = plan.n_splits, problem.n_queries * problem.query_length, problem.size
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     _queries_kernel(
@@ -430,7 +382,8 @@ def _sum_queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, 
         (*sizes, problem.normalize and whole, plan.rounded, problem.kind.precision, *plan.units),
         gradient_warps(tile),
     )
-    return None if whole else sums
+    if not whole:
+        finish_queries(problem, inputs.queries, inputs.queries_scale, None, sums, grad_queries)
 
 
 def _slope(slopes: Tensor, beta: Tensor) -> Tensor:

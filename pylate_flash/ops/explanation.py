@@ -18,7 +18,6 @@ from .operator import needs_gradient
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized
 from .ragged import call_of_lists
-from .soft import MAX_SCRATCH_BYTES
 
 
 class Explanation(NamedTuple):
@@ -55,9 +54,8 @@ class Explanation(NamedTuple):
         if self.backward is not None:
             lines.append(f"gradient of the documents: {self.backward.kernel}, because {self.backward.reason}")
         if self.gradients is not None:
-            times = "once, for both" if self.gradients.once else "by each of both"
             tiles = f"documents: {_words(self.gradients.documents)}; queries: {_words(self.gradients.queries)}"
-            lines.append(f"gradients: probabilities computed {times}; tile of {tiles}")
+            lines.append(f"gradients: probabilities computed by each of both; tile of {tiles}")
         return "\n".join(lines)
 
 
@@ -153,7 +151,7 @@ def explain(
     if explanation.implementation == "blocked" or problem.is_empty:
         return explanation
     if soft:
-        gradients = soft_gradient_plan(problem, True, MAX_SCRATCH_BYTES) if learns else None
+        gradients = soft_gradient_plan(problem) if learns else None
         return explanation._replace(forward=soft_forward_plan(problem), gradients=gradients)
     return explanation._replace(
         forward=forward_plan(problem) if problem.kind.quantized is None else quantized_plan(problem),

@@ -113,11 +113,10 @@ def soft_gradients(
     grad_scores: Tensor,
     lse: Tensor,
     needs: tuple[bool, bool, bool],
-    max_scratch_bytes: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of beta, queries and documents, in their shapes and types; None for one that is not needed."""
     problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
-    slope, queries, documents = soft_backward(problem, given, beta, grad_scores, lse, needs, max_scratch_bytes)
+    slope, queries, documents = soft_backward(problem, given, beta, grad_scores, lse, needs)
     return slope, _as_given(queries, tensors, given), documents
 
 

@@ -20,7 +20,6 @@ from ..problem import Options, Tensors, accumulation_dtype
 from .blocked import blocked_forward
 from .checks import (
     check_differentiation,
-    check_integer,
     check_positive,
     check_tensor,
     checked_flag,
@@ -32,9 +31,6 @@ from .maxsim_operator import CALL_SCHEMA, call_of, checked, checked_shapes, refe
 from .norms import unscaled
 from .operator import Operation
 from .tiles import Block, Operands, Part, blocks
-
-# Bytes of the partial sums that a gradient may take, unless a call says otherwise.
-MAX_SCRATCH_BYTES = 32 << 20
 
 
 def soft_maxsim_reference(queries: Tensor, documents: Tensor, beta: float | Tensor, **options: Any) -> Tensor:
@@ -58,7 +54,6 @@ def soft_maxsim(
     masking: str = "exclude",
     empty_score: float = 0.0,
     implementation: str = "auto",
-    max_scratch_bytes: int = MAX_SCRATCH_BYTES,
 ) -> Tensor:
     """Soft MaxSim scores of queries against documents, differentiable, in memory that does not grow with Lq * Ld.
 
@@ -77,10 +72,6 @@ def soft_maxsim(
         each masked token, as of embeddings padded with zeros; no gradient flows to it.
     normalize, reduction, empty_score, implementation
         As in `maxsim`.
-    max_scratch_bytes
-        How many bytes the kernels of the gradient may take for partial sums of that of the queries. Where as many
-        documents fit as keep the GPU busy, the probabilities of the tokens are computed once for both gradients, so
-        many documents at a time; else, with 0, and for packed documents, once for each.
 
     Returns
     -------
@@ -93,8 +84,7 @@ def soft_maxsim(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`; also if beta is not one finite number above 0 in the type that it is computed with in, or
-        max_scratch_bytes no integer, or negative.
+        As in `maxsim`; also if beta is not one finite number above 0 in the type that it is computed with in.
 
     Examples
     --------
@@ -107,7 +97,7 @@ def soft_maxsim(
     """
     options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    return soft_scores_of("soft_maxsim", tensors, beta, options, max_scratch_bytes)
+    return soft_scores_of("soft_maxsim", tensors, beta, options)
 
 
 def soft_maxsim_varlen(
@@ -163,30 +153,27 @@ def soft_maxsim_varlen(
     return soft_scores_of("soft_maxsim_varlen", tensors, beta, options)
 
 
-def soft_scores_of(
-    operation: str, tensors: Tensors, beta: float | Tensor, options: Options, max_scratch_bytes: int = MAX_SCRATCH_BYTES
-) -> Tensor:
+def soft_scores_of(operation: str, tensors: Tensors, beta: float | Tensor, options: Options) -> Tensor:
     """The scores of a call, by the name of what was called."""
     learned, number = (beta, None) if isinstance(beta, Tensor) else (None, beta)
-    return _soft_maxsim((learned, *tensors, *options, max_scratch_bytes, number), operation)
+    return _soft_maxsim((learned, *tensors, *options, number), operation)
 
 
 def _check(arguments: tuple, called: str) -> tuple:
     """Beta is the tensor in front, or the number behind all."""
-    learned, *call, max_scratch_bytes, number = arguments
+    learned, *call, number = arguments
     tensors, options = checked(called, *call_of(tuple(call)))
-    check_integer("max_scratch_bytes", max_scratch_bytes)
     if learned is not None:
         check_differentiation(called, learned)
     dtype, device = accumulation_dtype(tensors.queries.dtype), tensors.queries.device
     check_positive("beta", number if learned is None else learned, tensors.queries, dtype)
     beta = torch.full((), float(number), dtype=dtype, device=device) if learned is None else learned.to(dtype).view(())
-    return beta, *tensors, *options, max_scratch_bytes
+    return beta, *tensors, *options
 
 
 def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Scores, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
-    beta, (tensors, options) = arguments[0], call_of(arguments[1:-1])
+    beta, (tensors, options) = arguments[0], call_of(arguments[1:])
     problem = checked_problem(tensors, options)
 
     def by_kernels() -> tuple[Tensor, Tensor | None]:
@@ -201,11 +188,11 @@ def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
 def _compute_gradients(
     grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    (lse,), beta, (tensors, options) = saved, arguments[0], call_of(arguments[1:-1])
+    (lse,), beta, (tensors, options) = saved, arguments[0], call_of(arguments[1:])
     problem = checked_problem(tensors, options)
     return gradients_by(
         problem, tensors, options, grad_scores, (beta, *tensors[:2]), needs,
-        lambda grad_scores: kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, arguments[-1]),
+        lambda grad_scores: kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs),
         lambda operands, grad_scores: _blocked_backward(operands, beta, grad_scores, lse, needs),
     )  # fmt: skip
 
@@ -278,13 +265,13 @@ def _exponents(block: Block, part: Part, beta: Tensor) -> Tensor:
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    scores, lse = checked_shapes(*call_of(arguments[1:-1]))
+    scores, lse = checked_shapes(*call_of(arguments[1:]))
     return scores, torch.empty_like(lse, dtype=scores.dtype)
 
 
 _soft_maxsim = Operation(
     "soft_maxsim",
-    f"Tensor beta, {CALL_SCHEMA}, int max_scratch_bytes",
+    f"Tensor beta, {CALL_SCHEMA}",
     ("beta", "queries", "documents"),
     ("lse",),
     _check,

@@ -202,7 +202,6 @@ CALLS = {
         maxsim_varlen, [32, 7, 9], [40, 3, 0, 90, 7], candidates_cu_seqlens=SOME, **PACKED
     ),
     "soft": lambda: padded(soft, *IN_BATCH, "weights int64", **EVERYTHING),
-    "soft, probabilities once": lambda: padded(soft, *IN_BATCH, "bool", max_scratch_bytes=1 << 30, **EVERYTHING),
     "soft, candidates": lambda: padded(soft, *CANDIDATES, "weights", **EVERYTHING),
     "soft, packed": lambda: packed(soft, [32, 7, 0, 20], [40, 3, 0, 90], **PACKED),
     "soft, packed candidates": lambda: packed(
@@ -284,13 +283,7 @@ MANY = ((64, 32, 128), (64, 180, 128))
 MANY_LOSSES = {"in-batch": ((128, 32, 128), (128, 180, 128)), "candidates": ((16, 32, 128), (16, 8, 300, 128))}
 LARGE_CALLS = {
     **{f"large, {dtype}": partial(padded, maxsim, *MANY, dtype=dtype) for dtype in DTYPES},
-    **{
-        f"large soft of {budget} bytes, {dtype}": partial(
-            with_beta, (24, 32, 128), (40, 180, 128), dtype, max_scratch_bytes=budget
-        )
-        for dtype in DTYPES
-        for budget in (0, 1 << 30)
-    },
+    **{f"large soft, {dtype}": partial(with_beta, (24, 32, 128), (40, 180, 128), dtype) for dtype in DTYPES},
     "large packed": lambda: packed(maxsim_varlen, [32, 20], [90] * 40),
     "large packed in pieces": lambda: packed(maxsim_varlen, [32, 20], [3, 30_000, 90]),
     "large chosen query tokens": lambda: padded(

@@ -23,12 +23,10 @@ from pylate_flash.bench.exact import Score
 from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.steps import Step
-from pylate_flash.bench.suite import OUR_SYSTEM, OURS, Candidate, Suite, System
+from pylate_flash.bench.suite import OUR_SYSTEM, Candidate, Suite, System
 
 # How sharp the maximum is: one over 0.1, as colpali-engine has it.
 BETA = 10.0
-# Bytes that hold the partial sums of every row.
-PARTIAL_SUMS = 8 << 30
 # The same of sums of exponentials of rounded similarities: 1 % of a gradient of bfloat16.
 ROUNDED = 0.1
 
@@ -101,14 +99,6 @@ class Soft(Step):
 
         return [self.candidate("soft_maxsim", partial(soft_maxsim, beta=BETA))]
 
-    def once(self) -> list[Candidate]:
-        """The same with memory for partial sums, in steps."""
-        from pylate_flash import soft_maxsim
-
-        if not self.is_step:
-            return []
-        return [self.candidate("soft_maxsim", partial(soft_maxsim, beta=BETA, max_scratch_bytes=PARTIAL_SUMS))]
-
     def torch(self) -> list[Candidate]:
         """The plain way, and if that rounds similarities, the one that widens them before it sums."""
         candidates = [self.candidate("einsum", einsum_scores)]
@@ -158,13 +148,6 @@ def suite() -> Suite:
         rows=ROWS,
         systems=(
             replace(OUR_SYSTEM, about="`soft_maxsim`, and torch's loss of its scores"),
-            System(
-                f"{OURS}_once",
-                "once",
-                methodcaller("once"),
-                about="the same with 8 GiB for partial sums (`max_scratch_bytes`), so that probabilities are computed "
-                "once for both gradients",
-            ),
             System(
                 "torch",
                 "einsum",
