@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pylate_flash.ops import hidden_blocks as module
 from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, maxsim_reference
 from tests.gpu.calls import hidden_states
-from tests.gpu.tools import CAPABILITY, HALF, captured, memory_of, on_gpu, random_mask
+from tests.gpu.tools import CAPABILITY, HALF, allocated, captured, memory_of, on_gpu, random_mask
 from tests.ops.cases import relative_error
 from tests.ops.test_hidden import SCRATCHES, Problem, as_rounded, problems
 
@@ -233,7 +233,7 @@ def test_the_projection_is_let_go_before_the_gradient_of_the_hidden_states() -> 
 
     def step() -> int:
         scores = maxsim_from_hidden(queries, hidden, weight)
-        before = torch.cuda.memory_allocated()
+        before = allocated()
         torch.cuda.reset_peak_memory_stats()
         (gradient,) = torch.autograd.grad(scores.sum(), hidden)
         return torch.cuda.max_memory_allocated() - before - gradient.nbytes

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence
 from pylate_flash.kernels.tables import CHUNK_SCRATCH
 from pylate_flash.ops import cross_entropy_reference, maxsim_reference
-from tests.gpu.tools import DTYPES, FLOAT, HALF, equal, exact, memory_of, random_mask, unit
+from tests.gpu.tools import DTYPES, FLOAT, HALF, allocated, equal, exact, memory_of, random_mask, unit
 from tests.ops.cases import relative_error
 from tests.ops.loss_cases import LossCase, loss_problem
 
@@ -189,7 +189,7 @@ def test_a_step_keeps_the_gradients_and_nothing_else() -> None:
     case = problem("in order", (512, 32, 128), (512, 90, 128))
     case.run()
     leaves = case.leaves()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     loss = case.loss_of(leaves)
     gradients = sum(leaf.nbytes for leaf in leaves)
     # Winners would be 16 MiB; the allocator may leave up to 1 MiB of a block unused.

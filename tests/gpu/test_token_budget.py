@@ -11,7 +11,7 @@ import torch
 
 from pylate_flash.hosts import HOSTS
 from pylate_flash.training.token_budget import largest_token_budget
-from tests.gpu.tools import memory_limit
+from tests.gpu.tools import allocated, memory_limit
 from tests.hosts.conftest import texts, tiny_encoder_path  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def found_budget(model: Any, loss: Any, most: int, length: int, dtype: torch.dty
     """It leaves everything as if nothing had been tried."""
     # What libraries keep from their first call on.
     assert largest_token_budget(loss, 4, dtype) == 4 * length
-    before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    before, state = allocated(), torch.cuda.get_rng_state()
     budget = largest_token_budget(loss, most, dtype)
     assert length <= budget < most * length, "memory must not suffice for the whole batch"
     assert budget % length == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -130,12 +131,18 @@ def captured(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     return found, graph.replay
 
 
+def allocated() -> int:
+    """The bytes that tensors take, without those of earlier tests that wait for the garbage collection."""
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
 def memory_of(step: Callable[[], Any]) -> tuple[int, int]:
     """The bytes that a step takes at its peak when it runs again, and those of the tensors that it returns."""
     step()
     torch.cuda.synchronize()
+    before = allocated()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     found = step()
     taken = torch.cuda.max_memory_allocated() - before
     return taken, sum(tensor.nbytes for tensor in (found if isinstance(found, tuple) else (found,)))
