@@ -22,7 +22,7 @@ from ..problem import Options, Problem, Results, Rule, Tensors
 from .call_parts import checked_masks, in_chunks, with_empty_score
 from .checks import LARGEST, check_choice, check_integer, check_tensor, checked_problem
 from .compute import compute_gradients, kernels, without_autocast
-from .maxsim_operator import checked, checked_shapes
+from .maxsim_operator import CALL_SCHEMA, call_of, checked, checked_shapes
 from .operator import Operation
 from .products import block_budget, inner_products
 
@@ -135,29 +135,27 @@ def xtr_scores(
     k = k if isinstance(k, torch.SymInt) else int(k)
     check_choice("normalizer", normalizer, NORMALIZERS)
     check_tensor("documents", documents, {3: "[Nd, Ld, d]"})
-    arguments = queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation
-    return _xtr(arguments, "xtr_scores")
+    options = Options(empty_score=empty_score, implementation=implementation)
+    return _xtr((*Tensors(queries, documents, queries_mask, documents_mask), *options, k, normalizer), "xtr_scores")
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    *embeddings_and_masks, k, normalizer, empty_score, implementation = arguments
-    options = Options(empty_score=empty_score, implementation=implementation)
-    tensors, options = checked(called, Tensors(*embeddings_and_masks), options)
-    return *tensors[:4], k, normalizer, options.empty_score, implementation
+    *call, k, normalizer = arguments
+    tensors, options = checked(called, *call_of(tuple(call)))
+    return *tensors, *options, k, normalizer
 
 
 def _compute(arguments: tuple, _: bool) -> Results:
     """Scores, the tokens that a gradient flows to, and what scores were divided by."""
-    queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation = arguments
-    tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    problem = checked_problem(tensors, Options(empty_score=empty_score), with_argmax=True)
-    chosen = choose(implementation, problem.device, problem.dtype, problem.size)
-    tensors = Tensors(queries, documents, *checked_masks(tensors))
+    (tensors, options), (k, normalizer) = call_of(arguments[:-2]), arguments[-2:]
+    problem = checked_problem(tensors, options, with_argmax=True)
+    chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    tensors = Tensors(*tensors[:2], *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
     argmax = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
     results, least = Results(scores, argmax, torch.empty_like(scores)), _LEAST[normalizer]
     if problem.is_empty:
-        scores = with_empty_score(scores.zero_(), tensors, empty_score)
+        scores = with_empty_score(scores.zero_(), tensors, options.empty_score)
         return Results(scores, argmax.fill_(-1), results.divisors.fill_(least))
     rule = Rule(min(k, problem.n_tokens), normalizer == "positive", least)
     number = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * problem.query_length))
@@ -244,22 +242,17 @@ def _compute_gradients(
     grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
     argmax, divisors = saved
-    options = Options(implementation=arguments[-1])
-    return compute_gradients(Tensors(*arguments[:4]), options, grad_scores / divisors, argmax, *needs)
+    return compute_gradients(*call_of(arguments[:-2]), grad_scores / divisors, argmax, *needs)
 
 
-def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None, *_):
-    scores, argmax = checked_shapes(Tensors(queries, documents, queries_mask, documents_mask), Options())
+def _shapes(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    scores, argmax = checked_shapes(*call_of(arguments[:-2]))
     return scores, argmax, torch.empty_like(scores)
 
 
-_SCHEMA = (
-    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, str normalizer, "
-    "float empty_score, str implementation"
-)
 _xtr = Operation(
     "xtr_scores",
-    _SCHEMA,
+    f"{CALL_SCHEMA}, SymInt k, str normalizer",
     ("queries", "documents"),
     ("argmax", "divisors"),
     _check,
