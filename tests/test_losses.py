@@ -374,18 +374,6 @@ def test_evaluation_without_gradients(model: ColBERT) -> None:
             assert_same_value(getattr(losses, name)(model)(features), expected)
 
 
-def test_while_registered_pylates_names_are_these_classes(model: ColBERT) -> None:
-    features = contrastive_batch(model)
-    expected = PyLateContrastive(model)(features)
-    with registered():
-        for name in PYLATE:
-            assert issubclass(getattr(pylate.losses, name), getattr(losses, name))
-        assert_same_value(pylate.losses.Contrastive(model)(features), expected)
-        assert_same_value(pylate.losses.CachedContrastive(model, mini_batch_size=2)(features), expected)
-        pylate.losses.Distillation(model)
-    assert pylate.losses.Contrastive is PyLateContrastive
-
-
 @pytest.mark.parametrize("name", PYLATE)
 def test_wrong_arguments(model: ColBERT, name: str) -> None:
     loss = getattr(losses, name)
