@@ -143,6 +143,17 @@ def wrong(error: type[Exception], message: str, function: Callable[..., object],
     return pytest.param(partial(function, *arguments, **options), error, message)
 
 
+def mistakes(*cases):
+    """The test that each of these calls is one clear error."""
+
+    @pytest.mark.parametrize(("call", "error", "message"), cases)
+    def test(call: Callable[[], object], error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            call()
+
+    return test
+
+
 # Of two results through float32 scores of up to 16 in magnitude, from inputs in float64: each score is rounded by at
 # most 2^-21, and a softmax of them passes that on to the gradients.
 FLOAT32_SCORES = {"rtol": 1e-6, "atol": 1e-6}

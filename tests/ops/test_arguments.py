@@ -32,7 +32,7 @@ from pylate_flash import (
     train_residual_codec,
     xtr_scores,
 )
-from tests.ops.cases import wrong
+from tests.ops.cases import mistakes, wrong
 from tests.ops.operations import calls
 from tests.ops.residual_cases import residual_codes
 
@@ -154,80 +154,74 @@ ROWS_TURNED, ROWS_BIG = ROWS[::-1], ROWS.astype(">f4")
 EMPTY = torch.ones(2, 0)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        # Lists of pairs.
-        (ragged_pairs(EMPTY, EMPTY), ValueError, "documents must have an embedding size of at least 1"),
-        # Lengths.
-        *(
-            (lengths(name, value), error, f"{name} must be {expected}, got {got}")
-            for name in ("max_query_length", "max_document_length", "max_x_length", "max_y_length")
-            for value, error, expected, got in (
-                ("5", TypeError, "an integer", "str"),
-                (5.0, TypeError, "an integer", "float"),
-                (True, TypeError, "an integer", "bool"),
-                (-1, ValueError, "at least 0", "-1"),
-                (2**63, ValueError, r"less than 2\*\*63", str(2**63)),
-            )
-        ),
-        # Scratch.
-        *(wrong(error, f"max_scratch_bytes must be {expected}, got {got}",
-                maxsim_cross_entropy, QUERIES, DOCUMENTS, max_scratch_bytes=value)
-          for value, error, expected, got in (
-              ("x", TypeError, "an integer", "str"),
-              (1.5, TypeError, "an integer", "float"),
-              (HUGE, ValueError, r"less than 2\*\*63", str(HUGE)),
-          )),
-        # Beta, which is rounded.
-        *(wrong(ValueError, rf"beta must be above 0 and finite, got {re.escape(got)}.* \(it is .* in float32\)",
-                soft_maxsim, QUERIES, DOCUMENTS, beta)
-          for beta, got in (
-              (1e39, "1e+39"),
-              (1e-46, "1e-46"),
-              (2.0**-150, "7.0"),
-              (10**400, "1000"),
-              (torch.tensor(1e39, dtype=torch.float64), "1e+39"),
-              (torch.tensor(1e-46, dtype=torch.float64), "1e-46"),
-          )),
-        # Codes and codecs.
-        wrong(ValueError, re.escape("centroids must be at least one, got shape [0, 8]"),
-              ResidualCodec, torch.ones(0, 8), CUTOFFS, WEIGHTS),
-        wrong(TypeError, "num_centroids must be an integer, got str", train_residual_codec, TOKENS, "x"),
-        wrong(TypeError, "num_centroids must be an integer, got float", train_residual_codec, TOKENS, 2.5),
-        wrong(TypeError, "nbits must be an integer, got float", train_residual_codec, TOKENS, 2, 4.0),
-        # Lists to pack.
-        wrong(TypeError, r"sequences\[0\] must be a torch.Tensor or a numpy.ndarray, got None", pack, [None]),
-        wrong(TypeError, "sequences must be a list of tensors or arrays .*, got str", pack, "abc"),
-        wrong(TypeError, "sequences must be a list of tensors or arrays .*, got int", pack, 5),
-        wrong(TypeError, "sequences must be a list of tensors .*, got generator", pack, (x for x in LIST)),
-        *(wrong(error, r"sequences\[1\] must be an array that torch can", pack, [ROWS, rows])
-          for rows, error in ((ROWS_TURNED, ValueError), (ROWS_BIG, ValueError), (np.array([["a"]]), TypeError))),
-        *(wrong(ValueError, re.escape("documents[1] must be an array that torch can take as it is: "),
-                maxsim_ragged, LIST, [ROWS, rows])
-          for rows in (ROWS_TURNED, ROWS_BIG)),
-        # Boundaries that are kept with quantized embeddings.
-        *(wrong(ValueError, f"cu_seqlens must rise from 0 to the number of values, 5, got {got}",
-                quantize, TOKENS, cu_seqlens=torch.tensor(bounds))
-          for bounds, got in (([0, 99, -3], "0 to -3, falling"), ([0, 4], "0 to 4"), ([1, 5], "1 to 5"))),
-        wrong(ValueError, "cu_seqlens must be on the device of values, meta, got cpu",
-              QuantizedEmbeddings, TOKENS.to("meta", torch.int8), TOKENS[:, 0].to("meta"), None, BOUNDS),
-        # What belongs to packed documents.
-        *(wrong(ValueError, f"{name} must be None where (queries|documents) are padded.*, got {got}",
-                explain, QUERIES, DOCUMENTS, **given)
-          for given, name, got in (
-              ({"queries_cu_seqlens": BOUNDS}, "queries_cu_seqlens", "Tensor"),
-              ({"candidates_cu_seqlens": BOUNDS}, "candidates_cu_seqlens", "Tensor"),
-              ({"max_query_length": 3}, "max_query_length", "int"),
-              ({"max_document_length": -3}, "max_document_length", "int"),
-          )),
-        wrong(ValueError, "max_document_length must be None where documents are padded",
-              explain, QUERIES, quantize(DOCUMENTS), max_document_length=3),
-    ],
+test_what_is_wrong_is_named = mistakes(
+    # Lists of pairs.
+    (ragged_pairs(EMPTY, EMPTY), ValueError, "documents must have an embedding size of at least 1"),
+    # Lengths.
+    *(
+        (lengths(name, value), error, f"{name} must be {expected}, got {got}")
+        for name in ("max_query_length", "max_document_length", "max_x_length", "max_y_length")
+        for value, error, expected, got in (
+            ("5", TypeError, "an integer", "str"),
+            (5.0, TypeError, "an integer", "float"),
+            (True, TypeError, "an integer", "bool"),
+            (-1, ValueError, "at least 0", "-1"),
+            (2**63, ValueError, r"less than 2\*\*63", str(2**63)),
+        )
+    ),
+    # Scratch.
+    *(wrong(error, f"max_scratch_bytes must be {expected}, got {got}",
+            maxsim_cross_entropy, QUERIES, DOCUMENTS, max_scratch_bytes=value)
+      for value, error, expected, got in (
+          ("x", TypeError, "an integer", "str"),
+          (1.5, TypeError, "an integer", "float"),
+          (HUGE, ValueError, r"less than 2\*\*63", str(HUGE)),
+      )),
+    # Beta, which is rounded.
+    *(wrong(ValueError, rf"beta must be above 0 and finite, got {re.escape(got)}.* \(it is .* in float32\)",
+            soft_maxsim, QUERIES, DOCUMENTS, beta)
+      for beta, got in (
+          (1e39, "1e+39"),
+          (1e-46, "1e-46"),
+          (2.0**-150, "7.0"),
+          (10**400, "1000"),
+          (torch.tensor(1e39, dtype=torch.float64), "1e+39"),
+          (torch.tensor(1e-46, dtype=torch.float64), "1e-46"),
+      )),
+    # Codes and codecs.
+    wrong(ValueError, re.escape("centroids must be at least one, got shape [0, 8]"),
+          ResidualCodec, torch.ones(0, 8), CUTOFFS, WEIGHTS),
+    wrong(TypeError, "num_centroids must be an integer, got str", train_residual_codec, TOKENS, "x"),
+    wrong(TypeError, "num_centroids must be an integer, got float", train_residual_codec, TOKENS, 2.5),
+    wrong(TypeError, "nbits must be an integer, got float", train_residual_codec, TOKENS, 2, 4.0),
+    # Lists to pack.
+    wrong(TypeError, r"sequences\[0\] must be a torch.Tensor or a numpy.ndarray, got None", pack, [None]),
+    wrong(TypeError, "sequences must be a list of tensors or arrays .*, got str", pack, "abc"),
+    wrong(TypeError, "sequences must be a list of tensors or arrays .*, got int", pack, 5),
+    wrong(TypeError, "sequences must be a list of tensors .*, got generator", pack, (x for x in LIST)),
+    *(wrong(error, r"sequences\[1\] must be an array that torch can", pack, [ROWS, rows])
+      for rows, error in ((ROWS_TURNED, ValueError), (ROWS_BIG, ValueError), (np.array([["a"]]), TypeError))),
+    *(wrong(ValueError, re.escape("documents[1] must be an array that torch can take as it is: "),
+            maxsim_ragged, LIST, [ROWS, rows])
+      for rows in (ROWS_TURNED, ROWS_BIG)),
+    # Boundaries that are kept with quantized embeddings.
+    *(wrong(ValueError, f"cu_seqlens must rise from 0 to the number of values, 5, got {got}",
+            quantize, TOKENS, cu_seqlens=torch.tensor(bounds))
+      for bounds, got in (([0, 99, -3], "0 to -3, falling"), ([0, 4], "0 to 4"), ([1, 5], "1 to 5"))),
+    wrong(ValueError, "cu_seqlens must be on the device of values, meta, got cpu",
+          QuantizedEmbeddings, TOKENS.to("meta", torch.int8), TOKENS[:, 0].to("meta"), None, BOUNDS),
+    # What belongs to packed documents.
+    *(wrong(ValueError, f"{name} must be None where (queries|documents) are padded.*, got {got}",
+            explain, QUERIES, DOCUMENTS, **given)
+      for given, name, got in (
+          ({"queries_cu_seqlens": BOUNDS}, "queries_cu_seqlens", "Tensor"),
+          ({"candidates_cu_seqlens": BOUNDS}, "candidates_cu_seqlens", "Tensor"),
+          ({"max_query_length": 3}, "max_query_length", "int"),
+          ({"max_document_length": -3}, "max_document_length", "int"),
+      )),
+    wrong(ValueError, "max_document_length must be None where documents are padded",
+          explain, QUERIES, quantize(DOCUMENTS), max_document_length=3),
 )  # fmt: skip
-def test_what_is_wrong_is_named(call: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])

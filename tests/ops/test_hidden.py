@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pylate_flash import maxsim, maxsim_from_hidden, pack
 from pylate_flash.ops import hidden, maxsim_from_hidden_reference
 from pylate_flash.ops import hidden_blocks as module
-from tests.ops.cases import FLOAT32_SCORES, Case, cases, differentiated, relative_error, wrong
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, differentiated, mistakes, relative_error, wrong
 from tests.ops.test_varlen import packed
 
 # With one dimension, many tokens have one direction, and rounding decides which of them wins.
@@ -287,30 +287,24 @@ Q, H, W, B = problem().tensors.values()
 P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(ValueError, r"hidden must have shape \[Nd, Ld, d_model\]", maxsim_from_hidden, Q, H[0], W),
-        wrong(ValueError, "weight must project to at least 1", maxsim_from_hidden, Q, H, W[:0]),
-        wrong(ValueError, "projects to, 6, got 10: hidden states need queries_weight", maxsim_from_hidden, H, H, W),
-        wrong(ValueError, "queries_weight must project to .* 6", maxsim_from_hidden, H, H, W, queries_weight=W[:5]),
-        wrong(ValueError, "queries_bias needs queries_weight", maxsim_from_hidden, H, H, W, queries_bias=B),
-        wrong(ValueError, "one row of candidates per query, Nq = 3", maxsim_from_hidden, Q, H[None], W),
-        wrong(ValueError, "max_document_length must be None where", maxsim_from_hidden, Q, H, W, max_document_length=7),
-        wrong(ValueError, r"queries must have shape \[Nq, Lq, d\], got", maxsim_from_hidden, Q[0], H, W),
-        wrong(ValueError, "documents_mask must be None where documents are packed",
-              maxsim_from_hidden, Q, P, W, documents_mask=CU, documents_cu_seqlens=CU),
-        wrong(ValueError, r"queries of shape \[Tq, d\] need queries_cu_seqlens",
-              maxsim_from_hidden, Q[0], P, W, documents_cu_seqlens=CU),
-        wrong(ValueError, "documents_cu_seqlens must rise from 0 to the number of tokens of documents, 35, got 0 to 28",
-              maxsim_from_hidden, Q, P, W, documents_cu_seqlens=CU[:-1]),
-        wrong(ValueError, r"candidates_cu_seqlens must have Nq \+ 1 = 4 entries",
-              maxsim_from_hidden, Q, P, W, documents_cu_seqlens=CU, candidates_cu_seqlens=CU),
-    ],
+test_bad_input_names_the_argument = mistakes(
+    wrong(ValueError, r"hidden must have shape \[Nd, Ld, d_model\]", maxsim_from_hidden, Q, H[0], W),
+    wrong(ValueError, "weight must project to at least 1", maxsim_from_hidden, Q, H, W[:0]),
+    wrong(ValueError, "projects to, 6, got 10: hidden states need queries_weight", maxsim_from_hidden, H, H, W),
+    wrong(ValueError, "queries_weight must project to .* 6", maxsim_from_hidden, H, H, W, queries_weight=W[:5]),
+    wrong(ValueError, "queries_bias needs queries_weight", maxsim_from_hidden, H, H, W, queries_bias=B),
+    wrong(ValueError, "one row of candidates per query, Nq = 3", maxsim_from_hidden, Q, H[None], W),
+    wrong(ValueError, "max_document_length must be None where", maxsim_from_hidden, Q, H, W, max_document_length=7),
+    wrong(ValueError, r"queries must have shape \[Nq, Lq, d\], got", maxsim_from_hidden, Q[0], H, W),
+    wrong(ValueError, "documents_mask must be None where documents are packed",
+          maxsim_from_hidden, Q, P, W, documents_mask=CU, documents_cu_seqlens=CU),
+    wrong(ValueError, r"queries of shape \[Tq, d\] need queries_cu_seqlens",
+          maxsim_from_hidden, Q[0], P, W, documents_cu_seqlens=CU),
+    wrong(ValueError, "documents_cu_seqlens must rise from 0 to the number of tokens of documents, 35, got 0 to 28",
+          maxsim_from_hidden, Q, P, W, documents_cu_seqlens=CU[:-1]),
+    wrong(ValueError, r"candidates_cu_seqlens must have Nq \+ 1 = 4 entries",
+          maxsim_from_hidden, Q, P, W, documents_cu_seqlens=CU, candidates_cu_seqlens=CU),
 )  # fmt: skip
-def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence, maxsim_margin_mse
 from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference
-from tests.ops.cases import gradient_tolerance, wrong
+from tests.ops.cases import gradient_tolerance, mistakes, wrong
 from tests.ops.loss_cases import LossCase, check_chunks, chunk_cases, loss_cases
 
 OPTIONS = {"max_examples": 40}
@@ -101,29 +101,50 @@ Q, D, K = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4), torch.zeros(2, 6, 5, 4)
 BOUNDS = torch.tensor([0, 3, 5])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(ValueError, "documents must be at least one for a loss", maxsim_cross_entropy, Q, D[:0]),
-        wrong(ValueError, "labels must be given .* None for 3 queries and 2 documents", maxsim_cross_entropy, D, Q),
-        wrong(ValueError, "labels must be from 0 to 2, got values from 0 to 3",
-              maxsim_cross_entropy, Q, D, labels=torch.tensor([0, 3])),
-        wrong(ValueError, "labels must be from 0 to 5", maxsim_cross_entropy, Q, K, labels=torch.tensor([-1, 3])),
-        wrong(ValueError, "temperature must be above 0 .* got 0.0", maxsim_cross_entropy, Q, D, temperature=0.0),
-        wrong(ValueError, "temperature must be above 0", maxsim_cross_entropy, Q, D, temperature=float("nan")),
-        wrong(TypeError, "temperature must be a number or a .* got str", maxsim_cross_entropy, Q, D, temperature="1"),
-        wrong(ValueError, "loss_reduction must be one of", maxsim_cross_entropy, Q, D, loss_reduction="max"),
-        wrong(ValueError, "documents_mask must hold only 0",
-              maxsim_cross_entropy, Q, D, documents_mask=torch.full((3, 5), 0.5)),
-        wrong(ValueError, "queries_mask must hold only 0 .* or positive weights, got -0.5",
-              maxsim_cross_entropy, Q, D, queries_mask=torch.full((2, 3), -0.5)),
-        wrong(ValueError, "teacher_scores must not require a gradient",
-              maxsim_kl_divergence, Q, K, torch.zeros(2, 6, requires_grad=True)),
-    ],
+test_bad_input_names_the_argument = mistakes(
+    wrong(ValueError, "documents must be at least one for a loss", maxsim_cross_entropy, Q, D[:0]),
+    wrong(ValueError, "labels must be given .* None for 3 queries and 2 documents", maxsim_cross_entropy, D, Q),
+    wrong(ValueError, "labels must be from 0 to 2, got values from 0 to 3",
+          maxsim_cross_entropy, Q, D, labels=torch.tensor([0, 3])),
+    wrong(ValueError, "labels must be from 0 to 5", maxsim_cross_entropy, Q, K, labels=torch.tensor([-1, 3])),
+    wrong(ValueError, "temperature must be above 0 .* got 0.0", maxsim_cross_entropy, Q, D, temperature=0.0),
+    wrong(ValueError, "temperature must be above 0", maxsim_cross_entropy, Q, D, temperature=float("nan")),
+    wrong(TypeError, "temperature must be a number or a .* got str", maxsim_cross_entropy, Q, D, temperature="1"),
+    wrong(ValueError, "loss_reduction must be one of", maxsim_cross_entropy, Q, D, loss_reduction="max"),
+    wrong(ValueError, "documents_mask must hold only 0",
+          maxsim_cross_entropy, Q, D, documents_mask=torch.full((3, 5), 0.5)),
+    wrong(ValueError, "queries_mask must hold only 0 .* or positive weights, got -0.5",
+          maxsim_cross_entropy, Q, D, queries_mask=torch.full((2, 3), -0.5)),
+    wrong(ValueError, "teacher_scores must not require a gradient",
+          maxsim_kl_divergence, Q, K, torch.zeros(2, 6, requires_grad=True)),
+    wrong(ValueError, "exclude must be False for each query's label, got True for that of query 1",
+          maxsim_cross_entropy, Q, D, exclude=torch.tensor([[0, 1, 0], [0, 1, 0]]).bool()),
+    wrong(TypeError, "margin must be a number or None, got str", maxsim_cross_entropy, Q, D, margin="0.1"),
+    wrong(ValueError, "margin must be finite, got inf", maxsim_cross_entropy, Q, D, margin=float("inf")),
+    wrong(ValueError, "temperature must be a number or a tensor of one element",
+          maxsim_cross_entropy, Q, D, temperature=torch.ones(2)),
+    wrong(ValueError, "must be above 0 .* got 0.0", maxsim_cross_entropy, Q, D, temperature=torch.zeros(())),
+    wrong(ValueError, "symmetric must be False where each query has", maxsim_cross_entropy, Q, K, symmetric=True),
+    wrong(ValueError, "max_scratch_bytes must be at least 1", maxsim_cross_entropy, Q, D, max_scratch_bytes=0),
+    wrong(TypeError, "max_scratch_bytes must be an integer, got float",
+          maxsim_cross_entropy, Q, D, max_scratch_bytes=1e9),
+    wrong(ValueError, "max_document_length must be None", maxsim_cross_entropy, Q, D, max_document_length=5),
+    wrong(ValueError, "documents_mask must be None where documents are packed",
+          maxsim_cross_entropy, Q, D[0], documents_cu_seqlens=BOUNDS, documents_mask=torch.ones(5)),
+    wrong(ValueError, r"documents must have shape \[Td", maxsim_cross_entropy, Q, D, documents_cu_seqlens=BOUNDS),
+    wrong(ValueError, r"queries must have shape", maxsim_cross_entropy, Q[0], D[0], documents_cu_seqlens=BOUNDS),
+    wrong(ValueError, "documents_cu_seqlens has a sequence of length 3, more than max_document_length = 2",
+          maxsim_cross_entropy, Q, D[0], documents_cu_seqlens=BOUNDS, max_document_length=2),
+    wrong(ValueError, "teacher_temperature must be above 0 and finite, got 0",
+          maxsim_kl_divergence, Q, K, Q[:, :, 0], teacher_temperature=0),
+    wrong(TypeError, "teacher_temperature must be a number, got Tensor",
+          maxsim_kl_divergence, Q, K, Q[:, :, 0], teacher_temperature=torch.ones(())),
+    wrong(ValueError, "temperature must be above 0 and finite, got -2",
+          maxsim_cross_entropy, Q, D, temperature=torch.nn.Parameter(torch.tensor(-2.0))),
+    wrong(ValueError, "temperature must be above 0 and finite, got 1e-46",
+          maxsim_cross_entropy, Q, D, temperature=1e-46),
+    wrong(ValueError, "documents must be a positive and a negative", maxsim_margin_mse, Q, K[:, :1], Q[:, :1, 0]),
 )  # fmt: skip
-def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_normalized_scores_are_those_of_pylate() -> None:
@@ -229,49 +250,6 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         maxsim_cross_entropy(queries, documents, max_scratch_bytes=3 * 10 * 8)
     assert rows == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(TypeError, "exclude must be a torch.Tensor or None", maxsim_cross_entropy, Q, D, exclude=[True]),
-        wrong(TypeError, "exclude must be bool, got", maxsim_cross_entropy, Q, D, exclude=torch.zeros(2, 3)),
-        wrong(ValueError, r"exclude must have shape \[2, 3\], got", maxsim_cross_entropy, Q, D, exclude=Q[0] > 0),
-        wrong(ValueError, "exclude must be False for each query's label, got True for that of query 1",
-              maxsim_cross_entropy, Q, D, exclude=torch.tensor([[0, 1, 0], [0, 1, 0]]).bool()),
-        wrong(TypeError, "margin must be a number or None, got str", maxsim_cross_entropy, Q, D, margin="0.1"),
-        wrong(ValueError, "margin must be finite, got inf", maxsim_cross_entropy, Q, D, margin=float("inf")),
-        wrong(ValueError, "temperature must be a number or a tensor of one element",
-              maxsim_cross_entropy, Q, D, temperature=torch.ones(2)),
-        wrong(TypeError, "temperature must be float16", maxsim_cross_entropy, Q, D, temperature=torch.ones(1).int()),
-        wrong(ValueError, "temperature must be on the device of queries, cpu, got meta",
-              maxsim_cross_entropy, Q, D, temperature=torch.ones(1, device="meta")),
-        wrong(ValueError, "must be above 0 .* got 0.0", maxsim_cross_entropy, Q, D, temperature=torch.zeros(())),
-        wrong(ValueError, "symmetric must be False where each query has", maxsim_cross_entropy, Q, K, symmetric=True),
-        wrong(ValueError, "max_scratch_bytes must be at least 1", maxsim_cross_entropy, Q, D, max_scratch_bytes=0),
-        wrong(TypeError, "max_scratch_bytes must be an integer, got float",
-              maxsim_cross_entropy, Q, D, max_scratch_bytes=1e9),
-        wrong(ValueError, "max_document_length must be None", maxsim_cross_entropy, Q, D, max_document_length=5),
-        wrong(ValueError, "documents_mask must be None where documents are packed",
-              maxsim_cross_entropy, Q, D[0], documents_cu_seqlens=BOUNDS, documents_mask=torch.ones(5)),
-        wrong(ValueError, r"documents must have shape \[Td", maxsim_cross_entropy, Q, D, documents_cu_seqlens=BOUNDS),
-        wrong(ValueError, r"queries must have shape", maxsim_cross_entropy, Q[0], D[0], documents_cu_seqlens=BOUNDS),
-        wrong(ValueError, "documents_cu_seqlens has a sequence of length 3, more than max_document_length = 2",
-              maxsim_cross_entropy, Q, D[0], documents_cu_seqlens=BOUNDS, max_document_length=2),
-        wrong(ValueError, "teacher_temperature must be above 0 and finite, got 0",
-              maxsim_kl_divergence, Q, K, Q[:, :, 0], teacher_temperature=0),
-        wrong(TypeError, "teacher_temperature must be a number, got Tensor",
-              maxsim_kl_divergence, Q, K, Q[:, :, 0], teacher_temperature=torch.ones(())),
-        wrong(ValueError, "temperature must be above 0 and finite, got -2",
-              maxsim_cross_entropy, Q, D, temperature=torch.nn.Parameter(torch.tensor(-2.0))),
-        wrong(ValueError, "temperature must be above 0 and finite, got 1e-46",
-              maxsim_cross_entropy, Q, D, temperature=1e-46),
-        wrong(ValueError, "documents must be a positive and a negative", maxsim_margin_mse, Q, K[:, :1], Q[:, :1, 0]),
-    ],
-)  # fmt: skip
-def test_bad_options_name_the_argument(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_numbers_may_be_numpys() -> None:

@@ -13,6 +13,7 @@ from tests.ops.cases import (
     Case,
     cases,
     check_definition,
+    mistakes,
     relative_error,
     wrong,
 )
@@ -89,17 +90,11 @@ def test_memory_does_not_grow_with_the_similarity_tensor() -> None:
 Q, D = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(ValueError, "embedding size of at least 1", maxsim, Q[..., :0], D[..., :0]),
-        wrong(ValueError, "one row of candidates per query", maxsim, Q, D.unsqueeze(0)),
-        wrong(ValueError, "one document per query, 2, got 3", maxsim_pairwise, Q, D),
-    ],
+test_bad_input_names_the_argument = mistakes(
+    wrong(ValueError, "embedding size of at least 1", maxsim, Q[..., :0], D[..., :0]),
+    wrong(ValueError, "one row of candidates per query", maxsim, Q, D.unsqueeze(0)),
+    wrong(ValueError, "one document per query, 2, got 3", maxsim_pairwise, Q, D),
 )  # fmt: skip
-def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves it")

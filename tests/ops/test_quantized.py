@@ -12,7 +12,7 @@ from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_va
 from pylate_flash.ops import products
 from pylate_flash.ops.quantization import PRECISIONS as TYPES
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.ops.cases import Case, cases, wrong
+from tests.ops.cases import Case, cases, mistakes, wrong
 from tests.ops.test_varlen import packed
 
 PRECISIONS = list(TYPES)
@@ -172,28 +172,22 @@ def tensors_of(quantized: QuantizedEmbeddings) -> dict[str, Tensor | None]:
     return {name: getattr(quantized, name) for name in ("values", "scales", "offsets", "cu_seqlens")}
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(ValueError, "precision must be one of 'int8', 'uint8', 'fp8'", quantize, torch.ones(2, 3), "int4"),
-        wrong(ValueError, r"embeddings must have shape \[T, d\] or", quantize, torch.ones(3)),
-        wrong(ValueError, "are of packed", quantize, torch.ones(1, 2, 3), cu_seqlens=torch.tensor([0, 2])),
-        wrong(ValueError, "offsets must be given for values of torch.uint8, got None",
-              QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.uint8), torch.ones(2)),
-        wrong(ValueError, "offsets must be None for values of torch.int8, got a tensor",
-              QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2)),
-        wrong(ValueError, "scales must not require a gradient",
-              QuantizedEmbeddings, quantize(torch.ones(2, 3)).values, torch.ones(2, requires_grad=True)),
-        wrong(TypeError, "dtype must be a floating torch.dtype", quantize(torch.ones(2, 3)).dequantize, torch.int8),
-        wrong(ValueError, r"documents must have shape", maxsim, torch.ones(1, 2, 3), quantize(torch.ones(2, 3))),
-        wrong(ValueError, "documents must have the embedding size of queries, 3, got 4",
-              maxsim, torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 4))),
-        wrong(TypeError, "documents must be a torch.Tensor, got QuantizedEmbeddings",
-              maxsim_pairwise, torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 3))),
-        wrong(ValueError, "documents_cu_seqlens must rise from 0",
-              maxsim_varlen, torch.ones(2, 3), quantize(torch.ones(2, 3)), torch.tensor([0, 2]), torch.tensor([0, 3])),
-    ],
+test_one_error_for_each_mistake = mistakes(
+    wrong(ValueError, "precision must be one of 'int8', 'uint8', 'fp8'", quantize, torch.ones(2, 3), "int4"),
+    wrong(ValueError, r"embeddings must have shape \[T, d\] or", quantize, torch.ones(3)),
+    wrong(ValueError, "are of packed", quantize, torch.ones(1, 2, 3), cu_seqlens=torch.tensor([0, 2])),
+    wrong(ValueError, "offsets must be given for values of torch.uint8, got None",
+          QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.uint8), torch.ones(2)),
+    wrong(ValueError, "offsets must be None for values of torch.int8, got a tensor",
+          QuantizedEmbeddings, torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2)),
+    wrong(ValueError, "scales must not require a gradient",
+          QuantizedEmbeddings, quantize(torch.ones(2, 3)).values, torch.ones(2, requires_grad=True)),
+    wrong(TypeError, "dtype must be a floating torch.dtype", quantize(torch.ones(2, 3)).dequantize, torch.int8),
+    wrong(ValueError, r"documents must have shape", maxsim, torch.ones(1, 2, 3), quantize(torch.ones(2, 3))),
+    wrong(ValueError, "documents must have the embedding size of queries, 3, got 4",
+          maxsim, torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 4))),
+    wrong(TypeError, "documents must be a torch.Tensor, got QuantizedEmbeddings",
+          maxsim_pairwise, torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 3))),
+    wrong(ValueError, "documents_cu_seqlens must rise from 0",
+          maxsim_varlen, torch.ones(2, 3), quantize(torch.ones(2, 3)), torch.tensor([0, 2]), torch.tensor([0, 3])),
 )  # fmt: skip
-def test_one_error_for_each_mistake(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

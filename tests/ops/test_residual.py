@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen
 from pylate_flash.ops import products, residual_codes
 from pylate_flash.ops.residual import maxsim_residual_reference
-from tests.ops.cases import gradient_tolerance, relative_error, wrong
+from tests.ops.cases import gradient_tolerance, mistakes, relative_error, wrong
 from tests.ops.residual_cases import residual_cases, residual_gradient
 from tests.ops.residual_cases import residual_codes as codes_of
 
@@ -125,33 +125,27 @@ def changed(**tensors: torch.Tensor) -> ResidualCodes:
 QUERIES = torch.ones(2, 3, 8)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(ValueError, "codes must be from 0 to 6, the last of centroids, got -1 to 2",
-              changed, codes=torch.tensor([0, -1, 2], dtype=torch.int32)),
-        wrong(ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
-              changed, bucket_weights=torch.ones(8).half()),
-        wrong(ValueError, "centroids must have an embedding size that is a multiple of 8, got 7",
-              changed, centroids=torch.zeros(7, 7).half()),
-        wrong(ValueError, "cu_seqlens must rise from 0 to .* 3, got 0 to", changed, cu_seqlens=torch.tensor([0, 2])),
-        wrong(ValueError, r"scales must have shape \[3\], got \[2\]", changed, scales=torch.ones(2)),
-        wrong(ValueError, "centroids must not require a gradient",
-              changed, centroids=torch.zeros(7, 8, dtype=torch.float16, requires_grad=True)),
-        wrong(TypeError, "dtype must be a floating torch.dtype", changed().decompress, torch.int8),
-        wrong(TypeError, "documents must be ResidualCodes", maxsim_residual, QUERIES, torch.ones(2, 3, 8)),
-        wrong(TypeError, "documents must be a torch.Tensor, got ResidualCodes", maxsim, QUERIES, changed()),
-        wrong(ValueError, "precision must be one of 'int8', 'full', got 'half'",
-              maxsim_residual, QUERIES, changed(), precision="half"),
-        wrong(ValueError, "queries_mask must hold only 0",
-              maxsim_residual, QUERIES, changed(), queries_mask=torch.full((2, 3), 2)),
-        wrong(ValueError, "candidates must hold numbers of documents from 0 to 1, or -1 for none, got 0 to 2",
-              maxsim_residual, QUERIES, changed(), candidates=torch.tensor([[0], [2]])),
-        wrong(ValueError, "candidates must have one row per query, Nq = 2",
-              maxsim_residual, QUERIES, changed(), candidates=torch.tensor([[0, 1]])),
-        wrong(ValueError, "cannot serve this input", maxsim_residual, QUERIES, changed(), implementation="triton"),
-    ],
+test_one_error_for_each_mistake = mistakes(
+    wrong(ValueError, "codes must be from 0 to 6, the last of centroids, got -1 to 2",
+          changed, codes=torch.tensor([0, -1, 2], dtype=torch.int32)),
+    wrong(ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
+          changed, bucket_weights=torch.ones(8).half()),
+    wrong(ValueError, "centroids must have an embedding size that is a multiple of 8, got 7",
+          changed, centroids=torch.zeros(7, 7).half()),
+    wrong(ValueError, "cu_seqlens must rise from 0 to .* 3, got 0 to", changed, cu_seqlens=torch.tensor([0, 2])),
+    wrong(ValueError, r"scales must have shape \[3\], got \[2\]", changed, scales=torch.ones(2)),
+    wrong(ValueError, "centroids must not require a gradient",
+          changed, centroids=torch.zeros(7, 8, dtype=torch.float16, requires_grad=True)),
+    wrong(TypeError, "dtype must be a floating torch.dtype", changed().decompress, torch.int8),
+    wrong(TypeError, "documents must be ResidualCodes", maxsim_residual, QUERIES, torch.ones(2, 3, 8)),
+    wrong(TypeError, "documents must be a torch.Tensor, got ResidualCodes", maxsim, QUERIES, changed()),
+    wrong(ValueError, "precision must be one of 'int8', 'full', got 'half'",
+          maxsim_residual, QUERIES, changed(), precision="half"),
+    wrong(ValueError, "queries_mask must hold only 0",
+          maxsim_residual, QUERIES, changed(), queries_mask=torch.full((2, 3), 2)),
+    wrong(ValueError, "candidates must hold numbers of documents from 0 to 1, or -1 for none, got 0 to 2",
+          maxsim_residual, QUERIES, changed(), candidates=torch.tensor([[0], [2]])),
+    wrong(ValueError, "candidates must have one row per query, Nq = 2",
+          maxsim_residual, QUERIES, changed(), candidates=torch.tensor([[0, 1]])),
+    wrong(ValueError, "cannot serve this input", maxsim_residual, QUERIES, changed(), implementation="triton"),
 )  # fmt: skip
-def test_one_error_for_each_mistake(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pylate_flash import ResidualCodec, maxsim_residual, read_fast_plaid, train_residual_codec
 from pylate_flash._extras import MissingExtraError
 from pylate_flash.ops import residual_codec
-from tests.ops.cases import wrong
+from tests.ops.cases import mistakes, wrong
 
 BOUNDS = torch.tensor([0, 100, 100, 400])
 
@@ -186,25 +186,19 @@ def test_a_folder_without_a_whole_index(name: str, content, message: str, tmp_pa
 CODEC = ResidualCodec(torch.eye(8), torch.zeros(3), torch.zeros(4))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(ValueError, "nbits must be 2 or 4, got 3", train_residual_codec, torch.eye(8), nbits=3),
-        wrong(ValueError, "an embedding size that is a multiple of 8, got 7", train_residual_codec, torch.eye(7)),
-        wrong(ValueError, "num_centroids must be from 1 to .* 8, got 9", train_residual_codec, torch.eye(8), 9),
-        wrong(ValueError, "at least one token", train_residual_codec, torch.ones(0, 8)),
-        wrong(ValueError, "embeddings must be finite", train_residual_codec, torch.full((2, 8), torch.nan)),
-        wrong(TypeError, "dtype must be torch.float16", train_residual_codec, torch.eye(8), dtype=torch.float64),
-        wrong(ValueError, "the embedding size of centroids, 8, got 4", CODEC.compress, torch.eye(4), BOUNDS),
-        wrong(ValueError, "cu_seqlens must rise from 0", CODEC.compress, torch.eye(8), BOUNDS),
-        wrong(ValueError, r"bucket_cutoffs must have shape \[3\], one less than bucket_weights, got \[4\]",
-              ResidualCodec, torch.eye(8), torch.zeros(4), torch.zeros(4)),
-        wrong(TypeError, "bucket_cutoffs must have the dtype of centroids, torch.float32, got torch.float16",
-              ResidualCodec, torch.eye(8), torch.zeros(3).half(), torch.zeros(4)),
-        wrong(ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
-              ResidualCodec, torch.eye(8), torch.zeros(7), torch.zeros(8)),
-    ],
+test_one_error_for_each_mistake = mistakes(
+    wrong(ValueError, "nbits must be 2 or 4, got 3", train_residual_codec, torch.eye(8), nbits=3),
+    wrong(ValueError, "an embedding size that is a multiple of 8, got 7", train_residual_codec, torch.eye(7)),
+    wrong(ValueError, "num_centroids must be from 1 to .* 8, got 9", train_residual_codec, torch.eye(8), 9),
+    wrong(ValueError, "at least one token", train_residual_codec, torch.ones(0, 8)),
+    wrong(ValueError, "embeddings must be finite", train_residual_codec, torch.full((2, 8), torch.nan)),
+    wrong(TypeError, "dtype must be torch.float16", train_residual_codec, torch.eye(8), dtype=torch.float64),
+    wrong(ValueError, "the embedding size of centroids, 8, got 4", CODEC.compress, torch.eye(4), BOUNDS),
+    wrong(ValueError, "cu_seqlens must rise from 0", CODEC.compress, torch.eye(8), BOUNDS),
+    wrong(ValueError, r"bucket_cutoffs must have shape \[3\], one less than bucket_weights, got \[4\]",
+          ResidualCodec, torch.eye(8), torch.zeros(4), torch.zeros(4)),
+    wrong(TypeError, "bucket_cutoffs must have the dtype of centroids, torch.float32, got torch.float16",
+          ResidualCodec, torch.eye(8), torch.zeros(3).half(), torch.zeros(4)),
+    wrong(ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
+          ResidualCodec, torch.eye(8), torch.zeros(7), torch.zeros(8)),
 )  # fmt: skip
-def test_one_error_for_each_mistake(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

@@ -18,6 +18,7 @@ from tests.ops.cases import (
     SIZES,
     check_definition,
     differentiated,
+    mistakes,
     wrong,
 )
 
@@ -134,26 +135,20 @@ Q, D = torch.zeros(4, 3), torch.zeros(6, 3)
 QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        wrong(ValueError, "at least one sequence", pack, []),
-        wrong(ValueError, "got 4 at 1 and 3 at 0", pack, [torch.zeros(2, 3), torch.zeros(2, 4)]),
-        wrong(ValueError, r"shape \[L, d\]", pack, [torch.zeros(3)]),
-        wrong(ValueError, "documents_cu_seqlens must rise from 0 .* 6, got 0 to 2", maxsim_varlen, Q, D, QB, DB[:-1]),
-        wrong(ValueError, "falling in between", maxsim_varlen, Q, D, QB, torch.tensor([0, 5, 2, 6])),
-        wrong(ValueError, "queries_cu_seqlens must rise from 0 to the number of tokens of queries, 4, got 0 to 1",
-              maxsim_varlen, Q, D, torch.tensor([0, 1]), DB),
-        wrong(ValueError, "candidates_cu_seqlens must rise from 0 to the number of documents, 2, got 0 to 1",
-              maxsim_varlen, Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1])),
-        wrong(ValueError, "2 entries, got 3",
-              maxsim_varlen, Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1, 2])),
-        wrong(ValueError, "cu_seqlens must rise from 0 to the number of values, 6, got 0 to 4", unpack, D, QB),
-    ],
+test_bad_input_names_the_argument = mistakes(
+    wrong(ValueError, "at least one sequence", pack, []),
+    wrong(ValueError, "got 4 at 1 and 3 at 0", pack, [torch.zeros(2, 3), torch.zeros(2, 4)]),
+    wrong(ValueError, r"shape \[L, d\]", pack, [torch.zeros(3)]),
+    wrong(ValueError, "documents_cu_seqlens must rise from 0 .* 6, got 0 to 2", maxsim_varlen, Q, D, QB, DB[:-1]),
+    wrong(ValueError, "falling in between", maxsim_varlen, Q, D, QB, torch.tensor([0, 5, 2, 6])),
+    wrong(ValueError, "queries_cu_seqlens must rise from 0 to the number of tokens of queries, 4, got 0 to 1",
+          maxsim_varlen, Q, D, torch.tensor([0, 1]), DB),
+    wrong(ValueError, "candidates_cu_seqlens must rise from 0 to the number of documents, 2, got 0 to 1",
+          maxsim_varlen, Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1])),
+    wrong(ValueError, "2 entries, got 3",
+          maxsim_varlen, Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1, 2])),
+    wrong(ValueError, "cu_seqlens must rise from 0 to the number of values, 6, got 0 to 4", unpack, D, QB),
 )  # fmt: skip
-def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_boundaries_of_candidates_are_not_looked_at() -> None:
