@@ -15,10 +15,8 @@ from pylate_flash.cli.models import PYLATE, SENTENCE_TRANSFORMERS, check_encodin
 from pylate_flash.cli.training.run import DistinctTexts
 from pylate_flash.encoding.texts import encode
 from pylate_flash.hosts import HOSTS
-from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.cli.commands import CPU, HERE, assert_one_clear_sentence, invoke, succeed, train, trained, write_lines
 
-HERE = PYLATE if HOSTS[PYLATE].is_there() else SENTENCE_TRANSFORMERS
-CPU = ("--device", "cpu")
 TEXTS = {"d1": "cats and dogs", "d2": "planes and old trains", "d3": "bread and butter .", "d4": "red cats"}
 
 
@@ -26,8 +24,7 @@ TEXTS = {"d1": "cats and dogs", "d2": "planes and old trains", "d3": "bread and 
 def corpus(tmp_path):
     path = tmp_path / "beir" / "corpus.jsonl"
     path.parent.mkdir()
-    path.write_text("".join(json.dumps({"_id": id_, "text": text}) + "\n" for id_, text in TEXTS.items()))
-    return path
+    return write_lines(path, *({"_id": id_, "text": text} for id_, text in TEXTS.items()))
 
 
 @pytest.fixture
@@ -87,12 +84,11 @@ def test_evaluate_agrees_with_the_librarys_own_scorer(corpus, pylate_checkpoint,
 
 
 def test_train_mine_and_train_again(pylate_checkpoint, tmp_path):
-    pairs = tmp_path / "pairs.jsonl"
     rows = [{"query": f"{text} new", "positive": text, "url": "x"} for text in TEXTS.values()]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ("--max-steps", 2, "--batch-size", 2, "--lr", 1e-3, *CPU)
+    pairs = write_lines(tmp_path / "pairs.jsonl", *rows)
+    options = ("--max-steps", 2, "--batch-size", 2, "--lr", 1e-3)
     first, second, mined = tmp_path / "first", tmp_path / "second", tmp_path / "mined.jsonl"
-    printed = succeed("train", "--data", pairs, "--model", pylate_checkpoint, "--output", first, *options)
+    printed = trained(pairs, pylate_checkpoint, first, *options).stdout
     assert "contrastive loss, scorer pylate_flash, cpu" in printed
     assert "cut at 8 and 12 tokens" in printed
     assert json.loads((first / "config_sentence_transformers.json").read_text())["scorer"] == "pylate_flash"
@@ -105,7 +101,7 @@ def test_train_mine_and_train_again(pylate_checkpoint, tmp_path):
         assert list(line) == ["query", "positive", "negative_1", "negative_2"]
         assert (line["query"], line["positive"]) == (row["query"], row["positive"])
         assert {line["negative_1"], line["negative_2"]} <= set(TEXTS.values()) - {row["positive"]}
-    printed = succeed("train", "--data", mined, "--model", first, "--output", second, *options, "--loss", "cached")
+    printed = trained(mined, first, second, *options, "--loss", "cached").stdout
     # Every line holds three of the four texts.
     assert "2 hard negatives per query, 2 negatives with those of the batch on average; " in printed
     assert "\n2 steps of 1 lines on average, 0.5 epochs\n" in printed
@@ -121,7 +117,7 @@ def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint, tmp_path):
         {"_id": "d3", "title": "blue", "text": " "},
         {"_id": "d4", "text": " "},
     ]
-    documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(documents, *rows)
     mine = ("mine", "--data", pairs, "--model", pylate_checkpoint, *CPU, "--output", out, "--num-negatives")
     succeed(*mine, 2, "--corpus", documents)
     first, second = ("cats", "red cats"), ("dogs", "blue dogs")
@@ -143,9 +139,8 @@ def test_mine_says_that_the_disk_is_full(pylate_checkpoint, corpus, tmp_path):
 @pytest.mark.parametrize("loss", ["contrastive", "cached"])
 def test_train_sees_all_lines_where_positives_repeat(loss, pylate_checkpoint, tmp_path, monkeypatch):
     """As often as it says, in batches of the size that it says."""
-    data = tmp_path / "pairs.jsonl"
     rows = [{"query": f"cats {i}", "positive": f"dogs {i % 2}"} for i in range(12)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_lines(tmp_path / "pairs.jsonl", *rows)
     batches: list[list[int]] = []
     once = DistinctTexts.__iter__
 
@@ -155,9 +150,7 @@ def test_train_sees_all_lines_where_positives_repeat(loss, pylate_checkpoint, tm
             yield batch
 
     monkeypatch.setattr(DistinctTexts, "__iter__", seen)
-    options = ("--model", pylate_checkpoint, *CPU, "--loss", loss, "--batch-size", 8, "--epochs", 2)
-    result = invoke("train", "--data", data, "--output", tmp_path / "out", *options)
-    assert result.exit_code == 0, result.output
+    result = trained(data, pylate_checkpoint, tmp_path / "out", "--loss", loss, "--batch-size", 8, "--epochs", 2)
     assert "0 hard negatives per query, 1 negatives with those of the batch on average; " in result.stdout
     assert "\n12 steps of 2 lines on average, 2 epochs\n" in result.stdout
     assert "\nnote: texts repeat, and lines that share one are never in one batch" in result.stdout
@@ -171,14 +164,9 @@ def test_train_sees_all_lines_where_positives_repeat(loss, pylate_checkpoint, tm
 
 
 def test_train_refuses_lines_that_all_share_a_text(pylate_checkpoint, tmp_path):
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"query": f"cats {i}", "positive": "dogs"}) + "\n" for i in range(4)))
-    result = invoke("train", "--data", data, "--output", tmp_path / "out", "--model", pylate_checkpoint, *CPU)
-    assert result.exit_code == 2
-    # sentence-transformers shows a bar before it.
-    sentence = result.stderr.splitlines()[-1]
-    assert f"pylate-flash: any two lines of {data} share a text" in sentence
-    assert "no negatives to learn from" in sentence
+    data = write_lines(tmp_path / "pairs.jsonl", *({"query": f"cats {i}", "positive": "dogs"} for i in range(4)))
+    result = train(data, pylate_checkpoint, tmp_path / "out")
+    assert_one_clear_sentence(result, f"any two lines of {data} share a text", "no negatives to learn from")
     assert not (tmp_path / "out").exists()
 
 
@@ -307,28 +295,3 @@ def test_a_module_that_only_pylate_has_names_its_extra(checkpoint, monkeypatch):
 
 def test_some_library_is_here():
     check_encoding_host("this test")
-
-
-@pytest.mark.parametrize(
-    ("damage", "part"),
-    [
-        (lambda folder: (folder / "config_sentence_transformers.json").write_text("["), "is not valid JSON"),
-        (lambda folder: (folder / "modules.json").write_text("{}"), "modules.json must hold a JSON list"),
-        (lambda folder: (folder / "1_Dense" / "model.safetensors").unlink(), "cannot be loaded"),
-        (lambda folder: change(folder / "config.json", hidden_size=18), "cannot be loaded"),
-    ],
-)
-def test_a_damaged_checkpoint_is_one_sentence(damage, part, checkpoint, corpus):
-    damage(checkpoint)
-    result = invoke("index", "--data", corpus, "--model", checkpoint, "--index", corpus.parent / "index", *CPU)
-    assert_one_clear_sentence(result, f"the model in {checkpoint}", part)
-
-
-def test_weights_that_are_missing_are_named(checkpoint, corpus):
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(checkpoint / "model.safetensors")
-    name = next(name for name in weights if "attention.self.query.weight" in name)
-    save_file({key: value for key, value in weights.items() if key != name}, checkpoint / "model.safetensors")
-    result = invoke("index", "--data", corpus, "--model", checkpoint, "--index", corpus.parent / "index", *CPU)
-    assert_one_clear_sentence(result, f"the model in {checkpoint} cannot be loaded", "its weights lack")

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from pylate_flash.indexes import Flat
-from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.cli.commands import CPU, assert_one_clear_sentence, evaluate, invoke, succeed
 from tests.stores import written_by_another
 
-# What it evaluates is a model of PyLate.
-pytestmark = pytest.mark.usefixtures("pylate")
+pytest.importorskip("ranx")
 
 
 def test_evaluate_with_the_scorer_asked_for(beir, tiny_colbert_path):
@@ -22,7 +21,7 @@ def test_evaluate_with_the_scorer_asked_for(beir, tiny_colbert_path):
     assert "\n torch " in succeed(*arguments, "--scorer", "torch")
 
 
-def test_both_scorers_search_with_queries_encoded_once(beir, small_model, monkeypatch):
+def test_both_scorers_search_with_queries_encoded_once(pylate, beir, pylate_checkpoint, monkeypatch):
     from pylate_flash.models import ColBERT
 
     encoded, encode = [], ColBERT.encode
@@ -32,7 +31,7 @@ def test_both_scorers_search_with_queries_encoded_once(beir, small_model, monkey
         return encode(self, sentences, **options)
 
     monkeypatch.setattr(ColBERT, "encode", record)
-    succeed("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--compare-torch")
+    succeed("evaluate", "--data", beir, "--model", pylate_checkpoint, "--device", "cpu", "--compare-torch")
     assert encoded.count("trains") == 1
 
 
@@ -82,17 +81,17 @@ def test_a_model_that_does_not_load_is_one_sentence(beir, tmp_path):
     assert_one_clear_sentence(result, f"the model in {tmp_path / 'broken'} cannot be loaded")
 
 
-def test_results_go_to_standard_output_and_notes_to_standard_error(beir, small_model):
-    result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", "cpu")
+def test_results_go_to_standard_output_and_notes_to_standard_error(beir, pylate_checkpoint):
+    result = evaluate(beir, pylate_checkpoint)
     assert result.exit_code == 0
     assert "nDCG@10" in result.stdout
     assert "Loading" not in result.stdout
-    assert result.stderr == f"Loading the model {small_model} ...\n"
+    assert result.stderr == f"Loading the model {pylate_checkpoint} ...\n"
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda:99", "toaster", ""])
-def test_a_device_that_cannot_compute_is_one_sentence(beir, small_model, device):
-    result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", device)
+def test_a_device_that_cannot_compute_is_one_sentence(beir, pylate_checkpoint, device):
+    result = invoke("evaluate", "--data", beir, "--model", pylate_checkpoint, "--device", device)
     assert_one_clear_sentence(result, f"--device {device}", "cannot compute here: ")
 
 
@@ -109,10 +108,10 @@ def fail(*arguments, **options):
     raise AssertionError("this must not be reached")
 
 
-def test_json_is_written_at_once_or_not_at_all(beir, small_model, tmp_path, monkeypatch):
+def test_json_is_written_at_once_or_not_at_all(beir, pylate_checkpoint, tmp_path, monkeypatch):
     (tmp_path / "real.json").write_text("before")
     (tmp_path / "link.json").symlink_to("real.json")
-    arguments = ("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--json")
+    arguments = ("evaluate", "--data", beir, "--model", pylate_checkpoint, *CPU, "--json")
     replace = os.replace
 
     def fill(source, target):
@@ -130,22 +129,20 @@ def test_json_is_written_at_once_or_not_at_all(beir, small_model, tmp_path, monk
     assert (tmp_path / "link.json").is_symlink()
 
 
-def test_an_index_that_was_kept_knows_its_model(beir, small_model, tmp_path):
+def test_an_index_that_was_kept_knows_its_model(beir, pylate_checkpoint, tmp_path):
     lengths = ("--query-length", 6, "--document-length", 10)
-    model = shutil.copytree(small_model, tmp_path / "model")
+    model = shutil.copytree(pylate_checkpoint, tmp_path / "model")
     succeed("evaluate", "--data", beir, "--model", model, "--device", "cpu", *lengths, "--index", tmp_path / "index")
     assert "d2" in succeed("search", "trains", "--index", tmp_path / "index", "--device", "cpu")
 
 
-def test_an_index_that_was_not_finished_is_not_left(beir, small_model, tmp_path, monkeypatch):
+def test_an_index_that_was_not_finished_is_not_left(beir, pylate_checkpoint, tmp_path, monkeypatch):
     def stop(*arguments, index, **options):
         index.add_documents(["d1"], [torch.ones(1, 4)])
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", stop)
-    result = invoke(
-        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
-    )
+    result = evaluate(beir, pylate_checkpoint, "--index", tmp_path / "index")
     assert result.exit_code == 130
     assert not (tmp_path / "index").exists()
 
@@ -163,19 +160,17 @@ def names_in(index):
     return {path.name for path in index.iterdir() if path.suffix[:8] != ".sqlite-"}
 
 
-def test_overwrite_touches_nothing_while_another_process_writes(beir, small_model, kept):
+def test_overwrite_touches_nothing_while_another_process_writes(beir, pylate_checkpoint, kept):
     before = {name: (kept / name).read_bytes() for name in names_in(kept)}
     with written_by_another(kept):
-        result = invoke(
-            *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", kept, "--overwrite")
-        )
+        result = evaluate(beir, pylate_checkpoint, "--index", kept, "--overwrite")
     assert_one_clear_sentence(result, "another process is writing to the index", kept)
     assert {name: (kept / name).read_bytes() for name in names_in(kept)} == before
 
 
 @pytest.mark.parametrize("form", ["folder", "link", "."])
 def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
-    beir, small_model, kept, monkeypatch, form
+    beir, pylate_checkpoint, kept, monkeypatch, form
 ):
     def stop(*arguments, index, **options):
         index.add_documents(["d1"], [torch.ones(1, 4)])
@@ -189,55 +184,47 @@ def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
         monkeypatch.chdir(kept)
         place = Path()
     monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", stop)
-    result = invoke(
-        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", place, "--overwrite")
-    )
+    result = evaluate(beir, pylate_checkpoint, "--index", place, "--overwrite")
     assert result.exit_code == 130
     assert names_in(kept) == {"catalog.sqlite", "committed", "reserve", "notes.txt"}
     assert (kept / "notes.txt").read_text() == "mine"
     assert len(Flat(kept.parent, kept.name, device="cpu")) == 0
 
 
-def test_what_another_process_has_added_stays(beir, small_model, tmp_path, monkeypatch):
+def test_what_another_process_has_added_stays(beir, pylate_checkpoint, tmp_path, monkeypatch):
     def stop(*arguments, index, **options):
         Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", stop)
-    result = invoke(
-        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
-    )
+    result = evaluate(beir, pylate_checkpoint, "--index", tmp_path / "index")
     assert result.exit_code == 130
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
-def test_an_index_that_another_process_writes_to_ends_the_evaluation(beir, small_model, tmp_path, monkeypatch):
+def test_an_index_that_another_process_writes_to_ends_the_evaluation(beir, pylate_checkpoint, tmp_path, monkeypatch):
     def write(*arguments, index, **options):
         Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
         index.add_documents(["ours"], [torch.ones(1, 4)])
 
     monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", write)
-    result = invoke(
-        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
-    )
+    result = evaluate(beir, pylate_checkpoint, "--index", tmp_path / "index")
     assert_one_clear_sentence(result, "has been written to since it was opened here")
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
-def test_an_index_that_appears_while_the_model_is_loaded_stays(beir, small_model, tmp_path, monkeypatch):
+def test_an_index_that_appears_while_the_model_is_loaded_stays(beir, pylate_checkpoint, tmp_path, monkeypatch):
     def appear(*arguments):
         Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
 
     monkeypatch.setattr("pylate_flash.cli.evaluate.check_scorer", appear)
-    result = invoke(
-        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
-    )
+    result = evaluate(beir, pylate_checkpoint, "--index", tmp_path / "index")
     assert_one_clear_sentence(result, "there is an index in", "--overwrite replaces it")
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
-def test_an_index_needs_a_name_that_every_system_takes(beir, small_model, tmp_path):
-    result = invoke("evaluate", "--data", beir, "--model", small_model, "--index", tmp_path / "a:b")
+def test_an_index_needs_a_name_that_every_system_takes(beir, pylate_checkpoint, tmp_path):
+    result = invoke("evaluate", "--data", beir, "--model", pylate_checkpoint, "--index", tmp_path / "a:b")
     assert_one_clear_sentence(result, "--index: ", "colon", "'a:b'")
     assert "index_name" not in result.stderr
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pylate_flash.cli.common import UserError
-from pylate_flash.cli.models import load_model
-from tests.cli.commands import assert_one_clear_sentence, invoke
+from pylate_flash.cli.models import PYLATE, load_model
+from tests.cli.commands import HERE, assert_one_clear_sentence, evaluate, invoke, model_class
 
 DEEP = "[" * 200_000
 
@@ -40,7 +40,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda m: (m / "model.safetensors").unlink(), "no file named model.safetensors"),
     "NaN for weights": (lambda m: spoil(m / "1_Dense" / "model.safetensors"), "NaN or infinity"),
     "another size": (
-        lambda m: edit(m / "config.json", lambda c: c.update(intermediate_size=16)),
+        lambda m: edit(m / "config.json", lambda c: c.update(intermediate_size=24)),
         "its weights have other sizes than its config.json says",
     ),
     "fewer words than the tokenizer has": (
@@ -60,6 +60,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "its weights lack embeddings.",
     ),
     "empty modules.json": (lambda m: (m / "modules.json").write_text(""), "its modules.json is not valid JSON"),
+    "half a configuration": (
+        lambda m: (m / "config_sentence_transformers.json").write_text("["),
+        "its config_sentence_transformers.json is not valid JSON",
+    ),
+    "modules that are no list": (lambda m: (m / "modules.json").write_text("{}"), "must hold a JSON list"),
+    "no weights of a layer": (lambda m: (m / "1_Dense" / "model.safetensors").unlink(), "cannot be loaded"),
     "no modules": (lambda m: (m / "modules.json").write_text("[]"), "at least one module"),
     "modules without types": (lambda m: edit(m / "modules.json", lambda c: c[1].pop("type")), '"type"'),
     "an unknown type": (
@@ -86,23 +92,19 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a length that is no number": (
         lambda m: edit(m / "config_sentence_transformers.json", lambda c: c.update(query_length="long")),
-        "its query_length, 'long', must be a whole number",
+        "its query_length, 'long', must be a whole number" if HERE == PYLATE else "requires 'length': a positive int",
     ),
     "a length above the positions": (
-        lambda m: edit(m / "config_sentence_transformers.json", lambda c: c.update(document_length=17)),
-        "its document_length, 17, is more than the 16 tokens that it can read; give a lower --document-length",
+        lambda m: edit(m / "config_sentence_transformers.json", lambda c: c.update(document_length=33)),
+        "its document_length, 33, is more than the 32 tokens that it can read; give a lower --document-length",
     ),
 }
 
 
 @pytest.fixture
-def folder(small_model, tmp_path):
+def folder(pylate_checkpoint, tmp_path):
     """A model that a test may break."""
-    return shutil.copytree(small_model, tmp_path / "model")
-
-
-def evaluate(beir, model, *arguments):
-    return invoke("evaluate", "--data", beir, "--model", model, "--device", "cpu", *arguments)
+    return shutil.copytree(pylate_checkpoint, tmp_path / "model")
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -129,7 +131,7 @@ def test_panics_of_a_loader_are_one_sentence_too(folder, beir, monkeypatch):
     def panic(*arguments, **options):
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr("pylate_flash.models.ColBERT", panic)
+    monkeypatch.setattr(f"{model_class().__module__}.{model_class().__name__}", panic)
     assert_one_clear_sentence(evaluate(beir, folder), "PanicException: index out of bounds")
 
 
@@ -137,7 +139,7 @@ def test_ctrl_c_while_loading_interrupts(folder, beir, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pylate_flash.models.ColBERT", interrupt)
+    monkeypatch.setattr(f"{model_class().__module__}.{model_class().__name__}", interrupt)
     assert evaluate(beir, folder).exit_code == 130
 
 
@@ -152,7 +154,7 @@ def bring_code(folder, tmp_path):
     return ran
 
 
-def test_code_of_a_folder_runs_only_if_it_is_trusted(folder, beir, tmp_path):
+def test_code_of_a_folder_runs_only_if_it_is_trusted(pylate, folder, beir, tmp_path):
     ran = bring_code(folder, tmp_path)
     assert_one_clear_sentence(evaluate(beir, folder), "modules.json names 'own.Own'", "--trust-remote-code")
     assert not ran.exists()
@@ -165,8 +167,8 @@ def test_the_demo_runs_no_code_of_a_folder_that_is_not_trusted(pylate, folder, t
     demo = ("demo", "--model", folder, "--device", "cpu", "--output", tmp_path / "out")
     assert_one_clear_sentence(invoke(*demo), "modules.json names 'own.Own'", "--trust-remote-code")
     assert not ran.exists()
-    # It is then another matter that this model reads 16 tokens, and the demo's queries have 32.
-    assert_one_clear_sentence(invoke(*demo, "--trust-remote-code"), "32 is more than the 16 tokens")
+    # It is then another matter that this model reads 32 tokens, and the demo's documents have 64.
+    assert_one_clear_sentence(invoke(*demo, "--trust-remote-code"), "64 is more than the 32 tokens")
     assert ran.exists()
     assert not (tmp_path / "out").exists()
 
@@ -189,8 +191,11 @@ def test_code_that_a_configuration_asks_for_names_the_option(folder, beir):
     assert_one_clear_sentence(evaluate(beir, folder), "code of its own; --trust-remote-code runs it")
 
 
-def test_a_random_projection_is_refused_for_searching_and_named_otherwise(small_model, beir, tmp_path):
-    encoder, lengths = small_model.with_name("encoder"), ("--query-length", 8, "--document-length", 12)
+def test_a_random_projection_is_refused_for_searching_and_named_otherwise(pylate_checkpoint, folder, beir, tmp_path):
+    encoder, lengths = folder, ("--query-length", 8, "--document-length", 12)
+    shutil.rmtree(encoder / "1_Dense")
+    for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
+        (encoder / name).unlink()
     result = evaluate(beir, encoder, *lengths, "--index", tmp_path / "index")
     assert_one_clear_sentence(result, f"the model in {encoder}", "train it first with `pylate-flash train`")
     assert not (tmp_path / "index").exists()
@@ -199,16 +204,15 @@ def test_a_random_projection_is_refused_for_searching_and_named_otherwise(small_
     assert "Warning" in result.stderr
     assert "random" in result.stderr
     assert "Warning" not in result.stdout
-    assert "Warning" not in evaluate(beir, small_model).stderr
+    assert "Warning" not in evaluate(beir, pylate_checkpoint).stderr
     with pytest.raises(UserError, match="train it first"):
         load_model(str(encoder), searching=True, device="cpu", query_length=8, document_length=12)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--query-length", 100000), ("--document-length", 17)])
-def test_lengths_above_the_positions_are_refused(small_model, beir, option, value):
-    assert_one_clear_sentence(
-        evaluate(beir, small_model, option, value), f"{option} {value} is more than the 16 tokens"
-    )
+@pytest.mark.parametrize(("option", "value"), [("--query-length", 100000), ("--document-length", 33)])
+def test_lengths_above_the_positions_are_refused(pylate_checkpoint, beir, option, value):
+    result = evaluate(beir, pylate_checkpoint, option, value)
+    assert_one_clear_sentence(result, f"{option} {value} is more than the 32 tokens")
 
 
 @pytest.mark.parametrize(("offline", "part"), [("1", "HF_HUB_OFFLINE is set"), ("", "could not be fetched")])

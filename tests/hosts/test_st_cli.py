@@ -19,10 +19,9 @@ from pylate_flash.cli.models import load_model
 from pylate_flash.encoding.texts import encode, read_lengths, text_lengths
 from pylate_flash.hosts.sentence_transformers import losses as our_losses
 from pylate_flash.hosts.sentence_transformers import trainer as our_trainer
-from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.cli.commands import CPU, assert_one_clear_sentence, invoke, succeed, train, trained, write_lines
 from tests.pylate_checkpoint import WORDS
 
-CPU = ("--device", "cpu")
 STEPS, BATCH = 3, 4
 OURS = (
     our_losses.MultiVectorMultipleNegativesRankingLoss,
@@ -47,19 +46,7 @@ def lists(tmp_path):
 
 
 def write(path, **columns):
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def train(data, model, output, *options):
-    return invoke("train", "--data", data, "--model", model, "--output", output, *CPU, *options)
-
-
-def trained(data, model, output, *options):
-    result = train(data, model, output, *options)
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return result
+    return write_lines(path, *(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)))
 
 
 def trained_by_the_host(folder, rows, loss, output, **arguments):
@@ -155,44 +142,6 @@ def test_train_does_what_the_hosts_trainer_does_through_fused_scores(
         assert json.loads((tmp_path / "torch" / "config_sentence_transformers.json").read_text())["scorer"] == "torch"
 
 
-def test_an_interrupted_run_resumes_to_the_same_model(pylate_checkpoint, pairs, tmp_path, monkeypatch):
-    """From the middle of the second of three epochs."""
-    import signal
-
-    options = ("--batch-size", 6, "--epochs", 3, "--lr", 1e-3, "--eval-data", pairs)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    result = trained(pairs, pylate_checkpoint, whole, *options)
-    assert result.stderr.count("of --eval-data") == 3
-    step = our_trainer.MultiVectorEncoderTrainer.training_step
-    steps: list[int] = []
-
-    def interrupted(self, *args, **kwargs):
-        steps.append(1)
-        if len(steps) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return step(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(our_trainer.MultiVectorEncoderTrainer, "training_step", interrupted)
-        result = train(pairs, pylate_checkpoint, out, *options)
-    assert result.exit_code == 130
-    checkpoint = out / "checkpoints" / "checkpoint-3"
-    assert f"interrupted after step 3 of 6; the model as it is is in {checkpoint}" in result.stderr
-    assert embeddings(MultiVectorEncoder(str(checkpoint), device="cpu")).isfinite().all()
-    assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options), "--resume", "--overwrite")
-    trained(pairs, pylate_checkpoint, out, *options, "--resume")
-    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
-    for file in ("model.safetensors", "1_Dense/model.safetensors"):
-        assert (out / file).read_bytes() == (whole / file).read_bytes()
-
-
-def test_a_loss_that_is_not_finite_writes_nothing(pylate_checkpoint, pairs, tmp_path):
-    result = train(pairs, pylate_checkpoint, tmp_path / "out", "--lr", 1e38, "--batch-size", 2, "--save-steps", 1)
-    assert result.exit_code == 2
-    assert "not finite" in result.stderr.splitlines()[-1]
-    assert not (tmp_path / "out" / "modules.json").exists()
-
-
 def test_the_log_has_the_numbers_of_the_run(tiny_encoder, tmp_path):
     columns = {"query": QUERIES, "positive": POSITIVES, "negative": NEGATIVES}
     trainer = our_trainer.MultiVectorEncoderTrainer(
@@ -212,35 +161,15 @@ def test_the_log_has_the_numbers_of_the_run(tiny_encoder, tmp_path):
     ("options", "parts"),
     [
         (("--scorer", "flash"), ["--scorer flash is one of PyLate's", "pylate_flash, torch or auto"]),
-        (("--loss", "cached", "--mini-batch-tokens", "auto"), ["--mini-batch-tokens auto tries what fits into a GPU"]),
         (
             ("--loss", "cached", "--mini-batch-tokens", "auto", "--scorer", "torch"),
             ["--mini-batch-tokens auto needs --scorer pylate_flash or auto, got torch"],
         ),
-        (("--query-length", 100), ["--query-length 100 is more than the 32 tokens"]),
-        (("--document-length", 100), ["--document-length 100 is more than the 32 tokens"]),
     ],
 )
 def test_what_its_models_do_not_take_is_one_sentence(options, parts, pylate_checkpoint, pairs, tmp_path):
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, tmp_path / "out", *options), *parts)
     assert not (tmp_path / "out").exists()
-
-
-def test_train_finds_the_largest_mini_batch(pylate_checkpoint, pairs, tmp_path, monkeypatch):
-    """Where the processor is taken for a GPU on which all documents of a batch fit."""
-    monkeypatch.setattr("pylate_flash.cli.train._check_device", lambda *_: None)
-    budgets, step = [], our_trainer.MultiVectorEncoderTrainer.training_step
-
-    def observed(self, *args, **kwargs):
-        budgets.append(self.loss.mini_batch_num_tokens)
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(our_trainer.MultiVectorEncoderTrainer, "training_step", observed)
-    options = ("--loss", "cached", "--batch-size", BATCH, "--max-steps", 1, "--mini-batch-tokens", "auto")
-    result = trained(pairs, pylate_checkpoint, tmp_path / "out", *options, "--document-length", 16)
-    # Four lines of a positive and a negative each.
-    assert f"mini-batches of at most {BATCH * 2 * 16} tokens, by trial on cpu" in result.stdout.splitlines()
-    assert budgets == [BATCH * 2 * 16]
 
 
 def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path, pairs, tmp_path):
