@@ -117,9 +117,6 @@ def expected(problem: Problem, winners: torch.Tensor | None = None) -> dict[str,
     if plan.kernel != "hopper":
         raise ValueError(f"problem must be one of the Hopper kernel's, got one of the kernel {plan.kernel!r}")
     found = {"_hopper_kernel": _forward(problem, plan)}
-    if plan.n_sums > 1:
-        scores = 4 * problem.n_queries * problem.n_documents
-        found["_add_sums_kernel"] = Traffic(plan.n_sums * scores, scores, plan.n_sums * scores, scores)
     if winners is not None:
         found["_gather_kernel"] = _gather(problem, winners)
         found |= _lists(problem, winners)
@@ -240,7 +237,7 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
     command = [
         profiler(), "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off",
         "--metrics", ",".join(METRICS),
-        "--kernel-name", "regex:_(hopper|add_sums|gather|finish|sort|scan|place|sum|combine)_kernel",
+        "--kernel-name", "regex:_(hopper|gather|finish|sort|scan|place|sum|combine)_kernel",
         sys.executable, str(Path(__file__).resolve()), "--profiled", shape.name,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -119,8 +119,6 @@ class ListsPlan(NamedTuple):
     starts_dtype: torch.dtype
     # Whether what sorts fits into the memory of the documents' own gradient.
     sorts_in_gradient: bool
-    # Whether the scores' gradient is to be copied so that those of one document lie together.
-    transposes: bool
     # Of the kernel that sums: elements of an embedding with padding, and rows and warps of a program.
     block_embedding: int
     rows: int
@@ -175,7 +173,7 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
         block_rows = max(4, min(block_rows, num_warps * 2048 // block_embedding))
     return ListsPlan(
         block, alone_bits, alone_warps, n_chunks, n_segments, list_dtype, starts_dtype, sorts_in_gradient,
-        problem.groups == 1 and rows * documents >= tables.TRANSPOSED_WINNERS, block_embedding, block_rows, num_warps,
+        block_embedding, block_rows, num_warps,
     )  # fmt: skip
 
 

@@ -320,8 +320,6 @@ LIST_SEGMENT = 512
 # Rows in flight in a program that sums, and its warps, at d = 128: 1.18, 0.35, 0.18; 16 rows in one warp 1.66, 0.48,
 # 0.26, in two 1.29, 0.40, 0.23. Longer embeddings take more warps.
 SUM_ROWS, SUM_WARPS = 8, 1
-# Weights of the rows of one document lie together, and in L1, if there are enough rows to pay for transposing.
-TRANSPOSED_WINNERS = 1 << 22
 
 # Of losses.
 

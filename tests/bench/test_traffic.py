@@ -11,7 +11,6 @@ import torch
 import traffic
 from pylate_flash.kernels import plan, tables
 from pylate_flash.kernels.backward import gather, lists, sums
-from pylate_flash.kernels.forward import common
 from pylate_flash.problem import Options, Tensors, problem_of
 
 # As `ncu --csv --page raw --print-units base` prints: what it says besides, names, units, and a line for each launch.
@@ -127,7 +126,6 @@ def test_the_profiler_gets_the_script_and_its_shape(tmp_path, monkeypatch):
         lists._place_kernel,
         sums._sum_kernel,
         sums._combine_kernel,
-        common._add_sums_kernel,
     ):
         assert re.search(kernels, launched.function.__name__)
     ncu.write_text("#!/bin/sh\necho no permission\nexit 9\n", encoding="utf-8")

@@ -136,21 +136,21 @@ CALLS = [
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     # Sums of long queries, and of those that padding would lengthen: of 8 rows, or of each row by itself.
-    ("add_sums tall", (3, 300, 128), DOCUMENTS, {}, WINNERS),
-    ("add_sums tall", (3, 300, 128), DOCUMENTS, WEIGHED, WINNERS),
+    ("tall", (3, 300, 128), DOCUMENTS, {}, WINNERS),
+    ("tall", (3, 300, 128), DOCUMENTS, WEIGHED, WINNERS),
     *(
         row
         for length in (2, 33, 40)
         for row in (
-            ("add_sums tall", (96, length, 128), DOCUMENTS, {}, {}),
-            ("active_tokens add_sums rows tall", (96, length, 128), DOCUMENTS, WEIGHTS, EVERYTHING),
+            ("tall", (96, length, 128), DOCUMENTS, {}, {}),
+            ("active_tokens rows tall", (96, length, 128), DOCUMENTS, WEIGHTS, EVERYTHING),
         )
     ),
     # Long queries of few candidates are stacked, each over its own documents.
     ("single", (4, 32, 128), (4, 5, 180, 128), {}, {}),
     ("active_tokens single", (4, 32, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
-    ("add_sums tall", (4, 160, 128), (4, 5, 180, 128), {}, {}),
-    ("active_tokens add_sums rows tall", (4, 160, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
+    ("tall", (4, 160, 128), (4, 5, 180, 128), {}, {}),
+    ("active_tokens rows tall", (4, 160, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
     # Packed documents are cut where one may be long, and only there.
     ("tall", (32, 32, 128), (9030, 128), {}, SHORT),
     ("rows tall", (32, 32, 128), (9030, 128), WEIGHED, SHORT | NORMALIZED),
@@ -170,7 +170,7 @@ CALLS = [
     *(
         (names, (2, 300, 128), (9030, 128), OWN | {"dtype": F32, "masks": (mask, None)}, lengths | WINNERS)
         for mask in (torch.bool, torch.int64)
-        for names, lengths in (("add_sums single", SHORT), ("add_sums merge single", LONG))
+        for names, lengths in (("single", SHORT), ("merge single", LONG))
     ),
 ]
 
@@ -193,12 +193,11 @@ def test_the_last_product_of_a_document_is_narrower(
 ) -> None:
     """On a Hopper GPU; to the other kernels, another length is another number."""
     shapes = (300, query_length, size), (40, document_length, size)
-    more = " add_sums" if query_length == 33 else ""
     for names, given, options in (
         ("hopper", {}, {}),
         ("active_tokens hopper rows", WEIGHTS, {"normalize": True, "masking": masking, "empty_score": -1.0}),
     ):
-        ptx = compiled(forward(inputs(*shapes, **given), **options), names + more, capability)["hopper"].asm["ptx"]
+        ptx = compiled(forward(inputs(*shapes, **given), **options), names, capability)["hopper"].asm["ptx"]
         assert len([columns for columns in (16, 32) if f"m64n{columns}k16" in ptx]) == 1
 
 

@@ -58,5 +58,4 @@ def test_packed_documents(query_length: int, capability: int) -> None:
     """Of queries of one token, which are no sums, and of long ones, whose sums are added up."""
     tensors = inputs((40, query_length, 256), (70, 256))
     tensors = tensors._replace(documents_cu_seqlens=torch.tensor([0, 10, 10, 70], dtype=torch.int32))
-    names = "blackwell" + " add_sums" * (query_length > 1)
-    ptx_of(tensors, names, capability, **WINNERS, max_document_length=60)
+    ptx_of(tensors, "blackwell", capability, **WINNERS, max_document_length=60)

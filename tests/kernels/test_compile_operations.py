@@ -94,7 +94,7 @@ def test_hopper_multiplies_what_is_left_after_whole_tiles_by_itself(
     size: int, length: int, masked: bool, tail: int | None, capability: int
 ) -> None:
     """A token that is repeated to fill a tile would count twice."""
-    names = "add_sums hopper rows" + " active_tokens" * masked
+    names = "hopper rows" + " active_tokens" * masked
     tensors = inputs((12, 33, size), (3, length, size), F16, (F32, torch.bool if masked else None))
     ptx, _ = soft_on_hopper(tensors, names, **BOTH)
     products = size // 16 * (2 if size > 128 else 4)
@@ -109,7 +109,7 @@ def test_hopper_multiplies_what_is_left_after_whole_tiles_by_itself(
 def test_hopper_packed_few_rows_without_lse(capability: int) -> None:
     tensors = inputs((2, 40, 128), (300, 128))._replace(documents_cu_seqlens=torch.tensor([0, 40, 40, 300]))
     options = {"max_document_length": 260, "normalize": True, "empty_score": -1.0}
-    soft_on_hopper(tensors, "add_sums hopper rows", False, **options)
+    soft_on_hopper(tensors, "hopper rows", False, **options)
 
 
 # Type, elements of an embedding, tokens chosen, masks and options, winners, and capability.
@@ -191,7 +191,7 @@ def test_8_bits_and_queries_as_they_are(dtype: torch.dtype, capability: int) -> 
     skip_fp8(dtype, capability)
     tensors = inputs((3, 160, 128), (40, 180, 128), BF16, MASKS)
     call = quantized(tensors._replace(documents=tensors.documents.to(dtype)), False, **BOTH, empty_score=-1.0)
-    compiled(call, "stacked divide_by_norms rows active_tokens add_sums", capability)
+    compiled(call, "stacked divide_by_norms rows active_tokens", capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
@@ -338,7 +338,7 @@ def test_residual_codes_and_their_gradient(shape: tuple[int, ...], dtype: torch.
     queries, mask = torch.empty(shape, dtype=dtype), torch.ones(shape[:-1])
     for candidates in (None, torch.zeros(shape[0], 50, dtype=torch.int64)):
         problem, *given = residual(queries, 4, candidates, mask, with_winners=True)
-        names = "stacked" + " add_sums" * (shape[1] != 32)
+        names = "stacked"
         compiled(partial(forward.residual_forward, problem, *given), names, capability)
         winners = torch.zeros(problem.groups * problem.n_documents, problem.rows, dtype=torch.int32)
         backward = partial(residual_backward, problem, *given, torch.ones(problem.scores_shape), winners)

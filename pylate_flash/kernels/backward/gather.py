@@ -18,7 +18,7 @@ from .common import BackwardTensors, finish_queries, joined
 from .sorting import list_rows
 
 
-@kernel(follows=True, config="size block block_rows block_documents split narrow row_bits block_tokens")
+@kernel(follows=True, config="size block block_rows block_documents split row_bits block_tokens")
 def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
@@ -31,8 +31,7 @@ def _gather_kernel(
     which lists the rows of a document (`list_rows`).
 
     `block_documents` documents are in flight at once. Under `split` the sums stay in float32, [splits, Nq * Lq, d], and
-    their Jacobian and weights are `_finish_kernel`'s. `narrow`: an offset within a document, or among the scores of
-    one, fits into 32 bits.
+    their Jacobian and weights are `_finish_kernel`'s.
 
     A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
     which takes as many instructions as summing them does.
@@ -65,8 +64,6 @@ def _gather_kernel(
         first += tl.program_id(1) * share
         count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
         to_query = query * next_query
-        if config.narrow:
-            to_query = to_query.to(tl.int32)
         HALF: tl.constexpr = config.block // 2
         halves = tl.arange(0, HALF)
         documents_ptr += group * stride_group
@@ -83,7 +80,7 @@ def _gather_kernel(
             winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
             won = winner >= 0
             weight = tl.load(grad_scores_ptr + (document - origin) * next_document + to_query, mask=won, other=0.0)
-            offset = winner * stride_token if config.narrow else winner.to(tl.int64) * stride_token
+            offset = winner.to(tl.int64) * stride_token
             if cu_seqlens_ptr is not None:
                 # The end of the last document, where several are in flight and some are past it.
                 begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
@@ -144,7 +141,7 @@ def gather_queries(
         shape, weight = (n_splits, problem.n_queries * problem.query_length, problem.size), None
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     sizes = problem.rows, problem.query_length, problem.n_documents, length
-    constants = problem.size, plan.block_embedding, plan.rows, plan.documents, split, _is_narrow(problem, inputs)
+    constants = problem.size, plan.block_embedding, plan.rows, plan.documents, split
     _gather_kernel(
         (n_listed + plan.programs, n_splits, 1),
         (*inputs[:8], weight, sums, *lists),
@@ -155,11 +152,3 @@ def gather_queries(
     )
     if split:
         finish_queries(problem, inputs.queries, inputs.queries_scale, inputs.queries_weight, sums, grad_queries)
-
-
-def _is_narrow(problem: Problem, inputs: BackwardTensors) -> bool:
-    """Whether offsets within a document, and among one document's scores, fit into 32 bits."""
-    return (
-        problem.document_length * problem.document_strides[2] < 1 << 31
-        and problem.n_queries * inputs.grad_strides[0] < 1 << 31
-    )

@@ -169,11 +169,7 @@ def sum_by_lists(
     if gather is not None and gather[-2:] == (1, None) and plan.block == problem.all_documents:
         _sum_and_gather(problem, plan, gather, inputs, destination, for_queries)
         return True
-    device = problem.device
-    if plan.transposes and inputs.grad_strides[0] != 1:
-        grad_scores = inputs.grad_scores.t().contiguous()
-        inputs = inputs._replace(grad_scores=grad_scores, grad_strides=(1, problem.n_queries))
-    starts, owners = None, None
+    device, starts, owners = problem.device, None, None
     if problem.packed:
         starts = torch.empty(problem.n_tokens + problem.n_documents, dtype=torch.int32, device=device)
         owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device)

@@ -78,7 +78,7 @@ def _store_token(
     tl.store(grad_documents_ptr + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel(follows=True, config="size block block_rows segment normalize narrow add")
+@kernel(follows=True, config="size block block_rows segment normalize add")
 def _sum_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
@@ -93,9 +93,8 @@ def _sum_kernel(
     segment, 2, d]: what the token's own program summed, at the segment that follows, and what that segment's program
     did.
 
-    `narrow`: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows
-    are loaded in halves, as in `_gather_kernel`. `add`: to what is there, float32, of which tokens without a list stay
-    as they are.
+    Rows are loaded in halves, as in `_gather_kernel`. `add`: to what is there, float32, of which tokens without a list
+    stay as they are.
     """
     wait_for_previous_kernel()
     program = tl.program_id(0)
@@ -150,12 +149,8 @@ def _sum_kernel(
         mask = positions < high
         row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
         query = quotient(row, magic, shift)
-        if config.narrow:
-            weight = tl.load(weights_ptr + query * next_query, mask=mask, other=0.0)
-            source = row * stride_query_token
-        else:
-            weight = tl.load(weights_ptr + query.to(tl.int64) * next_query, mask=mask, other=0.0)
-            source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
+        weight = tl.load(weights_ptr + query.to(tl.int64) * next_query, mask=mask, other=0.0)
+        source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
         if queries_scale_ptr is not None:
             weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
         at = queries_ptr + halves[None, :] + source[:, None]
@@ -229,13 +224,13 @@ def sum_lists(
     block_embedding, num_warps = plan.block_embedding, plan.num_warps
     normalize = problem.normalize and not destination.partial
     parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
-    narrow, segment = _is_narrow(problem, inputs), tables.LIST_SEGMENT
+    segment = tables.LIST_SEGMENT
     _sum_kernel(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
         (*inputs[:7], owners, winners, listed, starts, parts, grad_documents),
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
         (*problem.query_strides, *strides),
-        (size, block_embedding, plan.rows, segment, normalize, narrow, adds),
+        (size, block_embedding, plan.rows, segment, normalize, adds),
         (num_warps, 1, None),
     )
     if n_segments > 0:
@@ -247,13 +242,3 @@ def sum_lists(
             (size, block_embedding, 8, segment, normalize, adds),
             (num_warps, 1, None),
         )
-
-
-def _is_narrow(problem: Problem, inputs: BackwardTensors) -> bool:
-    """Whether queries are contiguous, and offsets among one group's, and among their scores, fit into 32 bits."""
-    to_query, to_token = problem.query_strides
-    return (
-        to_query == problem.query_length * to_token
-        and problem.rows * to_token < 1 << 31
-        and problem.n_queries * inputs.grad_strides[0] < 1 << 31
-    )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..launch import Region, kernel, wait_for_previous_kernel
+from ..launch import Region
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..tables import SUMMED_EMBEDDING as _SUMMED
@@ -19,8 +17,6 @@ from ..tables import SUMMED_EMBEDDING as _SUMMED
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
 # A winner that no token has yet taken; larger than any token.
 NO_WINNER = tl.constexpr(2**31 - 1)
-# Scores that a program adds up the sums of, 16 bytes of each for a thread.
-_ADDED = 512
 
 
 class ForwardTensors(NamedTuple):
@@ -143,31 +139,9 @@ def document_range(
     return documents_ptr + offset, document_length
 
 
-@kernel(follows=True)
-def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
-    """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
-    wait_for_previous_kernel()
-    n_blocks = tl.cdiv(n_documents, BLOCK)
-    query = (tl.program_id(0) // n_blocks).to(tl.int64)
-    documents = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
-    exists = documents < n_documents
-    sums_ptr += query * to_query + documents
-    total = tl.zeros([BLOCK], tl.float32)
-    for index in tl.range(0, n_sums):
-        total += tl.load(sums_ptr + tl.cast(index, tl.int64) * to_sum, mask=exists, other=0.0)
-    tl.store(scores_ptr + query * n_documents + documents, total, mask=exists)
-
-
 def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
     """The scores, from the sums that a kernel has left of each."""
-    n_documents, n_scores = problem.n_documents, math.prod(problem.scores_shape)
-    # The single kernel leaves [n_sums, scores], the stacked ones [queries, n_sums, n_documents].
-    to_query, to_sum = plan.n_sums * n_documents, n_documents
     if plan.kernel == "single":
-        to_query, to_sum = n_documents, n_scores
-    scores = torch.empty(*problem.scores_shape, dtype=torch.float32, device=problem.device)
-    programs = n_scores // n_documents * -(-n_documents // _ADDED)
-    _add_sums_kernel(
-        (programs, 1, 1), (sums, scores), (n_documents, plan.n_sums, to_query, to_sum), (), (_ADDED,), (4, 1, None)
-    )
-    return scores
+        return sums.sum(dim=0)
+    # The stacked ones leave [queries, n_sums, n_documents].
+    return sums.view(-1, plan.n_sums, problem.n_documents).sum(dim=1).view(problem.scores_shape)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pylate_flash.kernels import plan_backward, tables
-from pylate_flash.kernels.backward import gather, lists, sums
+from pylate_flash.kernels.backward import lists, sums
 from pylate_flash.kernels.rows import normalized_rows, through_normalized_rows
 from pylate_flash.ops.norms import inverse_norms, through_norms
 from tests.kernels.backward_cases import KINDS, WAYS, Case, dense, packed, weighted
@@ -168,9 +168,7 @@ def test_documents_shared_by_several_programs(normalize: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_offsets_that_need_64_bits_and_strides(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gather, sums):
-        monkeypatch.setattr(module, "_is_narrow", lambda problem, inputs: False)
+def test_strides(way: str) -> None:
     problem = dense((4, 6), (1, 3, 5), 8, "uniform")
     expected = problem.run(way)
     queries = problem.queries.transpose(0, 1).contiguous().transpose(0, 1)
@@ -178,15 +176,6 @@ def test_offsets_that_need_64_bits_and_strides(way: str, monkeypatch: pytest.Mon
     grad_scores = problem.grad_scores.t().contiguous().t()
     strided = Case(grad_scores, queries, documents, problem.winners)
     assert all(torch.equal(a, b) for a, b in zip(strided.run(way), expected, strict=True))
-
-
-def test_scores_that_are_transposed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = dense((4, 6), (1, 3, 5), 8, "uniform")
-    expected = problem.run("lists")
-    of_candidates = packed((1, 9), [4, 0, 11], 12, "skewed", [0, 3])
-    monkeypatch.setattr(tables, "TRANSPOSED_WINNERS", 1)
-    assert all(torch.equal(a, b) for a, b in zip(problem.run("lists"), expected, strict=True))
-    of_candidates.check("lists")
 
 
 @pytest.mark.parametrize("way", WAYS)
