@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from pylate_flash.index import ids as ids_module
 from pylate_flash.index import merging, resident, search
-from pylate_flash.index.ids import packed_ids
+from pylate_flash.index.ids import IdTable, packed_ids
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
 from pylate_flash.index.parts import Part
@@ -253,6 +254,32 @@ def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: 
         lists = [asked[:3], [], asked[3:]]
         packed, counts = packed_ids(lists)
         assert (packed.to_list(), counts.tolist()) == (asked, [len(own) for own in lists])
+
+
+@given(names=st.lists(NAMES, unique=True, max_size=60), alike=st.booleans(), data=st.data())
+def test_ids_of_many_lists_are_found_in_c(names: list[str], alike: bool, data: st.DataObject) -> None:
+    pytest.importorskip("triton")
+    lists = data.draw(st.lists(st.lists(st.sampled_from([*names, "", "none", "a" * 20]), max_size=30), max_size=4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ids_module, "_MANY", 0)
+        if alike:
+            # All long ids have one key, and all ids one place in the table.
+            patch.setattr(ids_module, "_FACTORS", np.zeros(2, np.uint64))
+        table = IdTable()
+        table.extend(packed_ids([names])[0])
+        patch.setattr(ids_module, "packed_ids", Mock(side_effect=AssertionError))
+        found = [names.index(id_) if id_ in names else -1 for ids in lists for id_ in ids]
+        if any("\ud800" in id_ for ids in lists for id_ in ids):
+            # Half of a surrogate pair is no UTF-8.
+            patch.setattr(ids_module, "packed_ids", packed_ids)
+        numbers, counts = table.find_all(lists)
+    assert (numbers.tolist(), counts.tolist()) == (found, [len(ids) for ids in lists])
+
+
+def test_ids_of_many_lists_that_are_none_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids_module, "_MANY", 0)
+    with pytest.raises(TypeError, match=r"subset\[8\]\[1\] must be a string, got 3 of type int"):
+        IdTable().find_all([["a"], ["b", 3]], first=7)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ pieces.py         the rows of all parts, read by one thread or brought to a GPU 
 resident.py       the rows on the device that scores them: what stays there, and what streams through
 tables.py         numbers, lengths and ids of documents, in arrays
 ids.py            ids as bytes, and a table that finds them
+lookup.py         the same table, asked in C for the ids of many lists
 files.py          opening, reading and writing a file, as the system lets it
 recorded.py       which model made the embeddings, and which corpora they are of
 info.py           a summary

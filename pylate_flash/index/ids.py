@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .lookup import find
+
 __all__ = ["Growing", "IdTable", "Ids", "encoded_id", "packed_ids"]
 
 # Bytes of an id that are compared at a time, and masks of the first 0 to 8 of them.
@@ -15,6 +17,8 @@ _WORD = 8
 _MASKS = np.array([(1 << 8 * length) - 1 for length in range(_WORD + 1)], np.uint64)
 # Of this process, so that nobody can choose ids that meet in one place.
 _FACTORS = np.array([secrets.randbits(64) | 1 for _ in range(2)], np.uint64)
+# Ids that are worth a function in C, which is compiled at the first use.
+_MANY = 4096
 # Marks the key of an id that is longer than a key holds.
 _LONG = np.uint64(1 << 63)
 
@@ -192,6 +196,19 @@ class IdTable:
             wrong = wrong[found[wrong] >= 0]
             wrong = wrong[self._differ(found[wrong], wrong, keys, known, ids)]
         return found
+
+    def find_all(self, lists: Sequence[Sequence[str]], first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """As `find`, of the ids of all lists, one list after the other, and how many each has: `packed_ids`."""
+        counts = np.array([len(ids) for ids in lists], np.int64)
+        total, found = int(counts.sum()), None
+        if total >= _MANY:
+            arrays = self._keys.values, self._begins.values, self._ends.values, self._text.values, _FACTORS
+            addresses = [array.ctypes.data for array in arrays]
+            found = find(lists, total, self._table.ctypes.data, int(self._shift), *addresses)
+        if found is not None:
+            return np.frombuffer(found, np.int32), counts
+        ids, counts = packed_ids(lists, first)
+        return self.find(ids), counts
 
     def _differ(
         self, found: np.ndarray, which: np.ndarray | slice, keys: np.ndarray, known: Ids, ids: Ids

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from ..ops import QuantizedEmbeddings
 from .arguments import check_finite
 from .graphs import Graphs
-from .ids import packed_ids
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
@@ -224,8 +223,8 @@ class Search:
             return self._checked(queries, copy.get(), slots, counts)
 
         allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
-        # While a GPU scores some, ids of the next ones are looked up, by this thread: others would have to wait for each
-        # other, and it for them.
+        # While a GPU scores some, ids of the next ones are looked up, by this thread: another would wait for Python's
+        # lock, and have this one wait for it.
         for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
             slots, counts = self._slots_of(subsets[first:last], first, allowed)
             some = queries[first:last]
@@ -250,12 +249,12 @@ class Search:
         self, queries: Queries, slots: np.ndarray, counts: np.ndarray, show_progress: bool, in_place: bool = False
     ) -> Iterator[tuple[Packed, Packed, Tensor]]:
         """The documents at `slots`, of which each query owns the next of so many, a block with its owners at a time."""
-        owners = np.repeat(np.arange(len(queries)), counts)
+        edges = np.concatenate([[0], counts.cumsum()])
         for block in self._some(slots, _SCORES, show_progress, in_place):
-            own = owners[block.first : block.first + len(block.documents.cu_seqlens) - 1]
-            low, high = int(own[0]), int(own[-1]) + 1
+            last = block.first + len(block.documents.cu_seqlens) - 1
+            low, high = int(np.searchsorted(edges, block.first, "right")) - 1, int(np.searchsorted(edges, last))
             # On the host, where the operation plans its launch.
-            bounds = np.concatenate([[0], np.bincount(own - low, minlength=high - low).cumsum()]).astype(np.int32)
+            bounds = (edges[low : high + 1].clip(block.first, last) - block.first).astype(np.int32)
             yield queries[low:high].packed(), block.documents, torch.from_numpy(bounds)
 
     def _add_matches(self, scorer: Scorer, queries: Queries, found: Found, results: list[list[SearchResult]]) -> None:
@@ -283,9 +282,8 @@ class Search:
 
         The queries are those from number `first` on.
         """
-        ids, counts = packed_ids(subsets, first)
         documents = self.store.documents
-        positions = documents.positions_of(ids)
+        positions, counts = documents.table.find_all(subsets, first)
         there = positions >= 0
         if allowed is not None:
             there &= allowed[positions]
@@ -294,8 +292,10 @@ class Search:
             there &= (slots >= 0) & (slots < self.rows.documents)
         bits = self.rows.documents.bit_length()
         keys = np.repeat(np.arange(len(counts)) << bits, counts) | slots
-        keys = np.sort(keys[there])
-        keys = keys[np.diff(keys, prepend=-1) > 0]
+        keys = np.sort(keys if there.all() else keys[there])
+        again = np.flatnonzero(keys[1:] == keys[:-1])
+        if len(again):
+            keys = np.delete(keys, again)
         edges = np.searchsorted(keys, np.arange(len(counts) + 1) << bits)
         return keys & ((1 << bits) - 1), np.diff(edges)
 

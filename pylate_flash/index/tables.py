@@ -93,6 +93,11 @@ class Documents:
 
     def positions_of(self, ids: Sequence[str] | Ids) -> np.ndarray:
         """Where the documents of some ids are; -1 for those that are not there. Shape: [N], int64."""
+        return self.table.find(ids if isinstance(ids, Ids) else packed_ids([ids])[0])
+
+    @property
+    def table(self) -> IdTable:
+        """What finds ids, made when it is first asked for."""
         table = self._by_id
         if table is None:
             table = IdTable()
@@ -100,7 +105,7 @@ class Documents:
                 table.extend(part.ids.some(part.live))
             # Not before, as other threads may look.
             self._by_id = table
-        return table.find(ids if isinstance(ids, Ids) else packed_ids([ids])[0])
+        return table
 
 
 def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
