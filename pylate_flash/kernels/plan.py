@@ -368,15 +368,18 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
     return ForwardPlan(made, strides, columns, run, n_runs, n_documents, cuts, 1, 1, reason)
 
 
-def decompressed_first(problem: Problem, listed: bool) -> bool:
-    """Whether residual codes are decompressed to memory, and scored as embeddings are, by the Hopper kernel."""
+def decompressed_tokens(problem: Problem, listed: bool) -> int:
+    """How many tokens are decompressed to memory at a time, to be scored as embeddings are, by the Hopper kernel.
+
+    0: those of residual codes are decompressed where they are scored.
+    """
     kind = problem.kind
     wide = config.hopper_tile(
         tables.architecture(kind.device)[0], kind.size, kind.dtype.itemsize, False, False, kind.with_winners
     )
     many = not listed and _stacked_rows(problem) >= tables.RESIDUAL_MANY_ROWS
-    fits = problem.n_tokens * kind.size * kind.dtype.itemsize <= tables.RESIDUAL_SCRATCH
-    return wide is not None and many and fits and config.copied_by_16_bytes(kind.size, (kind.size,))
+    serves = wide is not None and many and config.copied_by_16_bytes(kind.size, (kind.size,))
+    return tables.RESIDUAL_SCRATCH // (kind.size * kind.dtype.itemsize) if serves else 0
 
 
 def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: int, listed: bool) -> ForwardPlan:

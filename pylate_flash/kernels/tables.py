@@ -202,10 +202,10 @@ RESIDUAL_MIN_BLOCK = 32
 RESIDUAL_LONGEST_RUN = 16
 RESIDUAL_LARGEST_CUT = 4096
 RESIDUAL_PER_SM = {RESIDUAL_TILE.num_warps: 2, RESIDUAL_FEW_ROWS.num_warps: 5}
-# Query rows from which on codes are decompressed once, to memory, where embeddings take no more than so many bytes:
+# Query rows from which on codes are decompressed once, to memory, embeddings of so many bytes at a time:
 # 0.098 ms in place of 0.265 at 32 x 1024, 32 x 180, on Hopper.
 RESIDUAL_MANY_ROWS = 256
-RESIDUAL_SCRATCH = 64 << 20
+RESIDUAL_SCRATCH = 256 << 20
 # Rows of a program of the gradient, and programs of an SM at which the documents are shared out no more.
 RESIDUAL_GRADIENT_ROWS = 32
 RESIDUAL_GRADIENT_PROGRAMS = 8
@@ -214,12 +214,13 @@ RESIDUAL_SMALLEST_SHARE = 8
 
 # Of short queries against documents of few bits.
 
-# Document tokens of a step, registers of a thread, of which there are 32, and programs of an SM that this makes. Of
-# 10000 documents of 300 tokens and one query of 32, 4 and 2 bits take 0.140 and 0.102 ms, where codes decompressed for
-# `stacked` take 0.648 and 0.414, and int8 0.111 of 0.132; with 184 registers 0.161, 0.119 and 0.135.
+# Document tokens of a step, registers of a thread, of which there are 32, programs of an SM that this makes, and steps
+# fetched ahead with the one at hand. On an H100, of 10000 documents of 300 tokens and one query of 32, 4 and 2 bits take
+# 0.120 and 0.087 ms, with 128 registers, which spill, 0.129 and 0.096, and with loads to registers 0.149 and 0.105.
 SHORT_ROWS = 32
 SHORT_REGISTERS = 168
 SHORT_PER_SM = 12
+SHORT_STAGES = 3
 # Query tokens, and elements of a query that registers hold with the rest.
 SHORT_MAX_LENGTH = 64
 SHORT_MAX_ELEMENTS = 8192

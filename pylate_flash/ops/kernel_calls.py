@@ -14,6 +14,7 @@ from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
 from ..kernels.forward import Codes, maxsim_forward, quantized_forward, residual_forward, soft_forward, sparse_forward
 from ..kernels.listed import look
 from ..kernels.losses import ChunkedLoss, rescale
+from ..kernels.plan import decompressed_tokens
 from ..kernels.plan_backward import Chunks, chunks_of, halved
 from ..kernels.rows import (
     Norms,
@@ -33,6 +34,8 @@ from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tens
 from .call_parts import active_counts, checked_masks, chunk_of, in_chunks, with_empty_score
 from .checks import checked_problem
 from .loss_call import Found
+from .packing import host_bounds
+from .tiles import sequence_blocks
 
 if TYPE_CHECKING:
     from .chamfer import Pair, Sets
@@ -73,8 +76,31 @@ def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets
 
 
 def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Scores of residual codes, and argmax if the problem has them; `codes` are those of `Codes`, no size is 0."""
-    return residual_forward(*_with_codes(problem, tensors, codes))
+    """Scores of residual codes, and argmax if the problem has them; `codes` are those of `Codes`, no size is 0.
+
+    Of more codes than are decompressed at a time, documents are scored in blocks, for which the host has to read where
+    they begin. A graph cannot, and calls that find winners do not.
+    """
+    most = decompressed_tokens(problem, codes[-1] is not None)
+    capturing = problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if not 0 < most < problem.n_tokens or problem.with_winners or capturing:
+        return residual_forward(*_with_codes(problem, tensors, codes))
+    given = Codes(*codes)  # type: ignore[arg-type]
+    bounds = host_bounds("cu_seqlens", given.cu_seqlens, problem.n_tokens, "codes")
+    scores = torch.full(problem.scores_shape, problem.empty_score, dtype=torch.float32, device=problem.device)
+    for first, last in sequence_blocks(bounds, most):
+        tokens, documents = slice(int(bounds[first]), int(bounds[last])), slice(first, last)
+        size = tokens.stop - tokens.start
+        if size > 0:
+            own = given.cu_seqlens[first : last + 1] - tokens.start
+            some = given._replace(
+                codes=given.codes[tokens], residuals=given.residuals[tokens], scales=given.scales[tokens],
+                cu_seqlens=own,
+            )  # fmt: skip
+            of_block = tensors._replace(documents_cu_seqlens=own)
+            block = problem._replace(n_documents=last - first, n_tokens=size, document_length=size)
+            scores[:, documents] = residual_forward(*_with_codes(block, of_block, some))[0]
+    return scores, None
 
 
 def residual_gradient(

@@ -296,8 +296,13 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
     decoded = isinstance(bits, int)
     exchanged = re.search(r"(ld|st)\.shared|ldmatrix|shfl|cvt\.\S*s32" + ("" if decoded else "|prmt"), products)
     assert not exchanged or triton_version() > (3, 6)
-    assert "prmt" in products or not decoded
-    assert re.search(r"ld\.global\S*v4\.b32" if size == 128 and bits != 2 else r"ld\.global", ptx)
+    assert "prmt" in ptx or not decoded
+    # Documents are copied to shared memory ahead, 16 bytes at a time where a thread has as many of a row.
+    assert "0x10" in re.findall(_COPIES, ptx) or size < 128 or bits == 2
+    assert "cp.async" in ptx
+    if decoded and triton_version() <= (3, 6) and capability == 90:
+        sass = get_sass(code["short"].asm["cubin"])
+        assert not re.search(r"LDL|STL", sass[sass.index("IMMA") : sass.rindex("IMMA")])
 
 
 @pytest.mark.parametrize("capability", [80, 100, 120], indirect=True)

@@ -67,14 +67,13 @@ def residual_gradient(function, queries: Tensor, documents: ResidualCodes, optio
 def check_8_bits(found: Tensor, queries: Tensor, documents: ResidualCodes, options: dict) -> None:
     """Scores of rounded queries and bucket weights, against the definition, by how much a similarity may be off.
 
-    A query's elements are rounded to 1/127 of the largest, weights to at most 1/95 of what lies between the lowest and
-    the highest, and what a centroid adds, with an offset of the rounded weights, by 2**-11 of it.
+    A query's elements are rounded to 1/127 of the largest. Weights are rounded so that their squared errors are together
+    at most those of steps of 1/126 of the largest; what a centroid adds is off by 2**-11 of it.
     """
     rows, weights = queries.double(), documents.bucket_weights.double()
     most = weights.abs().max()
-    width = weights.clamp(min=0).max() - weights.clamp(max=0).min() if len(weights) == 16 else 2 * most
     total = rows.abs().sum(dim=-1)
-    in_weights = total * width / 95 / 2
+    in_weights = total * most / 126 / 2 * len(weights) ** 0.5
     in_queries = rows.abs().amax(dim=-1) / 127 / 2 * documents.size * most
     centroid = rows.norm(dim=-1) * documents.centroids.double().norm(dim=-1).max()
     of_token = in_weights + in_queries + (centroid + total * most) * 2**-10

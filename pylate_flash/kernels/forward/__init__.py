@@ -20,7 +20,7 @@ from torch import Tensor
 from ...problem import Problem, Tensors, replaced
 from ..plan import (
     ForwardPlan,
-    decompressed_first,
+    decompressed_tokens,
     forward_plan,
     quantized_plan,
     residual_plan,
@@ -147,7 +147,7 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     Queries are padded [Nq, Lq, d] with contiguous rows. Where there are candidates, every query is a group of the
     problem, and `problem.n_documents` the number of its candidates. No dimension is 0, and a document may be empty.
     """
-    if decompressed_first(problem, codes.candidates is not None):
+    if problem.n_tokens <= decompressed_tokens(problem, codes.candidates is not None):
         embeddings, size = decompressed_embeddings(problem, codes, codes.nbits), problem.size
         kind = replaced(problem.kind, "quantize_queries", False)
         problem = problem._replace(kind=kind, document_strides=(0, 0, size), aligned=True)

@@ -12,27 +12,31 @@ from ..plan import ForwardPlan
 from .common import ForwardTensors
 from .quantized_rows import divided_rows, rounded_rows
 
-# The largest entry of the table of a centroid of norm 1, far from the largest float16.
-_LARGEST_ENTRY = tl.constexpr(64.0)
+# A float32 of 1.5 * 2**23.
+BITS_OF_SUM = tl.constexpr(0x4B400000)
 _LARGEST_VALUE = tl.constexpr(127.0)
 # Centroids of a program of the table.
 _CENTROIDS = 64
-# Bytes of 4 bits are 0 to 127: of an index that is not its own, a permute leaves the sign of another byte, which is 0.
+# Bucket weights in bytes are tried in so many units, from the largest weight / 126 on, each with so many roundings.
 _LARGEST_BYTE = tl.constexpr(126)
 _UNITS = tl.constexpr(32)
+_ROUNDINGS = tl.constexpr(16)
 
-# Of the eight indices of 4 bits in a word, the bytes of the first four, from its lowest, and of the last four.
+# Of the eight indices of 4 bits in a word, the bytes of the first four, from its lowest, and of the last four. Both
+# halves of the table are looked up; which one counts are the highest bits of indices, each made a byte's sign first.
 _FOUR_BITS = tl.constexpr("""{
-.reg .b32 upper, a, b, c, d;
-xor.b32 upper, $2, 0x88888888;
-shr.u32 c, $2, 16;
-shr.u32 d, upper, 16;
-prmt.b32 a, $3, $4, $2;
-prmt.b32 b, $5, $6, upper;
-prmt.b32 c, $3, $4, c;
-prmt.b32 d, $5, $6, d;
-or.b32 $0, a, b;
-or.b32 $1, c, d;
+.reg .b32 n, m, s, a, b, c, d, e, f;
+and.b32 n, $2, 0x77777777;
+shl.b32 s, $2, 4;
+shr.u32 m, n, 16;
+prmt.b32 a, $3, $4, n;
+prmt.b32 b, $5, $6, n;
+prmt.b32 c, $3, $4, m;
+prmt.b32 d, $5, $6, m;
+prmt.b32 e, s, $2, 0xD9C8;
+prmt.b32 f, s, $2, 0xFBEA;
+lop3.b32 $0, a, b, e, 0xD8;
+lop3.b32 $1, c, d, f, 0xD8;
 }""")
 # Of the sixteen indices of 2 bits, those of even places and of odd ones of the lower half, and of the upper.
 _TWO_BITS = tl.constexpr("""{
@@ -64,6 +68,12 @@ def values_size(size, nbits):
     return (128 // nbits if nbits else 32) * words_of(size, nbits)
 
 
+@triton.constexpr_function
+def unit_of_table(size):
+    """What products of centroids and values are multiplied by: a centroid of norm 1 makes at most 64, not 65504."""
+    return 64 / (127 * size**0.5)
+
+
 @triton.jit
 def _word(bytes_, FIRST: tl.constexpr):
     """Four bytes as a word."""
@@ -73,29 +83,37 @@ def _word(bytes_, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _bucket_bytes(weights_ptr, NBITS: tl.constexpr):
-    """Bucket weights in bytes, [1 << NBITS], what 1 stands for, and the byte that stands for 0.
+def _rounded(weights, largest, tried):
+    """Weights as bytes, in one of the units that are tried, and by one of the roundings."""
+    unit = largest / (-(tried // _ROUNDINGS) + _LARGEST_BYTE).to(tl.float32)
+    return tl.floor(weights / unit + (tried % _ROUNDINGS).to(tl.float32) / _ROUNDINGS)
 
-    Of several units, the one whose bytes are nearest to the weights.
+
+@triton.jit
+def _bucket_bytes(weights_ptr, NBITS: tl.constexpr):
+    """Bucket weights in bytes, [1 << NBITS], what 1 stands for, and how many of these are to be added to each.
+
+    Of several units and roundings, the bytes that lie nearest to a line, which is what they stand for.
     """
-    indices = tl.arange(0, 1 << NBITS)
-    weights = tl.load(weights_ptr + indices).to(tl.float32)
-    lowest, highest = tl.minimum(tl.min(weights, 0), 0.0), tl.maximum(tl.max(weights, 0), 0.0)
-    if NBITS == 2:
-        lowest = -tl.maximum(-lowest, highest)
-        highest = lowest * 0.0
-    width = tl.maximum(highest - lowest, 1e-30)
-    steps = (-tl.arange(0, _UNITS) + _LARGEST_BYTE).to(tl.float32)
-    units = width / steps
-    errors = weights[None, :] - tl.floor(weights[None, :] / units[:, None] + 0.5) * units[:, None]
-    unit = width / (-tl.argmin(tl.sum(errors * errors, 1), 0) + _LARGEST_BYTE).to(tl.float32)
+    COUNT: tl.constexpr = 1 << NBITS
+    weights = tl.load(weights_ptr + tl.arange(0, COUNT)).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(weights), 0), 1e-30)
+    mean = tl.sum(weights, 0) / COUNT
+    tried = tl.arange(0, _UNITS * _ROUNDINGS)
+    bytes_ = _rounded(weights[None, :], largest, tried[:, None])
+    away = bytes_ - tl.sum(bytes_, 1)[:, None] / COUNT
+    slopes = tl.sum(away * (weights - mean)[None, :], 1) / tl.maximum(tl.sum(away * away, 1), 1e-30)
+    errors = (weights - mean)[None, :] - away * slopes[:, None]
+    best = tl.argmin(tl.sum(errors * errors, 1), 0)
+    bytes_ = _rounded(weights, largest, best)
+    mean_byte = tl.sum(bytes_, 0) / COUNT
+    away = bytes_ - mean_byte
+    spread = tl.sum(away * away, 0)
     # What is not a number makes every score so.
-    unit += tl.sum(weights * 0.0, 0)
-    zero = tl.zeros([1], tl.int32)
-    if NBITS == 4:
-        zero += tl.floor(0.5 - lowest / unit).to(tl.int32)
-    zero = tl.max(zero, 0)
-    return tl.floor(weights / unit + 0.5).to(tl.int32) + zero, unit, zero
+    unit = tl.sum(away * (weights - mean), 0) / tl.maximum(spread, 1e-30) + tl.sum(weights * 0.0, 0)
+    # Of weights that are all alike, any will do.
+    unit = tl.where(spread > 0, unit, tl.where(mean == mean, largest, mean))
+    return bytes_.to(tl.int32), unit, mean / unit - mean_byte
 
 
 @triton.jit
@@ -156,10 +174,10 @@ def _bytes(words):
 
 @triton.jit
 def operand(words):
-    """[rows, 16 * J] of the bytes of words [4, rows, J], in the order in which tensor cores take them of a thread."""
-    ROWS: tl.constexpr = words.shape[1]
-    J: tl.constexpr = words.shape[2]
-    bytes_ = tl.permute(tl.reshape(_bytes(words), [4, ROWS, J // 2, 8]), (1, 2, 0, 3))
+    """[rows, 16 * J] of the bytes of words [rows, 4 * J], in the order in which tensor cores take them of a thread."""
+    ROWS: tl.constexpr = words.shape[0]
+    J: tl.constexpr = words.shape[1] // 4
+    bytes_ = tl.permute(tl.reshape(_bytes(words), [ROWS, 4, J // 2, 8]), (0, 2, 1, 3))
     return tl.reshape(bytes_, [ROWS, 16 * J])
 
 
@@ -203,31 +221,34 @@ def operands_of(values, J: tl.constexpr):
 @triton.jit
 def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr):
     """[16 * J, columns] of what `_leave_query` has left: every thread loads what tensor cores take of it."""
-    EIGHTS: tl.constexpr = COLUMNS // 8
-    # Triton gives neighbours along the first dimension to neighbouring threads, where it takes nothing for contiguous.
-    four, lanes = tl.arange(0, 4)[:, None, None], tl.arange(0, 8)[None, :, None]
-    at = ((part * EIGHTS + tl.arange(0, EIGHTS)[None, None, :]) * 8 + lanes) * 4 + four
     values_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    words = tl.load(values_ptr + at[:, :, :, None] * J + tl.arange(0, J)[None, None, None, :])
-    bytes_ = tl.reshape(_bytes(words), [4, 8, EIGHTS, J // 2, 8])
-    return tl.reshape(tl.permute(bytes_, (3, 0, 4, 2, 1)), [16 * J, COLUMNS])
+    at = (part * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * (4 * J) + tl.arange(0, 4 * J)[None, :]
+    words = tl.load(values_ptr + tl.max_contiguous(at, [1, J]))
+    bytes_ = tl.reshape(_bytes(words), [COLUMNS, 4, J // 2, 8])
+    return tl.reshape(tl.permute(bytes_, (2, 1, 3, 0)), [16 * J, COLUMNS])
 
 
 @triton.jit
 def _leave_query(
-    query_ptr, values_ptr, scales_ptr, query_length, stride_token,
+    query_ptr, weights_ptr, values_ptr, scales_ptr, luts_ptr, query_length, stride_token,
     EMBEDDING: tl.constexpr,
     COLUMNS: tl.constexpr,
     NBITS: tl.constexpr,
-    FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Leave a query in int8, in the order of `query_operand`, and the scales of its columns times a factor.
+    """Leave a query in int8, in the order of `query_operand`, and the bucket weights in bytes.
+
+    Of the columns, their scales, in the table's unit, and the bits at which sums begin; behind the words of weights,
+    what their unit is in the table.
 
     In memory the first of the elements of a byte of codes is in its highest bits, and the first byte of a word in its
     lowest; `four_bits` and `two_bits` begin at the lowest.
     """
     J: tl.constexpr = words_of(EMBEDDING, NBITS)
     ELEMENTS: tl.constexpr = 32 // NBITS
+    bytes_, unit, more = _bucket_bytes(weights_ptr, NBITS)
+    for word in tl.static_range(4):
+        tl.store(luts_ptr + word, _word(bytes_, 4 * word))
+    tl.store(luts_ptr + 4, (unit * unit_of_table(EMBEDDING)).to(tl.int32, bitcast=True))
     values, scale = query_values(query_ptr, query_length, stride_token, EMBEDDING, COLUMNS, NBITS, False)
     columns, places = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
     word, element = places // ELEMENTS % J, places % ELEMENTS
@@ -237,7 +258,9 @@ def _leave_query(
         part, byte = element // 8 * 2 + 1 - element % 2, element // 4 % 2 * 2 + 1 - element // 2 % 2
     at = (part[None, :] * COLUMNS + columns[:, None]) * 4 + (places // (ELEMENTS * J))[None, :]
     tl.store(values_ptr + at * (4 * J) + (word * 4 + byte)[None, :], values)
-    tl.store(scales_ptr + columns, scale * FACTOR)
+    tl.store(scales_ptr + columns, scale / unit_of_table(EMBEDDING))
+    begin = tl.floor(tl.sum(values.to(tl.int32), axis=1).to(tl.float32) * more + 0.5).to(tl.int32) + BITS_OF_SUM
+    tl.store(scales_ptr + COLUMNS + columns, begin.to(tl.float32, bitcast=True))
 
 
 @kernel(follows=True)
@@ -250,44 +273,35 @@ def _table_kernel(
     CENTROIDS: tl.constexpr,
     QUERY_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """<centroid, v> [queries, centroids, columns], float16, scaled so that norms of 1 make at most `_LARGEST_ENTRY`.
+    """<centroid, v> [queries, centroids, columns], float16, times `unit_of_table`.
 
-    Less what bytes of 4 bits, which are not negative, add to <w, v>. Besides, queries in 8 bits, bucket weights in
-    bytes, and what a unit of these is in the table.
+    Besides, by one program of each query, what `_leave_query` leaves.
     """
     wait_for_previous_kernel()
-    LARGEST: tl.constexpr = _LARGEST_VALUE * EMBEDDING**0.5
-    # One program of each query leaves the query, the others a block of the table.
     n_programs = tl.cdiv(n_centroids, CENTROIDS) + 1
     query = (tl.program_id(0) // n_programs).to(tl.int64)
     block = tl.program_id(0) % n_programs - 1
     queries_ptr += query * stride_query * QUERY_UNIT
     stride_query_token *= QUERY_UNIT
-    bytes_, unit, zero = _bucket_bytes(weights_ptr, NBITS)
     if block < 0:
         SIZE: tl.constexpr = values_size(EMBEDDING, NBITS)
         values_ptr += query * COLUMNS * SIZE
-        scales_ptr += query * COLUMNS
+        scales_ptr += query * COLUMNS * 2
         _leave_query(
-            queries_ptr, values_ptr, scales_ptr, query_length, stride_query_token, EMBEDDING, COLUMNS, NBITS,
-            LARGEST / _LARGEST_ENTRY,
+            queries_ptr, weights_ptr, values_ptr, scales_ptr, luts_ptr, query_length, stride_query_token, EMBEDDING,
+            COLUMNS, NBITS,
         )  # fmt: skip
-        for word in tl.static_range(4):
-            tl.store(luts_ptr + word, _word(bytes_, 4 * word))
-        tl.store(luts_ptr + 4, (unit * (_LARGEST_ENTRY / LARGEST)).to(tl.int32, bitcast=True))
     else:
         tokens, dims = tl.arange(0, COLUMNS), tl.arange(0, triton.next_power_of_2(EMBEDDING))
         inside = dims < EMBEDDING
         at = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
         rows = tl.load(at, mask=(tokens < query_length)[:, None] & inside[None, :], other=0.0)
         rows, _ = divided_rows(rows.to(tl.float32), _LARGEST_VALUE)
-        # What bytes are more than weights, of all elements.
-        more = tl.sum(tl.floor(rows + 0.5), axis=1) * zero * unit
         centroids = block * CENTROIDS + tl.arange(0, CENTROIDS)
         exists = centroids < n_centroids
         at = centroids_ptr + centroids[:, None] * EMBEDDING + dims[None, :]
         tile = tl.load(at, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float16)
-        entries = (tl.dot(tile, tl.trans(rows.to(tl.float16))) - more[None, :]) * (_LARGEST_ENTRY / LARGEST)
+        entries = tl.dot(tile, tl.trans(rows.to(tl.float16))) * unit_of_table(EMBEDDING)
         at = (query * n_centroids + centroids[:, None]) * COLUMNS + tokens[None, :]
         tl.store(table_ptr + at, entries.to(tl.float16), mask=exists[:, None])
 
@@ -300,7 +314,7 @@ def with_table(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors) -> 
     made = tensors._replace(
         table=torch.empty(n_queries, n_centroids, columns, dtype=torch.float16, device=device),
         values=torch.empty(n_queries, columns, values_size(size, nbits), dtype=torch.int8, device=device),
-        queries_scale=torch.empty(n_queries, columns, dtype=torch.float32, device=device),
+        queries_scale=torch.empty(n_queries, 2, columns, dtype=torch.float32, device=device),
         luts=torch.empty(8, dtype=torch.int32, device=device),
     )
     _table_kernel(

@@ -1,20 +1,21 @@
 """The forward of short queries against documents of few bits: in 8 bits, or residual codes of 4 or 2.
 
-A program is one warp. It walks a run of documents as one row of tokens, 32 at a time, whatever the boundaries, and
-fetches the next ones while it multiplies these. Document tokens are the rows of the product, and the running maximum is
-elementwise until a document ends. Four threads have a row of words, each as many that lie together, which is the
-operand of a product of 8 bits as it is: of what order its elements are, the query has to follow.
+A program is one warp. It walks a run of documents as one row of tokens, 32 at a time, whatever the boundaries. What the
+next steps take is copied to shared memory meanwhile: loads to registers were moved by the compiler to the end of their
+step, and waited for. Document tokens are the rows of the product, and the running maximum is elementwise until a
+document ends. Four threads have a row of words, each as many that lie together, which is the operand of a product of 8
+bits as it is: of what order its elements are, the query has to follow.
 
 A residual code is looked up by permutes of bytes, a word of elements at a time, and stands for a bucket weight rounded
-to 7 bits with 4 bits for an element, to 8 with 2. With q = a v, of values v, and d = n (c + u w) of the centroid c, the
-rounded weights w, their unit u and the scale n, the similarity is
+to 8 bits, but for an offset that all have. With q = a v, of values v, and d = n (c + u (w + o)) of the centroid c, the
+rounded weights w, their unit u and offset o, and the scale n, the similarity is
 
-    <q, d> = a n (<c, v> + u <w, v>)
+    <q, d> = a n (<c, v> + u (<w, v> + o <1, v>))
 
 where <c, v> is looked up, in 16 bits, in a table of all centroids (`few_bits.with_table`), which stays in L2.
 
-Sums of products begin at the bits of 1.5 * 2**23. Taken for a float, that is 1.5 * 2**23 more than the sum, exactly,
-where a conversion would take a slower unit.
+Sums of products begin at the bits of 1.5 * 2**23, and o <1, v> more. Taken for a float, that is 1.5 * 2**23 more than
+the sum, exactly, where a conversion would take a slower unit.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from torch import Tensor
 from triton import knobs
 
 from ...problem import Problem
+from .. import tables
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from .common import ForwardTensors
 from .cuts import documents_of_cut
 from .few_bits import (
+    BITS_OF_SUM,
     four_bits,
     operand,
     operands_of,
@@ -42,21 +45,23 @@ from .few_bits import (
     words_of,
 )
 
-_ROWS = tl.constexpr(16)
-_BITS_OF_SUM = tl.constexpr(0x4B400000)
+_ROWS = tl.constexpr(32)
 _SUM = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
 def _words(documents_ptr, tokens, part, config: tl.constexpr, J: tl.constexpr):
-    """Words [4, 16, J] of these tokens, of their second half if `part` is 1."""
+    """Words [tokens, 4 * J] of these tokens, of their second half if `part` is 1: J of each of four threads."""
     # Elements of a word, and words that a thread has of a row.
     ELEMENTS: tl.constexpr = 4 if config.values else 32 // config.nbits
     HELD: tl.constexpr = config.size // ELEMENTS // (8 if config.values else 4)
-    four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, J)[None, None, :]
-    at = tokens[None, :, None].to(tl.int64) * config.row + part * (4 * HELD) + four * HELD + places
+    places = tl.arange(0, 4 * J)
     if HELD < J:
-        return tl.load(documents_ptr + at, mask=places < HELD, other=0)
+        places = places // J * HELD + places % J
+    at = tokens[:, None].to(tl.int64) * config.row + part * (4 * HELD) + places[None, :]
+    at = tl.max_contiguous(at, [1, J])
+    if HELD < J:
+        return tl.load(documents_ptr + at, mask=(tl.arange(0, 4 * J) % J < HELD)[None, :], other=0)
     return tl.load(documents_ptr + at)
 
 
@@ -68,7 +73,7 @@ def _fetched(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """What is read of 16 tokens from `start` on: words, scales, offsets, and the scores of their centroids.
+    """What is read of 32 tokens from `start` on: words, scales, offsets, and the scores of their centroids.
 
     Scales, and offsets, lie STEP numbers from one to the next.
     """
@@ -84,8 +89,8 @@ def _fetched(
         offset = tl.load(offsets_ptr + at)
     entries = scale
     if config.nbits > 0:
-        four, places = tl.arange(0, 4)[:, None, None], tl.arange(0, COLUMNS // 4)[None, None, :]
-        entries = tl.load(table_ptr + codes[None, :, None] * COLUMNS + four * (COLUMNS // 4) + places)
+        at = codes[:, None].to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        entries = tl.load(table_ptr + tl.max_contiguous(at, [1, COLUMNS // 4]))
     return words, second, scale, offset, entries
 
 
@@ -103,11 +108,11 @@ def _over(row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _similarities(fetched, operands, luts, row_sums, unit, config: tl.constexpr, PTX: tl.constexpr):
-    """Similarities [16, columns], less the scales of the columns."""
+def _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config: tl.constexpr, PTX: tl.constexpr):
+    """Similarities [32, columns], less the scales of the columns."""
     words, second, scale, offset, entries = fetched
     COLUMNS: tl.constexpr = operands[0].shape[1]
-    sums = tl.full([_ROWS, COLUMNS], _BITS_OF_SUM, tl.int32)
+    sums = tl.broadcast_to(sums_begin[None, :], [_ROWS, COLUMNS])
     if config.nbits == 4:
         a, b = four_bits(words, luts, PTX)
         sums = tl.dot(operand(a), operands[0], sums, out_dtype=tl.int32)
@@ -127,7 +132,7 @@ def _similarities(fetched, operands, luts, row_sums, unit, config: tl.constexpr,
         sums = tl.dot(operand(second), operands[1], sums, out_dtype=tl.int32)
     sums = sums.to(tl.float32, bitcast=True)
     if config.nbits > 0:
-        entries = tl.permute(tl.reshape(entries, [4, _ROWS, COLUMNS // 8, 2]), (1, 2, 0, 3))
+        entries = tl.permute(tl.reshape(entries, [_ROWS, 4, COLUMNS // 8, 2]), (0, 2, 1, 3))
         entries = tl.reshape(entries, [_ROWS, COLUMNS]).to(tl.float32)
         # What is taken away again is rounded here to half of a unit of the sum.
         base = tl.fma(entries, _over(scale, _ROWS, COLUMNS), _over(scale * unit * -_SUM, _ROWS, COLUMNS))
@@ -139,10 +144,10 @@ def _similarities(fetched, operands, luts, row_sums, unit, config: tl.constexpr,
 
 
 @triton.jit
-def _best(best, first_half, second_half):
-    """The maxima [8, columns] so far, of rows that one thread has; those of 16 and 16 others included."""
-    halves = tl.reshape(larger(first_half, second_half), [2, 8, first_half.shape[1]])
-    return larger(best, max_along(halves, 0))
+def _best(best, similarities):
+    """The maxima [8, columns] so far, of rows that one thread has, those of more rows included."""
+    COLUMNS: tl.constexpr = similarities.shape[1]
+    return larger(best, max_along(tl.reshape(similarities, [_ROWS // 8, 8, COLUMNS]), 0))
 
 
 @triton.jit
@@ -162,6 +167,7 @@ def _short_kernel(
     config: tl.constexpr,
     PTX: tl.constexpr,
     STEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores [n_queries, n_documents] of the documents of all, or of each query's own.
 
@@ -217,9 +223,10 @@ def _short_kernel(
     luts = (0, 0, 0, 0)
     unit = 1.0
     row_sums = tl.zeros([COLUMNS], tl.float32)
+    sums_begin = tl.full([COLUMNS], BITS_OF_SUM, tl.int32)
     if config.nbits > 0:
         values_ptr += query.to(tl.int64) * COLUMNS * SIZE
-        queries_scale_ptr += query.to(tl.int64) * COLUMNS
+        queries_scale_ptr += query.to(tl.int64) * COLUMNS * 2
         luts = tl.load(luts_ptr), tl.load(luts_ptr + 1), tl.load(luts_ptr + 2), tl.load(luts_ptr + 3)
         unit = tl.load(luts_ptr + 4).to(tl.float32, bitcast=True)
         first_operand = query_operand(values_ptr, 0, COLUMNS, J)
@@ -229,6 +236,7 @@ def _short_kernel(
             third, fourth = query_operand(values_ptr, 2, COLUMNS, J), query_operand(values_ptr, 3, COLUMNS, J)
             operands = first_operand, second_operand, third, fourth
         scale = tl.load(queries_scale_ptr + tl.arange(0, COLUMNS))
+        sums_begin = tl.load(queries_scale_ptr + COLUMNS + tl.arange(0, COLUMNS)).to(tl.int32, bitcast=True)
     else:
         # Left in memory by one program for the others, values would wait for a launch; by all, for each other.
         values, scale = query_values(
@@ -243,42 +251,25 @@ def _short_kernel(
 
     best = tl.full([8, COLUMNS], float("-inf"), tl.float32)
     rows = tl.arange(0, _ROWS)
-    codes = _codes(codes_ptr, begin, final, config)
-    upper = _fetched(documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, begin, final, config, J, COLUMNS, STEP)
-    codes = _codes(codes_ptr, begin + 16, final, config)
-    lower = _fetched(
-        documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, begin + 16, final, config, J, COLUMNS, STEP
-    )
-    upper_codes = _codes(codes_ptr, begin + 32, final, config)
-    lower_codes = _codes(codes_ptr, begin + 48, final, config)
-    for start in tl.range(begin, stop, 32, num_stages=1):
-        next_upper = _fetched(
-            documents_ptr, scales_ptr, offsets_ptr, table_ptr, upper_codes, start + 32, final, config, J, COLUMNS, STEP
+    for start in tl.range(begin, stop, _ROWS, num_stages=STAGES):
+        codes = _codes(codes_ptr, start, final, config)
+        fetched = _fetched(
+            documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, final, config, J, COLUMNS, STEP
         )
-        next_lower = _fetched(
-            documents_ptr, scales_ptr, offsets_ptr, table_ptr, lower_codes, start + 48, final, config, J, COLUMNS, STEP
-        )
-        upper_codes = _codes(codes_ptr, start + 64, final, config)
-        lower_codes = _codes(codes_ptr, start + 80, final, config)
-        first_half = _similarities(upper, operands, luts, row_sums, unit, config, PTX)
-        second_half = _similarities(lower, operands, luts, row_sums, unit, config, PTX)
-        while (end <= start + 32) & (place < last):
-            upper_ended, lower_ended = (rows + start < end)[:, None], (rows + start + 16 < end)[:, None]
-            best = _best(
-                best,
-                tl.where(upper_ended, first_half, float("-inf")),
-                tl.where(lower_ended, second_half, float("-inf")),
-            )
-            first_half = tl.where(upper_ended, float("-inf"), first_half)
-            second_half = tl.where(lower_ended, float("-inf"), second_half)
-            score = tl.sum(tl.where(factor != 0.0, max_along(best, 0) * factor, 0.0), axis=0)
-            tl.store(scores_ptr + place, tl.where(end > opened, score, empty_score))
-            best = tl.full([8, COLUMNS], float("-inf"), tl.float32)
-            place += 1
-            opened, end = end, next_end
-            next_end = _start(cu_seqlens_ptr, tl.minimum(place + 2, last) + shift, document_length, config)
-        best = _best(best, first_half, second_half)
-        upper, lower = next_upper, next_lower
+        similarities = _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config, PTX)
+        if end <= start + _ROWS:
+            # Not the loop's own condition: Triton fetches nothing ahead in a loop of loops.
+            while (end <= start + _ROWS) & (place < last):
+                ended = (rows + start < end)[:, None]
+                best = _best(best, tl.where(ended, similarities, float("-inf")))
+                similarities = tl.where(ended, float("-inf"), similarities)
+                score = tl.sum(tl.where(factor != 0.0, max_along(best, 0) * factor, 0.0), axis=0)
+                tl.store(scores_ptr + place, tl.where(end > opened, score, empty_score))
+                best = tl.full([8, COLUMNS], float("-inf"), tl.float32)
+                place += 1
+                opened, end = end, next_end
+                next_end = _start(cu_seqlens_ptr, tl.minimum(place + 2, last) + shift, document_length, config)
+        best = _best(best, similarities)
     while place < last:
         # What no token is left for is empty.
         tl.store(scores_ptr + place, empty_score)
@@ -302,6 +293,6 @@ def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sc
             n_centroids, next_group, plan.run, problem.empty_score,
         ),
         plan.strides[:2],
-        (plan.config, not knobs.runtime.interpret, tensors.documents_scale.stride(-1)),
+        (plan.config, not knobs.runtime.interpret, tensors.documents_scale.stride(-1), tables.SHORT_STAGES),
         plan.config.warps,
     )  # fmt: skip

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pylate_flash import ResidualCodes, maxsim_residual
 from pylate_flash.kernels import tables
-from pylate_flash.kernels.forward import Codes
+from pylate_flash.kernels.forward import Codes, residual_forward
 from pylate_flash.kernels.forward.codes import decompressed_embeddings
+from pylate_flash.ops import kernel_calls
 from pylate_flash.ops.residual import maxsim_residual_reference
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
@@ -123,6 +124,35 @@ def test_short_queries_in_8_bits(
         assert torch.equal(maxsim_residual(queries, documents, **options, implementation="triton"), found)
         assert not torch.equal(found, by_kernels(queries, documents, **options))
         check_8_bits(found, queries, documents, options)
+
+
+def test_bucket_weights_are_as_near_as_8_bits_come() -> None:
+    """Those of real embeddings, far apart at both ends: what a step of 1/127 of the largest leaves at random."""
+    weights = [-0.0895, -0.0578, -0.0424, -0.0316, -0.0232, -0.0159, -0.0094, -0.0032]
+    weights = torch.tensor([*weights, 0.0029, 0.0091, 0.0156, 0.0228, 0.0313, 0.0419, 0.0573, 0.0888])
+    # Document i has weight i at each of its elements, of which the query reads one.
+    residuals = (torch.arange(16, dtype=torch.uint8) * 17).unsqueeze(1).expand(16, 32).contiguous()
+    codes = torch.zeros(16, dtype=torch.int32)
+    documents = ResidualCodes(codes, residuals, torch.zeros(1, 64), weights, torch.arange(17), torch.ones(16))
+    scores = maxsim_residual(torch.eye(1, 64).unsqueeze(0), documents, implementation="triton")
+    assert (scores[0] - weights).square().mean().sqrt() <= weights.abs().max() / 127 / 12**0.5
+
+
+def test_more_codes_than_are_decompressed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents in blocks: of several, of one that is longer, of none with a token."""
+    documents = residual_codes([0, 7, 3, 30, 0, 5, 5, 0], 24, 2)
+    queries = torch.nn.functional.normalize(torch.randn(3, 5, 24), dim=-1)
+    options = {"queries_mask": torch.rand(3, 5), "empty_score": -5.0}
+    whole, seen = by_kernels(queries, documents, **options), []
+
+    def forward(problem, tensors, codes):
+        seen.append((problem.n_documents, problem.n_tokens))
+        return residual_forward(problem, tensors, codes)
+
+    monkeypatch.setattr(kernel_calls, "decompressed_tokens", lambda problem, listed: 10)
+    monkeypatch.setattr(kernel_calls, "residual_forward", forward)
+    assert torch.equal(by_kernels(queries, documents, **options), whole)
+    assert seen == [(3, 10), (1, 30), (4, 10)]
 
 
 def test_short_queries_that_are_not_numbers_or_zero() -> None:
