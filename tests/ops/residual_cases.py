@@ -67,8 +67,8 @@ def residual_gradient(function, queries: Tensor, documents: ResidualCodes, optio
 def check_8_bits(found: Tensor, queries: Tensor, documents: ResidualCodes, options: dict) -> None:
     """Scores of rounded queries and bucket weights, against the definition, by how much a similarity may be off.
 
-    A query's elements are rounded to 1/127 of the largest. Weights are rounded so that their squared errors are together
-    at most those of steps of 1/126 of the largest; what a centroid adds is off by 2**-11 of it.
+    A query's elements are rounded to 1/127 of the largest. Weights are rounded so that their squared errors together
+    are at most those of steps of 1/126 of the largest; what a centroid adds is off by 2**-11 of it.
     """
     rows, weights = queries.double(), documents.bucket_weights.double()
     most = weights.abs().max()
