@@ -179,6 +179,9 @@ def _decompressed_pairs(
     even, odd = tl.split(pairs)
     c0, c2 = tl.split(even)
     c1, c3 = tl.split(odd)
+    four: tl.constexpr = _FOUR_BITS_TO_FP16 if tl.float16 == DTYPE else _FOUR_BITS_TO_BF16
+    two: tl.constexpr = _TWO_BITS_TO_FP16 if tl.float16 == DTYPE else _TWO_BITS_TO_BF16
+    code: tl.constexpr = four if NBITS == 4 else two
     lower0, upper0 = _bytes_apart(weights_ptr, 0)
     lower1, upper1 = lower0, upper0
     lower2, upper2 = lower0, upper0
@@ -187,9 +190,6 @@ def _decompressed_pairs(
         lower1, upper1 = _bytes_apart(weights_ptr, 4)
         lower2, upper2 = _bytes_apart(weights_ptr, 8)
         lower3, upper3 = _bytes_apart(weights_ptr, 12)
-        code: tl.constexpr = _FOUR_BITS_TO_FP16 if tl.float16 == DTYPE else _FOUR_BITS_TO_BF16
-    else:
-        code: tl.constexpr = _TWO_BITS_TO_FP16 if tl.float16 == DTYPE else _TWO_BITS_TO_BF16
     scale = tl.broadcast_to(scale[:, None], [TOKENS, CHUNKS])
     r0, r1, r2, r3 = tl.inline_asm_elementwise(
         code, _OPERANDS,
