@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from .parts import Part
@@ -33,7 +35,7 @@ class Ranks:
     """The processes of a group: this one is the `rank`-th of `size`. What they do together, all of them must call."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._group = _of_hosts(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def share(self, parts: Sequence[Part]) -> tuple[int, int]:
@@ -115,6 +117,20 @@ class Ranks:
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
         return Found(scores, slots, np.minimum(counts.sum(axis=1), k))
+
+
+@cache
+def _of_hosts(group: Any) -> Any:
+    """A group of the same processes, with the same timeout, whose collectives go over the hosts.
+
+    What ranks give each other is on the host already. Over NCCL it would be copied to a GPU and back, and a process
+    that waits there for one that has ended is aborted by a watchdog, where gloo raises an error.
+    """
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    timeout = group._get_backend(torch.device("cuda")).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
 
 
 def _padded(found: list[Found]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

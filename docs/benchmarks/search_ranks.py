@@ -1,0 +1,169 @@
+"""An exact index on disk that several GPUs search together: the lists of one GPU, and what it takes.
+
+    torchrun --nproc-per-node 2 docs/benchmarks/search_ranks.py --output docs/benchmarks/results/batches/search.json
+
+Documents of 64 to 192 tokens of random unit vectors in bfloat16 (float32 on CPUs), d = 128, are written by the first
+rank. All ranks open the index, each loads its share and searches it; then the first does so alone. What lies in the
+page cache is not read from the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from pylate_flash.bench.calls import unit_vectors
+from pylate_flash.indexes import Flat
+
+K, SIZE, SHORTEST, LONGEST, QUERY_LENGTH = 100, 128, 64, 192, 32
+# Documents that are made and added at a time.
+BATCH = 10_000
+
+
+def batches(documents: int, device: torch.device) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+    """Ids and embeddings of the documents."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    random, generator = torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(0)
+    for first in range(0, documents, BATCH):
+        count = min(BATCH, documents - first)
+        lengths = torch.randint(SHORTEST, LONGEST + 1, (count,), generator=random).tolist()
+        rows = unit_vectors(sum(lengths), SIZE, generator=generator, dtype=dtype)
+        yield [f"d{i}" for i in range(first, first + count)], list(rows.split(lengths))
+
+
+def seconds(call: Callable[[], Any], together: bool) -> tuple[float, Any]:
+    """How long a call takes, of all ranks together until the last has done, and what it returns."""
+    if together:
+        dist.barrier()
+    start = time.perf_counter()
+    found = call()
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    if together:
+        taken = taken.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item(), found
+
+
+def measured(
+    index: Flat, queries: list[torch.Tensor], steps: int, together: bool
+) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """Seconds of the first search of a query, which loads the rows, and of searches; and the lists of all queries."""
+    first, _ = seconds(partial(index.search, queries[:1], k=K), together)
+    row: dict[str, Any] = {"first": first, "documents": index._search.rows.documents, "searches": {}}
+    lists: list[list[dict[str, Any]]] = []
+    for number in (1, 32, len(queries)):
+        taken = []
+        for _ in range(steps + 1):
+            one, lists = seconds(partial(index.search, queries[:number], k=K), together)
+            taken.append(one)
+        row["searches"][str(number)] = statistics.median(taken[1:])
+    return row, lists
+
+
+def compare(folder: Path, documents: int, queries_number: int, steps: int) -> dict[str, Any]:
+    """What the ranks of the default process group find.
+
+    Returns
+    -------
+    dict
+        "world", "documents", "bytes" and "added" (seconds of adding them); "same": whether the lists are those of one
+        rank; "rows": of all ranks and of one the seconds of the "first" search and of "searches" by their queries.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    result: dict[str, Any] = {"world": world, "documents": documents}
+
+    def opened(**options: Any) -> Flat:
+        dtype = "bfloat16" if on_gpu else "float32"
+        return Flat(folder, "index", dtype=dtype, device=device, show_progress=False, **options)
+
+    if rank == 0:
+        written = opened()
+        result["added"], _ = seconds(partial(written.add_documents, batches(documents, device)), False)
+        result["bytes"] = written.info().bytes
+        del written
+    dist.barrier()
+    generator = torch.Generator(device).manual_seed(1)
+    drawn = unit_vectors(queries_number, QUERY_LENGTH, SIZE, generator=generator, dtype=torch.float32)
+    queries = list(drawn.cpu())
+    index = opened(group=dist.group.WORLD)
+    row, lists = measured(index, queries, steps, together=True)
+    result["rows"] = [{"ranks": world, **row}]
+    del index
+    if on_gpu:
+        torch.cuda.empty_cache()
+    dist.barrier()
+    if rank == 0:
+        row, alone = measured(opened(), queries, steps, together=False)
+        result["rows"].append({"ranks": 1, **row})
+        result["same"] = lists == alone
+    dist.barrier()
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """What was found, for people."""
+    alone = result["rows"][1]
+    numbers = list(alone["searches"])
+    lines = [f"| ranks | first search, s | {' | '.join(f'{number} queries, s' for number in numbers)} |"]
+    lines.append("|---:" * (2 + len(numbers)) + "|")
+    for row in result["rows"]:
+        pairs = [(row["first"], alone["first"]), *((row["searches"][n], alone["searches"][n]) for n in numbers)]
+        lines.append(f"| {row['ranks']} | {' | '.join(f'{own:.4f} ({own / one:.2f})' for own, one in pairs)} |")
+    size = result["bytes"] / 1e9
+    lines += [
+        "",
+        f"{result['documents']} documents, {size:.1f} GB, added by one rank in {result['added']:.1f} s; the lists are "
+        f"{'the same' if result['same'] else 'NOT the same'}.",
+    ]
+    return "\n".join(lines)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="A .json file, which the first rank writes.")],
+    documents: Annotated[int, typer.Option(help="Documents of the index.")] = 1_000_000,
+    queries: Annotated[int, typer.Option(help="Queries of the largest search.")] = 1000,
+    steps: Annotated[int, typer.Option(help="Searches that are timed.")] = 5,
+    folder: Annotated[Path | None, typer.Option(help="Where there is room for the index, for a while.")] = None,
+) -> None:
+    """Compare and measure, in the processes that torchrun starts."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # A rank that waits for what another one never sends ends with an error.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
+    place: list[Any] = [tempfile.mkdtemp(dir=folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(place)
+    try:
+        result = compare(Path(place[0]), documents, queries, steps)
+        if dist.get_rank() == 0:
+            result |= {
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "machine": torch.cuda.get_device_name() if on_gpu else "CPU",
+                "torch": str(torch.__version__),
+            }
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            print(table(result), flush=True)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(place[0], ignore_errors=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
