@@ -38,7 +38,6 @@ from .indexing import (
     check_new_index,
     check_place,
     counted,
-    device_of_rank,
     escaped,
     holds_old_index,
     index_path,
@@ -48,10 +47,10 @@ from .indexing import (
     open_flat,
     open_store,
     read_ids,
-    together,
     train_codec,
 )
 from .models import check_encoding_host, check_model_name, load_model
+from .ranks import device_of_rank, together
 
 if TYPE_CHECKING:
     from ..index.ranks import Ranks

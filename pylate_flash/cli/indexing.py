@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import math
 import os
@@ -16,8 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import typer
 
 from .._extras import check_installed
 from ..data.files import Corpus, Text
@@ -198,44 +195,6 @@ def noted() -> Iterator[None]:
         yield
     for warning in caught:
         note(f"Note: {warning.message}")
-
-
-@contextlib.contextmanager
-def together() -> Iterator[Ranks | None]:
-    """The processes that torchrun has started, if it has started several, each of which runs what is in the context.
-
-    The first alone says something, unless another has ended.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield None
-        return
-    import torch.distributed as dist
-
-    from ..index.ranks import RankError, Ranks
-
-    dist.init_process_group("gloo")
-    ranks = Ranks(dist.group.WORLD)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()) if ranks.rank else contextlib.nullcontext():
-            yield ranks
-    except RankError as error:
-        raise UserError(str(error)) from error
-    except UserError:
-        if ranks.rank:
-            # The first says so.
-            raise typer.Exit(2) from None
-        raise
-    finally:
-        dist.destroy_process_group()
-
-
-def device_of_rank(device: str | None, ranks: Ranks | None) -> str | None:
-    """The device that a process encodes on: of several GPUs, one of its own."""
-    if ranks is None or device not in (None, "cuda"):
-        return device
-    import torch
-
-    return f"cuda:{int(os.environ['LOCAL_RANK'])}" if torch.cuda.is_available() else device
 
 
 def add_texts(

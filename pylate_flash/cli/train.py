@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -37,6 +38,7 @@ from .models import (
     host_of,
     load_model,
 )
+from .ranks import device_of_rank, together
 from .training.checkpoints import CHECKPOINTS, Checkpoints
 from .training.hosts import USED_BY, Loss, make_loss, make_trainer
 from .training.output import (
@@ -192,6 +194,9 @@ def train(
 
     Ctrl-C, or SIGTERM, ends the training after the step it is in with a checkpoint, which is a model too; `--resume`
     continues from it. Once the model is written, the checkpoints are removed.
+
+    Under `torchrun --nproc-per-node N $(which pylate-flash) train ...`, N processes train together, on a GPU of their
+    own each: a step takes a batch of each. The first writes the model. `--resume` needs as many again.
     """
     check_encoding_host("pylate-flash train")
     given = {name for name in context.params if _is_given(context, name)}
@@ -201,89 +206,97 @@ def train(
     with explained(kinds=(ValueError, OSError, RuntimeError)):  # a link that leads to itself
         output = output.resolve()
         checkpoints = Checkpoints(output)
-        _check_output(output, checkpoints, overwrite, resume)
     be_quiet()
-    loading(str(data))
-    host = host_of(model, trust_remote_code)
-    _check_tokens(tokens, host, scorer)
-    with explained():
-        check_device(device)
-        from ..data.training import read_training_file
+    with together() as ranks:
+        first = ranks is None or not ranks.rank
+        with explained(kinds=(ValueError, OSError, RuntimeError)):
+            checked = lambda: _check_output(output, checkpoints, overwrite, resume)  # noqa: E731
+            _ = ranks.agreed(checked) if ranks else checked()
+        loading(str(data))
+        host = host_of(model, trust_remote_code)
+        _check_tokens(tokens, host, scorer)
+        with explained():
+            check_device(device)
+            from ..data.training import read_training_file
 
-        lines = read_training_file(data, distillation=loss is Loss.distillation)
-        evaluated = None
-        if eval_data is not None:
-            evaluated = read_training_file(eval_data, distillation=loss is Loss.distillation)
-    if loss is not Loss.distillation and lines.documents_per_query == 1 and 1 in (batch_size, len(lines.rows)):
-        raise UserError(
-            "a batch of one line with one document has no negatives to learn from: raise --batch-size, or give "
-            f"{data} more lines or hard negatives"
-        )
-    settings = {name: getattr(value, "value", value) for name, value in context.params.items() if name in _SETTINGS}
-    settings |= {
-        "data": lines.digest,
-        "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
-        "epochs": None if max_steps else epochs,
-        "temperature": temperature if loss in USED_BY[host]["temperature"] else None,
-        "eval_data": None if evaluated is None else evaluated.digest,
-    }
-    settings = {_option(name): value for name, value in settings.items()}
-    checkpoint = checkpoints.check(settings) if resume else None
-    loading(f"the model {model}")
-    import torch
+            lines = read_training_file(data, distillation=loss is Loss.distillation)
+            evaluated = None
+            if eval_data is not None:
+                evaluated = read_training_file(eval_data, distillation=loss is Loss.distillation)
+        if loss is not Loss.distillation and lines.documents_per_query == 1 and 1 in (batch_size, len(lines.rows)):
+            raise UserError(
+                "a batch of one line with one document has no negatives to learn from: raise --batch-size, or give "
+                f"{data} more lines or hard negatives"
+            )
+        settings = {name: getattr(value, "value", value) for name, value in context.params.items() if name in _SETTINGS}
+        settings |= {
+            "data": lines.digest,
+            "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
+            "epochs": None if max_steps else epochs,
+            "temperature": temperature if loss in USED_BY[host]["temperature"] else None,
+            "eval_data": None if evaluated is None else evaluated.digest,
+        }
+        settings = {_option(name): value for name, value in settings.items()}
+        settings["processes"] = ranks.size if ranks else 1
+        checkpoint = checkpoints.check(settings) if resume else None
+        loading(f"the model {model}")
+        import torch
 
-    from .training.run import StopRequest
+        from .training.run import StopRequest
 
-    torch.manual_seed(seed)
-    with writable_folder(output, "--output"):
-        loaded = load_model(
-            model,
-            trust_remote_code=trust_remote_code,
-            device=device,
-            scorer=scorer.value,
-            query_length=query_length,
-            document_length=document_length,
-        )
-        check_scorer(None if scorer is Scorer.auto else scorer.value, loaded)
-        _check_device(loaded, precision, tokens if loss is Loss.cached else None)
-        if checkpoint is None:
-            checkpoints.begin(settings)
-        try:
-            with StopRequest() as request:
-                trainer = make_trainer(
-                    loaded,
-                    lines.rows,
-                    None if evaluated is None else evaluated.rows,
-                    make_loss(loaded, loss, scorer.value, mini_batch_size, tokens, temperature),
-                    scorer.value,
-                    output_dir=str(checkpoints.folder),
-                    num_train_epochs=epochs,
-                    max_steps=max_steps or -1,
-                    per_device_train_batch_size=batch_size,
-                    learning_rate=lr,
-                    seed=seed,
-                    per_device_eval_batch_size=batch_size,
-                    bf16=precision is Precision.bf16,
-                    fp16=precision is Precision.fp16,
-                    eval_strategy="no" if evaluated is None else "steps" if eval_steps else "epoch",
-                    eval_steps=eval_steps,
-                    save_strategy="no" if save_steps is None else "steps",
-                    save_steps=save_steps or 1,
-                )
-                _print_summary(trainer, lines, loss, scorer, data)
-                if evaluated is not None:
-                    say(f"{len(evaluated.rows)} lines to evaluate with")
-                if loss is Loss.cached and tokens == "auto":
-                    _find_budget(trainer, batch_size * lines.documents_per_query, precision)
-                _print_notes(lines, loss, given, host)
-                _run(trainer, loaded, request, checkpoint, checkpoints, output)
-                if request.signal is not None and trainer.state.global_step < trainer.state.max_steps:
-                    _say_where_it_is(trainer, checkpoints, overwrite)
-                    raise typer.Exit(128 + request.signal)
-                _write(loaded, output)
-            checkpoints.remove()
-        finally:
-            checkpoints.tidy()
+        torch.manual_seed(seed)
+        with writable_folder(output, "--output") if first else nullcontext():
+            loaded = load_model(
+                model,
+                trust_remote_code=trust_remote_code,
+                device=device_of_rank(device, ranks),
+                scorer=scorer.value,
+                query_length=query_length,
+                document_length=document_length,
+            )
+            check_scorer(None if scorer is Scorer.auto else scorer.value, loaded)
+            _check_device(loaded, precision, tokens if loss is Loss.cached else None)
+            if checkpoint is None and first:
+                checkpoints.begin(settings)
+            try:
+                with StopRequest(ranks) as request:
+                    trainer = make_trainer(
+                        loaded,
+                        lines.rows,
+                        None if evaluated is None else evaluated.rows,
+                        make_loss(loaded, loss, scorer.value, mini_batch_size, tokens, temperature),
+                        scorer.value,
+                        output_dir=str(checkpoints.folder),
+                        num_train_epochs=epochs,
+                        max_steps=max_steps or -1,
+                        per_device_train_batch_size=batch_size,
+                        learning_rate=lr,
+                        seed=seed,
+                        per_device_eval_batch_size=batch_size,
+                        bf16=precision is Precision.bf16,
+                        fp16=precision is Precision.fp16,
+                        eval_strategy="no" if evaluated is None else "steps" if eval_steps else "epoch",
+                        eval_steps=eval_steps,
+                        save_strategy="no" if save_steps is None else "steps",
+                        save_steps=save_steps or 1,
+                    )
+                    _print_summary(trainer, lines, loss, scorer, data)
+                    if evaluated is not None:
+                        say(f"{len(evaluated.rows)} lines to evaluate with")
+                    if loss is Loss.cached and tokens == "auto":
+                        _find_budget(trainer, batch_size * lines.documents_per_query, precision)
+                    _print_notes(lines, loss, given, host)
+                    _run(trainer, loaded, request, checkpoint, checkpoints, output)
+                    if request.signal is not None and trainer.state.global_step < trainer.state.max_steps:
+                        _say_where_it_is(trainer, checkpoints, overwrite)
+                        raise typer.Exit(128 + request.signal)
+                    if first:
+                        _write(loaded, output)
+                if first:
+                    checkpoints.remove()
+            finally:
+                if first:
+                    checkpoints.tidy()
 
 
 def _option(name: str) -> str:
@@ -382,7 +395,8 @@ def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision)
 
 def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, scorer: Scorer, data: Path) -> None:
     args, rows, loaded = trainer.args, lines.rows, cast("Model", trainer.model)
-    per_epoch, full = len(trainer.get_train_dataloader()), math.ceil(len(rows) / args.train_batch_size)
+    per_epoch = len(trainer.get_train_dataloader())
+    full = math.ceil(len(rows) / (args.train_batch_size * args.world_size))
     size: float = min(args.train_batch_size, len(rows))
     on_average = ""
     if per_epoch > full:
@@ -391,7 +405,7 @@ def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, sc
                 f"any two lines of {data} share a text, and lines that do are never in one batch, so that there are no "
                 "negatives to learn from: give lines with other texts, or hard negatives"
             )
-        size, on_average = len(rows) / per_epoch, " on average"
+        size, on_average = len(rows) / (per_epoch * args.world_size), " on average"
     say(
         f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss.value} loss, scorer {scorer.value}, {loaded.device}"
     )
@@ -408,7 +422,8 @@ def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, sc
         f"cut at {query_length} and {document_length} tokens"
     )
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    say(f"{steps} steps of {round(size, 1):g} lines{on_average}, {steps / per_epoch:.3g} epochs")
+    each = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
+    say(f"{steps} steps of {round(size, 1):g} lines{on_average}{each}, {steps / per_epoch:.3g} epochs")
     if per_epoch > full:
         say(
             "note: texts repeat, and lines that share one are never in one batch, lest a positive be a negative: an "

@@ -74,6 +74,7 @@ def make_trainer(
 
     What else is `given` are training arguments that both libraries have; `progress` is a callback of its own.
     """
+    import torch
     from transformers.trainer_callback import PrinterCallback
 
     from .run import DistinctTexts, Progress
@@ -109,6 +110,9 @@ def make_trainer(
 
         kind, arguments_of = ColBERTTrainer, partial(ColBERTTrainingArguments, scorer=scorer)
     args = arguments_of(**arguments)
+    if args.world_size > 1 and args.device.type == "cpu":
+        # Of "cpu:1", as accelerate calls that of the second process, torch loads no optimizer of a checkpoint.
+        vars(args)["_setup_devices"] = torch.device("cpu")
     trainer = kind(model=model, args=args, train_dataset=sets[0], eval_dataset=sets[1], loss=loss)
     args = trainer.args
     steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(rows) / args.train_batch_size

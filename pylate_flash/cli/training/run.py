@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,8 +22,12 @@ from .output import first_non_finite
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from ...index.ranks import Ranks
     from ...training.trainer_mixin import MeasuredTrainer
     from ..models import Model
+
+# Seconds within which ranks are told of one signal twice.
+SAME_SIGNAL = 5.0
 
 
 class DistinctTexts(BatchSampler):
@@ -103,11 +108,17 @@ class DistinctTexts(BatchSampler):
 
 
 class StopRequest:
-    """Ctrl-C and SIGTERM while this is entered: a request the first time, an interruption the second time."""
+    """Ctrl-C and SIGTERM while this is entered: a request the first time, an interruption the second time.
 
-    def __init__(self) -> None:
+    Of several `ranks`, what came to one is a request to all, and what comes within seconds of it is the same, which
+    torchrun passes on.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.signal: int | None = None  # that came
+        self.ranks = ranks
         self._before: dict[int, Any] = {}
+        self._came = 0.0
 
     def __enter__(self) -> StopRequest:
         # Python lets no other thread set handlers, and a process that ignores a signal (nohup) is meant to.
@@ -122,12 +133,25 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.signal is not None and (self.ranks is None or now - self._came > SAME_SIGNAL):
             raise KeyboardInterrupt
-        self.signal = number
+        if self.signal is not None:
+            return
+        self.signal, self._came = number, now
+        if self.ranks and self.ranks.rank:
+            return
         with contextlib.suppress(OSError):
             # Not by `print`, which may be what was interrupted.
             os.write(2, b"\nStopping after this step; once more to stop at once, without saving\n")
+
+    def agree(self) -> None:
+        """Hear of a request to any rank; all have to call it."""
+        if self.ranks is None:
+            return
+        came = [number for number in self.ranks.gather(self.signal) if number]
+        if came:
+            self.signal, self._came = came[0], self._came or time.monotonic()
 
 
 class EvaluationStopped(Exception):
@@ -168,14 +192,16 @@ class Guard(TrainerCallback):
         self._heed_request(state, control)
 
     def on_prediction_step(self, args, state, control, **kwargs) -> None:
-        self._heed_request(state, control)
-        if self.request.signal is not None:
+        # The others would go on with theirs.
+        if self.request.signal is not None and not self.request.ranks:
+            self._heed_request(state, control)
             raise EvaluationStopped
 
     def on_save(self, args, state, control, **kwargs) -> None:
         self.saving, self._saved_at = False, state.global_step
 
     def _heed_request(self, state: TrainerState, control: TrainerControl) -> None:
+        self.request.agree()
         if self.request.signal is not None:
             control.should_training_stop = control.should_log = True
             control.should_evaluate = False

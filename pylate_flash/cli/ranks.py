@@ -1,0 +1,58 @@
+"""Commands that torchrun starts: several processes do the work of one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from .common import UserError
+
+if TYPE_CHECKING:
+    from ..index.ranks import Ranks
+
+
+@contextlib.contextmanager
+def together() -> Iterator[Ranks | None]:
+    """The processes that torchrun has started, if it has started several, each of which runs what is in the context.
+
+    The first alone says something, unless another has ended.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield None
+        return
+    import torch
+    import torch.distributed as dist
+
+    from ..index.ranks import RankError, Ranks
+
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    ranks = Ranks(dist.group.WORLD)
+    try:
+        with contextlib.ExitStack() as unheard:
+            if ranks.rank:
+                for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                    unheard.enter_context(redirect(io.StringIO()))
+            yield ranks
+    except RankError as error:
+        raise UserError(str(error)) from error
+    except UserError:
+        if ranks.rank:
+            # The first says so.
+            raise typer.Exit(2) from None
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def device_of_rank(device: str | None, ranks: Ranks | None) -> str | None:
+    """The device that a process computes on: of several GPUs, one of its own."""
+    if ranks is None or device not in (None, "cuda"):
+        return device
+    import torch
+
+    return f"cuda:{int(os.environ['LOCAL_RANK'])}" if torch.cuda.is_available() else device

@@ -1,0 +1,75 @@
+"""`pylate-flash train` by two processes, as torchrun would start them, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+
+import pytest
+
+from pylate_flash.cli.training.run import Progress
+from tests.cli.commands import CPU, assert_one_clear_sentence, invoke
+from tests.ranks import run_ranks
+
+pytest.importorskip("pylate")
+
+WORLD = 2
+
+
+def train_as_rank(rank, world, port, arguments, folder, signalled):
+    """Run the command; one rank may get a signal at the end of the third step, which torchrun then gives to both."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    on_step_end = Progress.on_step_end
+
+    def interrupted(self, args, state, control, **kwargs):
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == 3 and rank in signalled:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+    Progress.on_step_end = interrupted
+    result = invoke(*arguments)
+    (folder / f"rank-{rank}").write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
+
+
+@pytest.fixture
+def by_two(tmp_path, tiny_colbert_path, pairs):
+    """Train to a folder of a name, and return exit codes, and what was said on standard output and error."""
+    options = ["--batch-size", 2, "--epochs", 3, "--lr", 1e-3, "--loss", "contrastive"]
+
+    def run(name, *more, signalled=()):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = ["train", "--data", pairs, "--model", tiny_colbert_path, "--output", tmp_path / name, *CPU]
+        arguments = [str(argument) for argument in (*arguments, *options, *more)]
+        run_ranks(train_as_rank, (WORLD, port, arguments, tmp_path, signalled), WORLD)
+        found = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(WORLD)]
+        return tmp_path / name, arguments, *zip(*found, strict=True)
+
+    return run
+
+
+def test_a_run_of_two_that_is_stopped_resumes_to_the_same_weights(by_two):
+    whole, _, codes, said, notes = by_two("whole")
+    assert codes == (0, 0), notes
+    assert "of 2 lines in each of 2 processes" in said[0]
+    assert said[1] == ""
+    assert not [path.name for path in whole.iterdir() if path.name.startswith(("checkpoints", "unfinished"))]
+
+    out, arguments, codes, _, notes = by_two("out", signalled=(1,))
+    assert codes == (128 + signal.SIGTERM,) * 2
+    assert f"interrupted after step 3 of 6; the model as it is is in {out / 'checkpoints' / 'checkpoint-3'}" in notes[0]
+    assert notes[1] == ""
+    assert_one_clear_sentence(invoke(*arguments, "--resume"), "--resume", "processes 2, not 1")
+    _, arguments, codes, said, notes = by_two("out")
+    assert codes == (2, 2)
+    assert "--resume continues it" in notes[0]
+    assert notes[1] == ""
+    _, _, codes, said, notes = by_two("out", "--resume")
+    assert codes == (0, 0), notes
+    assert "6 of 6 steps are done" in said[0]
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
