@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pylate_flash import demo, evaluation, indexes, models
 from pylate_flash.demo.corpus import build_corpus, read_package, split_docstring
@@ -259,5 +258,5 @@ def test_training_improves_a_real_encoder(minilm_path: str) -> None:
         ).metrics["ndcg@10"]
 
     before = ndcg()
-    demo.train(model, corpus, settings, Console(quiet=True))
+    demo.train(model, corpus, settings)
     assert ndcg() > before + 0.01

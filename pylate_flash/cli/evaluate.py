@@ -19,6 +19,7 @@ import typer
 from rich.table import Column, Table
 
 from .._extras import check_installed
+from ..demo.job import METRICS, versions
 from ..encoding.texts import encode
 from . import defaults
 from .against import Compared, check_run_ids, check_systems, compare_systems, comparison_table, plain_table, run_text
@@ -263,7 +264,6 @@ def _evaluate(
     """Encode a collection, and search it by all that is asked for."""
     from .. import beir
     from ..data.agreement import compare
-    from ..demo.job import METRICS
     from ..index.catalog import ConcurrentWriteError
 
     with (
@@ -302,8 +302,6 @@ def _evaluate(
 
 def _print(evaluated: list[Evaluated], split: str) -> None:
     """The table of all, what it took, and the comparisons."""
-    from ..demo.job import METRICS
-
     several = len({one.collection.name for one in evaluated}) > 1
     first = evaluated[0]
     size = f"{len(first.collection.documents)} documents, {len(first.collection.qrels)} queries ({split})"
@@ -344,8 +342,6 @@ def _print(evaluated: list[Evaluated], split: str) -> None:
 def _write(
     evaluated: list[Evaluated], split: str, run: Path | None, per_query: Path | None, json_file: Path | None
 ) -> None:
-    from ..demo.job import METRICS, versions
-
     def named(one: Evaluated) -> str:
         return one.collection.name if one.seed is None else f"{one.collection.name}-{one.seed}"
 
@@ -369,15 +365,11 @@ def _write(
 
 
 def _mean(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
-    from ..demo.job import METRICS
-
     return {name: mean(values[name] for values in metrics) for name in METRICS}
 
 
 def _add_rows(table: Table, row: list[str], metrics: Sequence[dict[str, float]]) -> None:
     """Add a row of metrics: of several their means, and below these their standard deviations."""
-    from ..demo.job import METRICS
-
     columns = [[values[name] for values in metrics] for name in METRICS]
     table.add_row(*row, *(f"{mean(own):.4f}" for own in columns))
     if len(metrics) > 1:

@@ -15,6 +15,7 @@ from rich.filesize import decimal
 from typer.core import TyperGroup
 
 from ..data.files import Corpus, read_lines
+from . import defaults
 from .common import (
     BatchSize,
     Device,
@@ -108,7 +109,7 @@ def build(
     data: Data,
     model: Annotated[str, typer.Option(help="ColBERT model or MultiVectorEncoder: a folder or a name.")],
     index: Index = DEFAULT_INDEX,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = defaults.BATCH_SIZE,
     query_length: QueryLength = None,
     document_length: DocumentLength = None,
     dtype: Annotated[
@@ -230,7 +231,7 @@ def add(
     replace: Annotated[
         bool, typer.Option("--replace", help="Put documents in the place of those that have their ids in the index.")
     ] = False,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = defaults.BATCH_SIZE,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

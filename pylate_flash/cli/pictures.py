@@ -6,11 +6,12 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from ..demo.picture import INK, METRICS, plain
+
 if TYPE_CHECKING:
     from .evaluate import Evaluated
 
 _COLOURS = ("#2563eb", "#7c3aed", "#0891b2", "#f59e0b")
-_INK, _QUIET = "#1f2937", "#b8c0cc"
 
 
 def draw(evaluated: list[Evaluated], path: Path) -> None:
@@ -33,17 +34,11 @@ def draw(evaluated: list[Evaluated], path: Path) -> None:
     else:
         _metrics(panels[0], evaluated)
     for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_QUIET)
-        axes.tick_params(which="both", colors=_INK, length=0)
-        axes.grid(color="#e5e7eb", axis="both" if compared else "x")
-        axes.set_axisbelow(True)
+        plain(axes, "both" if compared else "x")
     figure.savefig(path, dpi=150)
 
 
 def _metrics(axes: Any, evaluated: list[Evaluated]) -> None:
-    from ..demo.job import METRICS
-
     names = list(dict.fromkeys(one.collection.name for one in evaluated))[::-1]
     height = 0.8 / len(METRICS)
     for i, (metric, label) in enumerate(METRICS.items()):
@@ -52,7 +47,7 @@ def _metrics(axes: Any, evaluated: list[Evaluated]) -> None:
         ]
         places = [j + 0.4 - height * (i + 0.5) for j in range(len(names))]
         bars = axes.barh(places, values, height * 0.9, color=_COLOURS[i], label=label)
-        axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8, color=_INK)
+        axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8, color=INK)
     axes.figure.set_size_inches(8, 1.4 + 0.9 * len(names))
     axes.set_yticks(range(len(names)), names)
     axes.set_xlim(0, 1.08)
@@ -79,7 +74,7 @@ def _quality_and_time(axes: Any, one: Evaluated) -> None:
     axes.set_ylabel("nDCG@10")
     axes.margins(0.25, 0.35)
     axes.set_title(
-        f"{one.collection.name}: {len(one.collection.documents)} documents", loc="left", color=_INK, fontsize=11
+        f"{one.collection.name}: {len(one.collection.documents)} documents", loc="left", color=INK, fontsize=11
     )
     legend = axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, fontsize=8)
     for handle in legend.legend_handles:

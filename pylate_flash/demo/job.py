@@ -8,15 +8,13 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from .. import __version__
@@ -123,7 +121,7 @@ def run(
 
     schedule.step_done()
     begin("3. Training")
-    training = train(colbert, corpus, settings, console)
+    training = train(colbert, corpus, settings)
     colbert.save_pretrained(str(output / "model"))
 
     schedule.step_done()
@@ -232,8 +230,8 @@ def seed(settings: Settings) -> None:
     torch.manual_seed(settings.seed)
 
 
-def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) -> dict[str, Any]:
-    """Train contrastively, in place, on the corpus's `train` pairs, once each, with a progress bar on the console.
+def train(colbert: Any, corpus: Corpus, settings: Settings) -> dict[str, Any]:
+    """Train contrastively, in place, on the corpus's `train` pairs, once each, with a progress bar on standard error.
 
     Returns
     -------
@@ -243,6 +241,7 @@ def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) ->
     from datasets import Dataset
 
     from ..cli.training.hosts import make_trainer
+    from ..cli.training.run import LossBar
     from ..losses import Contrastive
 
     pairs = Dataset.from_dict(
@@ -252,14 +251,14 @@ def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) ->
     length, colbert.document_length = colbert.document_length, settings.train_document_length
     started = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory() as checkpoints, _training_bar(console) as bar:
+        with tempfile.TemporaryDirectory() as checkpoints:
             trainer = make_trainer(
                 colbert,
                 pairs,
                 None,
                 Contrastive(colbert, temperature=settings.temperature),
                 "pylate_flash",
-                bar,
+                LossBar(),
                 output_dir=checkpoints,
                 num_train_epochs=1,
                 per_device_train_batch_size=settings.batch_size,
@@ -366,23 +365,3 @@ def _report(results: dict[str, Any], colbert: Any, corpus: Corpus, output: Path,
 def _packages(entries: list[Entry]) -> str:
     counts = Counter(sorted(entry.package for entry in entries))
     return ", ".join(f"{package} {count}" for package, count in counts.most_common())
-
-
-@contextmanager
-def _training_bar(console: Console) -> Iterator[Any]:
-    """A callback of transformers that draws a bar with the last loss."""
-    from transformers import TrainerCallback
-
-    columns = (TextColumn("loss {task.fields[loss]}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("training", total=None, loss="...")
-
-        class Bar(TrainerCallback):
-            def on_step_end(self, args, state, control, **kwargs) -> None:
-                progress.update(task, completed=state.global_step, total=state.max_steps)
-
-            def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-                if logs and "loss" in logs:
-                    progress.update(task, loss=f"{logs['loss']:.3f}")
-
-        yield Bar()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 METRICS = {"ndcg@10": "nDCG@10", "map": "MAP", "recall@100": "recall@100", "mrr@10": "MRR@10"}
-_BEFORE, _AFTER, _INK, _GRID = "#b8c0cc", "#2563eb", "#1f2937", "#e5e7eb"
+QUIET, _AFTER, INK = "#b8c0cc", "#2563eb", "#1f2937"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -21,34 +21,39 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(11, 4.4), layout="constrained", facecolor="white")
     bars, curve = figure.subplots(1, 2, width_ratios=(1.25, 1))
     for offset, moment, colour, label in (
-        (-0.2, "before", _BEFORE, "before"),
+        (-0.2, "before", QUIET, "before"),
         (0.2, "after", _AFTER, "after training"),
     ):
         heights = [results[moment]["pylate_flash"][name] for name in METRICS]
         drawn = bars.bar([i + offset for i in range(len(METRICS))], heights, 0.38, color=colour, label=label)
-        bars.bar_label(drawn, fmt="%.3f", padding=3, fontsize=9, color=_INK)
+        bars.bar_label(drawn, fmt="%.3f", padding=3, fontsize=9, color=INK)
     bars.set_xticks(range(len(METRICS)), METRICS.values())
     bars.set(ylim=(0, 1.2), yticks=[0, 0.25, 0.5, 0.75, 1])
     bars.legend(loc="upper left", frameon=False, ncols=2)
     corpus, training = results["corpus"], results["training"]
-    bars.set_title(f"Retrieval: {corpus['queries']} queries, {corpus['documents']} documents", loc="left", color=_INK)
+    bars.set_title(f"Retrieval: {corpus['queries']} queries, {corpus['documents']} documents", loc="left", color=INK)
 
     steps, losses = zip(*training["loss"], strict=True)
-    curve.plot(steps, losses, color=_BEFORE, linewidth=1, marker="o", markersize=3, label="logged")
+    curve.plot(steps, losses, color=QUIET, linewidth=1, marker="o", markersize=3, label="logged")
     curve.plot(steps, _running_mean(losses), color=_AFTER, linewidth=2.5, label="running mean")
     curve.legend(loc="upper right", frameon=False)
     curve.set(xlabel="training step", xlim=(0, max(steps) * 1.02), ylim=(0, max(losses) * 1.15))
     of_pairs = f"{training['pairs']} pairs, batches of {training['batch_size']}"
-    curve.set_title(f"Contrastive loss: {of_pairs}", loc="left", color=_INK)
+    curve.set_title(f"Contrastive loss: {of_pairs}", loc="left", color=INK)
 
     for axes in (bars, curve):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_BEFORE)
-        axes.tick_params(colors=_INK, length=0)
-        axes.grid(axis="y", color=_GRID)
-        axes.set_axisbelow(True)
-    figure.suptitle(f"{results['model']} as a ColBERT model on Python documentation", fontweight="bold", color=_INK)
+        plain(axes, "y")
+    figure.suptitle(f"{results['model']} as a ColBERT model on Python documentation", fontweight="bold", color=INK)
     figure.savefig(path, dpi=150)
+
+
+def plain(axes: Any, grid: Literal["both", "x", "y"]) -> None:
+    """Take away what only frames a drawing, and draw a quiet grid behind it."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(QUIET)
+    axes.tick_params(which="both", colors=INK, length=0)
+    axes.grid(axis=grid, color="#e5e7eb")
+    axes.set_axisbelow(True)
 
 
 def _running_mean(values: Sequence[float], width: int = 9) -> list[float]:

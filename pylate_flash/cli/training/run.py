@@ -237,3 +237,11 @@ class Progress(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.bar.close()
+
+
+class LossBar(Progress):
+    """The bar alone, with the last loss."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs and "loss" in logs:
+            self.bar.set_postfix_str(f"loss {logs['loss']:.3f}")
