@@ -28,7 +28,7 @@ from .index.arguments import (
 )
 from .index.filters import Metadata, Where, checked_metadata
 from .index.info import IndexInfo
-from .index.ranks import Found, Ranks
+from .index.ranks import Hits, Ranks
 from .index.recorded import Recorded
 from .index.search import EMPTY_SCORE, Search, SearchResult
 from .index.store import PackedStore
@@ -418,7 +418,7 @@ class Flat(Recorded, Base):
         search, scorer, matches = self._search, self._search.scorer(self.scorer), asked.pop("matches")
         results: list[list[SearchResult]] = []
         with torch.no_grad():
-            found: Iterable[Found] = search.found(scorer=scorer, show_progress=self.show_progress, **asked)
+            found: Iterable[Hits] = search.found(scorer=scorer, show_progress=self.show_progress, **asked)
             if search.ranks is not None:
                 found = [search.ranks.merged(found, asked["k"])]
             for some in found:

@@ -85,7 +85,7 @@ class Kind:
     masking: str
     # `torch.get_float32_matmul_precision()`.
     float32_precision: str
-    with_winners: bool
+    with_argmax: bool
     # The unit of `DocumentOffsets`; 0: packed documents follow each other.
     offset_unit: int = 0
     # The type of the values of quantized documents (None: documents have that of queries), and whether queries are
@@ -163,8 +163,8 @@ class Problem(NamedTuple):
         return self.kind.normalize
 
     @property
-    def with_winners(self) -> bool:
-        return self.kind.with_winners
+    def with_argmax(self) -> bool:
+        return self.kind.with_argmax
 
     @property
     def packed(self) -> bool:
@@ -189,7 +189,7 @@ class Problem(NamedTuple):
         return (self.n_documents,) if self.has_candidates else (self.n_queries, self.n_documents)
 
     @property
-    def winners_shape(self) -> tuple[int, int]:
+    def argmax_shape(self) -> tuple[int, int]:
         """Of every document of every group, which token each of the rows has chosen."""
         return self.all_documents, self.rows
 
@@ -198,8 +198,8 @@ class Problem(NamedTuple):
         return accumulation_dtype(self.dtype)
 
     @property
-    def winners_dtype(self) -> torch.dtype:
-        return winners_dtype(self.document_length)
+    def argmax_dtype(self) -> torch.dtype:
+        return argmax_dtype(self.document_length)
 
     @property
     def is_empty(self) -> bool:
@@ -219,8 +219,8 @@ def rounded_total(n_tokens: int) -> int:
     return -(-n_tokens // step) * step
 
 
-def winners_dtype(document_length: int) -> torch.dtype:
-    """The type that holds a winner among so many tokens, or -1 for none."""
+def argmax_dtype(document_length: int) -> torch.dtype:
+    """The type that holds an argmax among so many tokens, or -1 for none."""
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
@@ -237,8 +237,8 @@ def _sizes(tensors: Tensors, options: Options) -> tuple[Any, Any, Any, Any, Any]
     return n_queries, query_length, groups, documents.shape[-3], documents.shape[-2]
 
 
-def empty_results(tensors: Tensors, options: Options, with_winners: bool = True) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and winners, of none if they are not asked for.
+def empty_results(tensors: Tensors, options: Options, with_argmax: bool = True) -> tuple[Tensor, Tensor]:
+    """Uninitialised scores and argmax, of none if they are not asked for.
 
     By sizes that may be symbolic: a compiler has no `Problem`.
     """
@@ -248,13 +248,13 @@ def empty_results(tensors: Tensors, options: Options, with_winners: bool = True)
     every = n_documents if own else groups * n_documents
     rows = query_length if own or tensors.documents.dim() == 4 else n_queries * query_length
     scores = tensors.queries.new_empty(shape, dtype=accumulation_dtype(tensors.queries.dtype))
-    return scores, scores.new_empty((every if with_winners else 0, rows), dtype=winners_dtype(document_length))
+    return scores, scores.new_empty((every if with_argmax else 0, rows), dtype=argmax_dtype(document_length))
 
 
 def problem_of(
     tensors: Tensors,
     options: Options,
-    with_winners: bool = False,
+    with_argmax: bool = False,
     offsets: DocumentOffsets | None = None,
 ) -> Problem:
     """The problem of tensors that fit together; with `offsets`, of documents that lie there."""
@@ -275,7 +275,7 @@ def problem_of(
         options.normalize,
         options.masking,
         _get_float32_matmul_precision(),
-        with_winners,
+        with_argmax,
         unit,
     )
     sizes = _sizes(tensors, options)
@@ -327,9 +327,9 @@ class Rule(NamedTuple):
 class Results(NamedTuple):
     """Where a call's results go: the scores [Nq, Nd] and what they were divided by, and the tokens that score.
 
-    `winners` [Nd, Nq * Lq], -1 where none does, may be columns of more.
+    `argmax` [Nd, Nq * Lq], -1 where none does, may be columns of more.
     """
 
     scores: Tensor
-    winners: Tensor
+    argmax: Tensor
     divisors: Tensor

@@ -91,15 +91,15 @@ class Traffic(NamedTuple):
     written: int
 
 
-def expected(problem: Problem, winners: torch.Tensor | None = None) -> dict[str, Traffic]:
-    """Return what each kernel of a forward, and of a backward where there are winners, loads and stores.
+def expected(problem: Problem, argmax: torch.Tensor | None = None) -> dict[str, Traffic]:
+    """Return what each kernel of a forward, and of a backward where there is an argmax, loads and stores.
 
     Parameters
     ----------
     problem
         Queries [Nq, Lq, d] and documents [Nd, Ld, d], contiguous, in one batch, with neither masks nor `normalize`;
-        with winners, where there are some.
-    winners
+        with the argmax, where there is one.
+    argmax
         The winning tokens [Nd, Nq * Lq], every one of them a token.
 
     Returns
@@ -117,55 +117,55 @@ def expected(problem: Problem, winners: torch.Tensor | None = None) -> dict[str,
     if plan.kernel != "hopper":
         raise ValueError(f"problem must be one of the Hopper kernel's, got one of the kernel {plan.kernel!r}")
     found = {"_hopper_kernel": _forward(problem, plan)}
-    if winners is not None:
-        found["_gather_kernel"] = _gather(problem, winners)
-        found |= _lists(problem, winners)
+    if argmax is not None:
+        found["_gather_kernel"] = _gather(problem, argmax)
+        found |= _lists(problem, argmax)
     return found
 
 
 def _forward(problem: Problem, plan: ForwardPlan) -> Traffic:
     row, columns, length = problem.size * problem.dtype.itemsize, plan.tile.columns, problem.document_length
     tokens = -(-length // columns) * columns
-    tail = 0 if problem.with_winners else hopper_tail(plan.tile, length)
+    tail = 0 if problem.with_argmax else hopper_tail(plan.tile, length)
     if tail:
         # The last product of a document is narrower.
         tokens -= columns - tail
     loaded = (plan.n_runs * problem.rows + plan.row_blocks * problem.n_documents * tokens) * row
     written = 4 * plan.n_sums * problem.n_queries * problem.n_documents
-    if problem.with_winners:
-        written += problem.rows * problem.n_documents * problem.winners_dtype.itemsize
+    if problem.with_argmax:
+        written += problem.rows * problem.n_documents * problem.argmax_dtype.itemsize
     return Traffic(loaded, written, (problem.rows + problem.n_documents * length) * row, written)
 
 
-def _gather(problem: Problem, winners: torch.Tensor) -> Traffic:
+def _gather(problem: Problem, argmax: torch.Tensor) -> Traffic:
     if (shares := plan_backward.gather_plan(problem).n_splits) > 1:
         raise ValueError(f"problem must have rows for all processors, but {shares} programs share those of each")
-    row, pairs = problem.size * problem.dtype.itemsize, winners.numel()
+    row, pairs = problem.size * problem.dtype.itemsize, argmax.numel()
     written = problem.rows * row
-    each = problem.winners_dtype.itemsize
-    chosen = sum(len(document.unique()) for document in winners)
+    each = problem.argmax_dtype.itemsize
+    chosen = sum(len(document.unique()) for document in argmax)
     read = pairs * each + 4 * problem.n_queries * problem.n_documents + chosen * row
     return Traffic(pairs * (each + 4 + row), written, read, written)
 
 
-def _lists(problem: Problem, winners: torch.Tensor) -> dict[str, Traffic]:
+def _lists(problem: Problem, argmax: torch.Tensor) -> dict[str, Traffic]:
     plan = plan_backward.lists_plan(problem, lent=True)
     if plan.alone_bits:
         raise ValueError("problem must have lists that several programs sort")
     documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, tables.LIST_SEGMENT
-    each, listed, chunk = problem.winners_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables.LIST_CHUNK_BITS
-    pairs, row, part = winners.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
+    each, listed, chunk = problem.argmax_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables.LIST_CHUNK_BITS
+    pairs, row, part = argmax.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
     starts = documents * (length + 1) * plan.starts_dtype.itemsize
     order = documents * plan.n_chunks * chunk * 2
     counts = documents * plan.n_chunks * length * 4
     reached = documents * plan.n_chunks * -(-length // tables.LIST_BLOCK_TOKENS) * 4
     # Tokens that the rows of a chunk chose; each has a beginning and an end there, of two bytes.
-    runs = 4 * sum(len(part.unique()) for document in winners for part in document.split(chunk))
+    runs = 4 * sum(len(part.unique()) for document in argmax for part in document.split(chunk))
     sorts = order + counts + reached
     scans = counts + starts
 
     # A token's own program sums up to a boundary of its list, and others from there on, each into a part.
-    chosen = torch.stack([document.long().bincount(minlength=length) for document in winners])
+    chosen = torch.stack([document.long().bincount(minlength=length) for document in argmax])
     ends = chosen.cumsum(1)
     boundaries = (-(-(ends - chosen) // segment) + 1) * segment
     more = -(-(ends - boundaries).clamp(min=0) // segment)
@@ -267,8 +267,8 @@ def compare(shape: Shape, device: torch.device) -> dict[str, Any]:
     """Return a shape's kernels, each with what is expected of it and what was measured."""
     tensors = shape.tensors(device, torch.bfloat16)
     problem = problem_of(tensors, Options(), shape.backward)
-    winners = maxsim_forward(problem, tensors)[1]
-    counted = expected(problem, winners)
+    argmax = maxsim_forward(problem, tensors)[1]
+    counted = expected(problem, argmax)
     kernels = {
         name: {"expected": counted[name]._asdict() if name in counted else None, "measured": measured}
         for name, measured in measure(shape).items()

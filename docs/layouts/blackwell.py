@@ -42,7 +42,7 @@ _PARTS = gl.constexpr(2)
 _LOADED_ROWS = gl.constexpr(32)
 # Products of a part: one is looked at while the next is computed.
 _BUFFERS = gl.constexpr(2)
-_NO_WINNER = gl.constexpr(0x7FFFFFFF)
+_NO_ARGMAX = gl.constexpr(0x7FFFFFFF)
 # Tensor memory is not ordered by barriers alone: between what a thread reads and what it says of it, and between what
 # it hears and what it starts.
 _BEFORE_SIGNAL = gl.constexpr("tcgen05.fence::before_thread_sync;")
@@ -114,10 +114,10 @@ def _multiply(arguments, config: gl.constexpr):
 
 @gluon.jit
 def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
-    """Leave sums (and winners) of a part's rows for every document of the run."""
+    """Leave sums (and argmax) of a part's rows for every document of the run."""
     (
         queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        winners_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
+        argmax_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
         n_documents, document_length, empty_score,
     ) = arguments  # fmt: skip
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
@@ -146,49 +146,49 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
         )
         best = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
-        key = gl.full([_ROWS], _NO_WINNER, gl.int32, by_row)
+        key = gl.full([_ROWS], _NO_ARGMAX, gl.int32, by_row)
         for start in range(0, length, BLOCK_TOKENS):
             mbarrier.wait(done.index(PART * _BUFFERS + buffer), phase)
             execute(_AFTER_SIGNAL)
             product = products.index(PART * _BUFFERS + buffer)
-            for piece in gl.static_range(BLOCK_TOKENS // _COLUMNS):
-                similarities = product.slice(piece * _COLUMNS, _COLUMNS).load(held)
+            for segment in gl.static_range(BLOCK_TOKENS // _COLUMNS):
+                similarities = product.slice(segment * _COLUMNS, _COLUMNS).load(held)
                 # Past the end the last token is repeated, which changes neither a maximum nor its first token.
-                tokens = gl.minimum(start + piece * _COLUMNS + columns, length - 1)
+                tokens = gl.minimum(start + segment * _COLUMNS + columns, length - 1)
                 if config.normalize:
                     places = tokens
                     if config.has_documents_mask:
                         places = gl.load(active_ptr + first_token + tokens)
                     similarities *= gl.load(documents_scale_ptr + first_token + places)[None, :]
-                piece_best = gl.reduce(similarities, 1, larger)
-                if config.with_winners:
-                    won = (similarities == piece_best[:, None]) | (similarities != similarities)
-                    piece_key = gl.reduce(gl.where(won, tokens[None, :], _NO_WINNER), 1, _lower_of)
+                segment_best = gl.reduce(similarities, 1, larger)
+                if config.with_argmax:
+                    won = (similarities == segment_best[:, None]) | (similarities != similarities)
+                    segment_key = gl.reduce(gl.where(won, tokens[None, :], _NO_ARGMAX), 1, _lower_of)
                     # A later one must be strictly better, or the first NaN.
-                    later = (piece_best > best) | ((piece_best != piece_best) & (best == best))
-                    key = gl.where(later, piece_key, key)
-                best = larger(best, piece_best)
+                    later = (segment_best > best) | ((segment_best != segment_best) & (best == best))
+                    key = gl.where(later, segment_key, key)
+                best = larger(best, segment_best)
             # Each thread for itself: what it has read is its own row.
             execute(_BEFORE_SIGNAL)
             async_copy.mbarrier_arrive(free.index(PART * _BUFFERS + buffer), increment_count=False)
             buffer, phase = next_slot(buffer, phase, _BUFFERS)
 
         counted = row_active & (length > 0)
-        if config.with_winners:
-            winner = gl.where(counted & (key != _NO_WINNER) & (best != float("-inf")), key, -1)
+        if config.with_argmax:
+            argmax = gl.where(counted & (key != _NO_ARGMAX) & (best != float("-inf")), key, -1)
             if config.has_documents_mask:
-                chosen = gl.load(active_ptr + first_token + winner, mask=winner >= 0, other=0)
-                winner = gl.where(winner >= 0, chosen, -1)
+                chosen = gl.load(active_ptr + first_token + argmax, mask=argmax >= 0, other=0)
+                argmax = gl.where(argmax >= 0, chosen, -1)
         if config.zero_masked:
             first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
             masked_exists = first_masked < document_length
-            if config.with_winners:
-                earlier = (best == 0.0) & (first_masked < winner)
-                winner = gl.where(((best < 0.0) | earlier) & masked_exists, -1, winner)
+            if config.with_argmax:
+                earlier = (best == 0.0) & (first_masked < argmax)
+                argmax = gl.where(((best < 0.0) | earlier) & masked_exists, -1, argmax)
             best = gl.where((best < 0.0) & masked_exists, 0.0, best)
-        if config.with_winners:
-            winner_offset = flat_document * n_queries * query_length + group_row
-            gl.store(winners_ptr + winner_offset, winner.to(winners_ptr.dtype.element_ty), mask=row_exists)
+        if config.with_argmax:
+            argmax_offset = flat_document * n_queries * query_length + group_row
+            gl.store(argmax_ptr + argmax_offset, argmax.to(argmax_ptr.dtype.element_ty), mask=row_exists)
         if config.normalize:
             best *= row_scale
         if config.weighted:
@@ -208,7 +208,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
 @kernel(jit=gluon.jit)
 def _blackwell_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, sums_ptr, winners_ptr,
+    cu_seqlens_ptr, sums_ptr, argmax_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: gl.constexpr,
@@ -260,7 +260,7 @@ def _blackwell_kernel(
 
     scored = (
         queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        winners_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
+        argmax_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
         n_documents, document_length, empty_score,
     )  # fmt: skip
     multiplied = (
@@ -297,23 +297,24 @@ def blackwell_plan(problem: Problem) -> ForwardPlan:
 
 
 def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """As `kernels.forward.maxsim_forward`, of documents that are neither in pieces nor candidates of packed queries."""
+    """As `kernels.forward.maxsim_forward`, of documents that are neither in segments nor candidates of packed
+    queries."""
     plan = blackwell_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, _ = tensors
-    active = bounds = queries_scale = documents_scale = winners = None
+    active = bounds = queries_scale = documents_scale = argmax = None
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
     if problem.normalize:
         queries_scale, documents_scale = norms_of(queries, documents)
-    if problem.with_winners:
-        winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
+    if problem.with_argmax:
+        argmax = torch.empty(problem.argmax_shape, dtype=problem.argmax_dtype, device=problem.device)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     _blackwell_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (
-            queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, sums, winners,
+            queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, sums, argmax,
         ),
         numbers_of(problem, plan), plan.strides, (plan.config,), plan.config.warps,
     )  # fmt: skip
-    return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), winners
+    return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), argmax

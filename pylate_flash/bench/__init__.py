@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SUITES = {
     "forward": "scores of padded batches, on this device",
     "varlen": "packed documents of many lengths, and reranking through PyLate",
-    "training": "forward, loss and backward, with uniform and with skewed winners",
+    "training": "forward, loss and backward, with uniform and with skewed argmax",
     "losses": "the same of large batches, up to 65536, in chunks, and by the losses of PyLate's users",
     "retrieval": "searches of an index of up to two million documents, beside the operation and a PLAID index",
 }

@@ -23,7 +23,7 @@ from pylate_flash.bench.suite import Candidate, Unavailable
 
 # Operations of a row from which on a call takes a tenth of a second and more: 4096 queries and as many documents.
 LONG = 1e13
-# Queries that the loop scores at a time: with a batch of 16384, their winners take 1 GiB.
+# Queries that the loop scores at a time: with a batch of 16384, their argmax takes 1 GiB.
 LOOP_QUERIES = 1024
 # Queries that other packages score at a time: their defaults, and what suits large batches.
 CHUNKS = (32, 128, 1024)

@@ -1,9 +1,9 @@
-"""The suite `losses`: contrastive steps of large batches, whose scores and winners would not all fit.
+"""The suite `losses`: contrastive steps of large batches, whose scores and argmax would not all fit.
 
 Embeddings in, the cross entropy of every query against all documents and both gradients out, and above all the memory
-that it takes (``--memory``). A batch of 16384 has 2.7e8 scores, and 8.6e9 winners. In the rows named "given" the
-embeddings are as a model leaves them under autocast, not normalised and with masks, and the losses of the package,
-without their encoder, stand beside the bare operation that they run.
+that it takes (``--memory``). A batch of 16384 has 2.7e8 scores, and 8.6e9 entries of the argmax. In the rows named
+"given" the embeddings are as a model leaves them under autocast, not normalised and with masks, and the losses of the
+package, without their encoder, stand beside the bare operation that they run.
 
 No reference in float64 could hold all of that. The loss is checked as a whole, from scores whose products are float32
 (of half embeddings that is exact but for the sums); the gradients of some queries and of some documents are checked in

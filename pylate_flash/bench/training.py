@@ -5,10 +5,10 @@ with candidates take the divergence from a teacher's scores (knowledge distillat
 is timed: embeddings in, scores and both gradients out.
 
 In the rows named "skewed", half of all wins go to one document token in twenty, as in a model's embeddings, where the
-tokens of markers and stopwords win again and again: rows that many winners write to must not wait for each other.
+tokens of markers and stopwords win again and again: rows that many tokens write to must not wait for each other.
 
 The floor is the forward's operations at the ceiling, and after it the rows that the backward must gather, one from the
-documents and one from the queries for every winner, at the speed of the L2 cache, which holds either side.
+documents and one from the queries for every argmax, at the speed of the L2 cache, which holds either side.
 """
 
 from __future__ import annotations

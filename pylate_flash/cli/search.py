@@ -45,7 +45,7 @@ _DEMO_INDEX = Path("demo-output/index")
 _QUERIES_AT_A_TIME = 1000
 
 
-class Found(NamedTuple):
+class Hit(NamedTuple):
     """A document found for a query; `text` is None where it is not known, `explanation` where none was asked for."""
 
     rank: int
@@ -162,7 +162,7 @@ def search(
                     print(line)
 
 
-def show(console: Console, documents: Sequence[Found], query: str | None = None) -> None:
+def show(console: Console, documents: Sequence[Hit], query: str | None = None) -> None:
     """Print documents for a reader: under the query, if it is given, each with the beginning of its text."""
     if query is not None:
         own = documents[0].explanation if documents else None
@@ -185,7 +185,7 @@ def show(console: Console, documents: Sequence[Found], query: str | None = None)
             console.print(Padding(part, (0, 0, 0, 4)))
 
 
-def _lines(query: Text, documents: Sequence[Found], with_text: bool) -> Iterator[str]:
+def _lines(query: Text, documents: Sequence[Hit], with_text: bool) -> Iterator[str]:
     for document in documents:
         fields = [str(document.rank), f"{document.score:.4f}", escaped(document.id)]
         if query.id:
@@ -198,7 +198,7 @@ def _lines(query: Text, documents: Sequence[Found], with_text: bool) -> Iterator
         yield "\t".join(fields)
 
 
-def _json(query: Text, documents: Sequence[Found]) -> str:
+def _json(query: Text, documents: Sequence[Hit]) -> str:
     results = []
     for document in documents:
         results.append({"rank": document.rank, "id": document.id, "score": document.score})
@@ -273,7 +273,7 @@ def _note_no_texts(error: UserError) -> None:
 
 def _found(
     results: list[list[SearchResult]], texts: dict[str, str], model: Model, queries: list[str], explain: bool
-) -> list[list[Found]]:
+) -> list[list[Hit]]:
     explanations: list[list[Any]] = [[None] * len(documents) for documents in results]
     if explain:
         from .. import matches
@@ -282,7 +282,7 @@ def _found(
             explanations = list(matches.explain(model, queries, results, texts))
     return [
         [
-            Found(rank, result["id"], result["score"], texts.get(result["id"]), own)
+            Hit(rank, result["id"], result["score"], texts.get(result["id"]), own)
             for rank, (result, own) in enumerate(zip(documents, of_query, strict=True), start=1)
         ]
         for documents, of_query in zip(results, explanations, strict=True)

@@ -33,9 +33,9 @@ def matched_tokens(scorer: Scorer, queries: Packed, documents: Packed, candidate
         return nothing.long(), nothing
     options = Options(queries.longest, documents.longest, int(counts.max()))
     tensors = Tensors(values, embeddings, None, None, queries.cu_seqlens, documents.cu_seqlens, candidates)
-    winners = compute(tensors, options, True)[1]
-    assert winners is not None
-    tokens = winners.clamp_(min=0).long()
+    argmax = compute(tensors, options, True)[1]
+    assert argmax is not None
+    tokens = argmax.clamp_(min=0).long()
     chosen = (documents.cu_seqlens[:-1].unsqueeze(1) + tokens).clamp_(max=len(embeddings) - 1)
     owners = torch.arange(len(counts)).repeat_interleave(counts)
     asking = queries.cu_seqlens.cpu()[owners].unsqueeze(1) + torch.arange(queries.longest)

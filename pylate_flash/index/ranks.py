@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from .parts import Part
 
-__all__ = ["Found", "RankError", "Ranks"]
+__all__ = ["Hits", "RankError", "Ranks"]
 
 T = TypeVar("T")
 _NO_SLOT = np.iinfo(np.int64).max
 
 
-class Found(NamedTuple):
+class Hits(NamedTuple):
     """Scores and slots [Nq, k] of what was found for some queries, best first, of which each has so many [Nq]."""
 
     scores: np.ndarray
@@ -98,7 +98,7 @@ class Ranks:
         except RuntimeError as error:
             raise RankError(f"another process of the group has ended, as rank {self.rank} sees: {error}") from error
 
-    def merged(self, found: Iterable[Found], k: int) -> Found:
+    def merged(self, found: Iterable[Hits], k: int) -> Hits:
         """The best of what all ranks have found for all queries, each among its own documents.
 
         If one could not search, the others raise a RankError.
@@ -116,7 +116,7 @@ class Ranks:
         scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
-        return Found(scores, slots, np.minimum(counts.sum(axis=1), k))
+        return Hits(scores, slots, np.minimum(counts.sum(axis=1), k))
 
 
 @cache
@@ -133,7 +133,7 @@ def _of_hosts(group: Any) -> Any:
     return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
 
 
-def _padded(found: list[Found]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _padded(found: list[Hits]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scores and slots of all queries [Nq, width], filled with what comes last, and how many there are [Nq, 1]."""
     width = max(some.slots.shape[1] for some in found)
     scores, slots, counts = [], [], []

@@ -18,7 +18,7 @@ from .arguments import check_finite
 from .graphs import Graphs
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
-from .ranks import Found, Ranks
+from .ranks import Hits, Ranks
 from .resident import Block, Packed, Rows
 from .scorers import EMPTY_SCORE, Queries, Scorer, bounds_of_one
 from .store import PackedStore
@@ -89,7 +89,7 @@ class Search:
         positions: np.ndarray | None = None,
         subsets: Sequence[Sequence[str]] | None = None,
         show_progress: bool = False,
-    ) -> Iterator[Found]:
+    ) -> Iterator[Hits]:
         """The `k` best for every query, of some queries after the other; equal scores in their own order.
 
         What is found for some queries comes to the host while the next ones are scored. They are looked for among the
@@ -154,9 +154,7 @@ class Search:
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         return self._graphs((scorer, k, torch.get_float32_matmul_precision(), cast), query, best)
 
-    def results(
-        self, found: Found, queries: Queries, scorer: Scorer, matches: bool = False
-    ) -> list[list[SearchResult]]:
+    def results(self, found: Hits, queries: Queries, scorer: Scorer, matches: bool = False) -> list[list[SearchResult]]:
         """What was found for these queries, with ids, and if asked for with the tokens that match."""
         scores, slots, counts = found
         names = iter(self.store.documents.ids_of(slots[np.arange(slots.shape[1]) < counts[:, None]]))
@@ -171,13 +169,13 @@ class Search:
 
     def _checked(
         self, queries: Queries, found: Tensor, slots: np.ndarray | None, counts: np.ndarray | None = None
-    ) -> Found:
+    ) -> Hits:
         """What `_together` has made, if scores are finite; places are slots of this process, or among `slots`."""
         both = found.numpy()
         scores, places = both[0].view(np.float32), both[1]
         if counts is None:
             counts = np.full(*scores.shape)
-        checked = Found(scores, (places if slots is None else slots[places]) + self._first, counts)
+        checked = Hits(scores, (places if slots is None else slots[places]) + self._first, counts)
         # A sort puts NaN first, so none that was computed is missed.
         finite = np.isfinite(scores)
         if not finite.all():
@@ -214,11 +212,11 @@ class Search:
         positions: np.ndarray | None,
         show_progress: bool,
         in_place: bool,
-    ) -> Iterator[Found]:
+    ) -> Iterator[Hits]:
         """For every query among documents of its own, of those at some positions."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
 
-        def next_one() -> Found:
+        def next_one() -> Hits:
             copy, slots, counts = waiting.pop(0)
             return self._checked(queries, copy.get(), slots, counts)
 
@@ -257,7 +255,7 @@ class Search:
             bounds = (edges[low : high + 1].clip(block.first, last) - block.first).astype(np.int32)
             yield queries[low:high].packed(), block.documents, torch.from_numpy(bounds)
 
-    def _add_matches(self, scorer: Scorer, queries: Queries, found: Found, results: list[list[SearchResult]]) -> None:
+    def _add_matches(self, scorer: Scorer, queries: Queries, found: Hits, results: list[list[SearchResult]]) -> None:
         """Put into the results which tokens match."""
         hits = [hit for own in results for hit in own]
         owners = np.repeat(np.arange(len(queries)), [len(own) for own in results])
@@ -380,5 +378,5 @@ def _rounded(queries: float) -> int:
     return -int(-queries // _ROUND) * _ROUND
 
 
-def _nothing(queries: int) -> Found:
-    return Found(np.zeros((queries, 0), np.float32), np.zeros((queries, 0), np.int64), np.zeros(queries, np.int64))
+def _nothing(queries: int) -> Hits:
+    return Hits(np.zeros((queries, 0), np.float32), np.zeros((queries, 0), np.int64), np.zeros(queries, np.int64))

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..problem import Problem
 from .backward.lists import rows_by_token
 from .forward.common import split_products
-from .forward.cuts import NO_WINNER
+from .forward.splits import NO_ARGMAX
 from .launch import Region, kernel
 from .plan_operations import meeting_plan
 from .reductions import keys_of, larger, max_along, similarities_of
@@ -132,7 +132,7 @@ def _meet_kernel(
         N_STEPS: tl.constexpr = config.block_y // config.groups
         places = tl.arange(0, N_STEPS)[:, None] * config.groups + tl.arange(0, config.groups)[None, :]
         best = tl.full([config.block_x, config.groups], float("-inf"), tl.float32)
-        position = tl.full([config.block_x, config.groups], NO_WINNER, tl.int32)
+        position = tl.full([config.block_x, config.groups], NO_ARGMAX, tl.int32)
         for start in tl.range(first, last, config.block_y):
             # [N_STEPS, block_x, groups]
             if config.direct:
@@ -177,7 +177,7 @@ def _meet_kernel(
 
         row_best = max_along(best, 1)
         won = (best == row_best[:, None]) | (best != best)
-        place = tl.min(tl.where(won, position, NO_WINNER), axis=1)
+        place = tl.min(tl.where(won, position, NO_ARGMAX), axis=1)
         at = first_row + row_slots
         keys = _keys_at(row_best, tl.minimum(place, y_count - 1))
         tl.atomic_max(x_keys_ptr + x_start + at, keys, mask=at < x_count, sem="relaxed")
@@ -258,14 +258,14 @@ def _settle_kernel(
             position = tl.where(found, candidate, position)
             lost = lost & ~found
             ahead += 1
-        winner = _points_at(position, y_active_ptr, y_start)
-        y_rows = y_ptr + winner.to(tl.int64) * stride_y_point
+        argmax = _points_at(position, y_active_ptr, y_start)
+        y_rows = y_ptr + argmax.to(tl.int64) * stride_y_point
         value = _value_of(x_rows, y_rows, won, config)
         value = tl.where(nan, float("nan"), value)
         value = tl.where(won, value, float("inf") if config.squared else float("-inf"))
         to = pair * x_length + points
         tl.store(values_ptr + to, value, mask=met)
-        tl.store(argmax_ptr + to, tl.where(won, winner, -1), mask=met)
+        tl.store(argmax_ptr + to, tl.where(won, argmax, -1), mask=met)
 
 
 def settle(problem: Problem, x: Side, y: Side, keys: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
@@ -315,9 +315,9 @@ def _gradient_kernel(
         inside = dims < config.size
         own = tl.load(x_ptr + point.to(tl.int64) * stride_x_point + dims, mask=inside, other=0.0).to(tl.float32)
         total = tl.zeros([config.block], tl.float32)
-        winner = tl.load(x_argmax_ptr + pair * x_length + point)
-        if winner >= 0:
-            other = tl.load(y_ptr + winner.to(tl.int64) * stride_y_point + dims, mask=inside, other=0.0).to(tl.float32)
+        argmax = tl.load(x_argmax_ptr + pair * x_length + point)
+        if argmax >= 0:
+            other = tl.load(y_ptr + argmax.to(tl.int64) * stride_y_point + dims, mask=inside, other=0.0).to(tl.float32)
             if config.squared:
                 other = own - other
             total += tl.load(x_weights_ptr + pair) * other

@@ -48,15 +48,15 @@ class Config(str):
     values: bool
     affine: bool
     scale_rows: bool
-    with_winners: bool
+    with_argmax: bool
     precision: str
     # What the strides were divided by, and what offsets of packed documents count (`problem.Places`).
     query_unit: int
     document_unit: int
     offset_unit: int
-    # Which documents are a program's (`forward.stacked`), and whether one may be in pieces.
+    # Which documents are a program's (`forward.stacked`), and whether one may be in segments.
     documents: str = "run"
-    in_pieces: bool = False
+    in_segments: bool = False
     # Rows of a sum.
     group: int = 1
     # Whether the kernel quantizes query rows itself.
@@ -105,7 +105,7 @@ def config_of(
         kind.quantized is not None,
         kind.quantized == torch.uint8,
         kind.normalize or kind.quantize_queries,
-        kind.with_winners,
+        kind.with_argmax,
         kind.precision,
         *units,
         kind.offset_unit,
@@ -185,7 +185,7 @@ def narrowed(tile: Tile, rows: int, columns: int) -> Tile:
 
 
 @functools.lru_cache(maxsize=1024)
-def stacked_tile(capability: int, size: int, item: int, rows: int, with_winners: bool) -> Tile:
+def stacked_tile(capability: int, size: int, item: int, rows: int, with_argmax: bool) -> Tile:
     """Tile for `rows` stacked query rows of `size` elements, on compute capability major `capability`.
 
     The argmax takes registers, and with 256 rows those spill: 5.78 ms, and 4.82 ms with 128, at 1024 x 1024, 32 x 180.
@@ -196,9 +196,9 @@ def stacked_tile(capability: int, size: int, item: int, rows: int, with_winners:
     tile = tables.STACKED_SPLIT if split else tables.STACKED
     if row_bytes > tables.MAX_ROW_BYTES:
         tile = next(tile for tile in tables.STACKED_IN_TWO if _fits(tile, capability, row_bytes))
-    if with_winners:
+    if with_argmax:
         tile = tile._replace(rows=min(tile.rows, 128))
-    if split and (with_winners or size > tables.SUMMED_EMBEDDING or item == 4):
+    if split and (with_argmax or size > tables.SUMMED_EMBEDDING or item == 4):
         tile = tile._replace(columns=128, num_stages=4)
     # Fewer rows take no less time, and each number of them would be compiled for itself.
     tile = tile._replace(rows=max(tables.MIN_STACKED_ROWS, min(tile.rows, tables.power_of_two(rows))))
@@ -207,7 +207,7 @@ def stacked_tile(capability: int, size: int, item: int, rows: int, with_winners:
 
 @functools.cache
 def hopper_tile(
-    capability: int, size: int, item: int, narrow: bool, long: bool, with_winners: bool
+    capability: int, size: int, item: int, narrow: bool, long: bool, with_argmax: bool
 ) -> HopperTile | None:
     """Tile of the Hopper kernel for stacked query rows of `size` elements, or None where it serves none.
 
@@ -217,9 +217,9 @@ def hopper_tile(
     if capability != 9 or item != 2 or size > tables.HOPPER_MAX_SIZE or not has_gluon():
         return None
     if size <= 128:
-        return tables.HOPPER_NARROW if narrow else tables.HOPPER_WINNERS if with_winners else tables.HOPPER
+        return tables.HOPPER_NARROW if narrow else tables.HOPPER_ARGMAX if with_argmax else tables.HOPPER
     if size <= 256:
-        return tables.HOPPER_LONG_WIDE if long and not narrow and not with_winners else tables.HOPPER_LONG
+        return tables.HOPPER_LONG_WIDE if long and not narrow and not with_argmax else tables.HOPPER_LONG
     return tables.HOPPER_LONGEST
 
 
@@ -252,12 +252,12 @@ def single_tile(capability: int, size: int, item: int, columns: int, packed: boo
 
 
 @functools.cache
-def single_config(capability: int, kind: Kind, columns: int, in_pieces: bool, units: tuple[int, int]) -> Config:
+def single_config(capability: int, kind: Kind, columns: int, in_segments: bool, units: tuple[int, int]) -> Config:
     item, packed = kind.dtype.itemsize, kind.cu_seqlens is not None
     tile = single_tile(capability, kind.size, item, columns, packed)
     blocks = embedding_blocks(capability, kind.size, item)
     documents = "run" if kind.candidates is None else "candidates"
-    special = {"documents": documents, "in_pieces": in_pieces, "flatten": _flattened(capability, blocks)}
+    special = {"documents": documents, "in_segments": in_segments, "flatten": _flattened(capability, blocks)}
     return config_of("single", kind, tile, blocks, units, **special)
 
 

@@ -32,7 +32,7 @@ def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
 def find_document(cu_seqlens_ptr, n_documents, position, COST: gl.constexpr):
     """The first document that begins at `position` or later, where each costs its tokens and COST more.
 
-    `cuts.lower_bound` of one target.
+    `splits.lower_bound` of one target.
     """
     probes = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
     low = gl.to_tensor(0)

@@ -74,15 +74,16 @@ def why(implementation: str, device: torch.device, dtype: torch.dtype, embedding
     return reason or f"{device.type} tensors of {dtype} with an embedding size of {embedding_size}"
 
 
-class Cuts(NamedTuple):
-    """How packed documents are cut: work per cut, tokens up to which a document stays whole, and the number of cuts."""
+class Splits(NamedTuple):
+    """How packed documents are split: work per split, tokens up to which a document stays whole, and the number of
+    splits."""
 
-    cut: int = 0
+    per_split: int = 0
     whole: int = 0
     number: int = 0
 
 
-_NO_CUTS = Cuts()
+_NO_SPLITS = Splits()
 
 
 class ForwardPlan(NamedTuple):
@@ -93,12 +94,12 @@ class ForwardPlan(NamedTuple):
     strides: tuple[int, ...]
     # Rows that a stacked query takes.
     padded: int
-    # Documents that one program walks (stacked and packed: the work of its cut), and how many programs that takes.
+    # Documents that one program walks (stacked and packed: the work of its split), and how many programs that takes.
     run: int
     n_runs: int
     # Documents that a query meets, at most.
     per_query: int
-    cuts: Cuts
+    splits: Splits
     # Programs that share a run: blocks of query rows, or of a query's columns.
     row_blocks: int
     # Sums that the kernel leaves for each score.
@@ -114,9 +115,9 @@ class ForwardPlan(NamedTuple):
         return self.config.tile
 
     @property
-    def in_pieces(self) -> bool:
+    def in_segments(self) -> bool:
         """Whether a document may be longer than what is scored whole."""
-        return self.config.in_pieces
+        return self.config.in_segments
 
     @property
     def block_rows(self) -> int:
@@ -143,18 +144,18 @@ def tall_plan(
     padded, group = config.padded_query_length(problem.query_length, unpadded)
     group = min(group, tile.rows // tile.parts if isinstance(tile, HopperTile) else tile.rows)
     row_blocks = -(-(problem.n_queries // problem.groups * padded) // tile.rows)
-    cuts, programs, per_query, documents = _NO_CUTS, row_blocks * problem.groups, problem.n_documents, "run"
+    splits, programs, per_query, documents = _NO_SPLITS, row_blocks * problem.groups, problem.n_documents, "run"
     if kind.candidates is not None:
         documents, per_query = "candidates", problem.max_candidates
     elif listed:
         documents = "listed"
     if shares.largest and kind.cu_seqlens is not None and documents == "run":
-        documents, cuts = "cut", cuts_of(problem, row_blocks, sms, shares.per_sm, shares.largest)
-        run, n_runs = cuts.cut, cuts.number
-        if shares.in_pieces and problem.document_length > cuts.whole:
-            special["in_pieces"] = True
+        documents, splits = "split", splits_of(problem, row_blocks, sms, shares.per_sm, shares.largest)
+        run, n_runs = splits.per_split, splits.number
+        if shares.in_segments and problem.document_length > splits.whole:
+            special["in_segments"] = True
             if isinstance(tile, Tile) and not blocks.split and not kind.normalize and kind.dtype.itemsize == 2:
-                # Two programs share an SM, where ptxas takes a few registers more for the pieces.
+                # Two programs share an SM, where ptxas takes a few registers more for the segments.
                 special["registers"] = registers_of(2, tile.num_warps)
     else:
         if shares.largest:
@@ -166,13 +167,13 @@ def tall_plan(
     if kernel == "stacked":
         special["documents"] = documents
     made = config.config_of(kernel, kind, tile, blocks, units, group=group, **special)
-    return ForwardPlan(made, strides, padded, run, n_runs, per_query, cuts, row_blocks, padded // group, reason)
+    return ForwardPlan(made, strides, padded, run, n_runs, per_query, splits, row_blocks, padded // group, reason)
 
 
 def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: int) -> int:
     """Documents that one program walks: about `longest`, or fewer so that every SM gets work.
 
-    `programs` programs share each run, and `per_sm` of them fit on an SM at a time. The runs are cut so
+    `programs` programs share each run, and `per_sm` of them fit on an SM at a time. The runs are split so
     that the programs fill whole waves: a few programs more than a wave would take as long as a second one.
     """
     slots = per_sm * sms
@@ -180,17 +181,17 @@ def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: in
     return max(1, -(-documents // max(1, slots * waves // programs)))
 
 
-def cuts_of(problem: Problem, programs: int, sms: int, per_sm: int, largest: int) -> Cuts:
-    """Cut packed documents so that every SM gets an equal share, in whole waves, as `run_length` does.
+def splits_of(problem: Problem, programs: int, sms: int, per_sm: int, largest: int) -> Splits:
+    """Split packed documents so that every SM gets an equal share, in whole waves, as `run_length` does.
 
-    A cut has at most `largest` work, or the last ones leave gaps. The total is rounded (`rounded_total`), so that what
-    is repeated of one serves others.
+    A split has at most `largest` work, or the last ones leave gaps. The total is rounded (`rounded_total`), so that
+    what is repeated of one serves others.
     """
     work = rounded_total(problem.n_tokens) + problem.n_documents * tables.DOCUMENT_COST
-    cut = max(tables.SMALLEST_CUT, run_length(work, programs, sms, per_sm, largest))
+    per_split = max(tables.SMALLEST_SPLIT, run_length(work, programs, sms, per_sm, largest))
     # What takes less than half an SM's share of the time can wait for its turn, even the last.
-    whole = max(tables.LONGEST_WHOLE, cut, work * programs // (2 * per_sm * sms))
-    return Cuts(cut, whole, -(-work // cut))
+    whole = max(tables.LONGEST_WHOLE, per_split, work * programs // (2 * per_sm * sms))
+    return Splits(per_split, whole, -(-work // per_split))
 
 
 def forward_plan(problem: Problem) -> ForwardPlan:
@@ -218,14 +219,14 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     if per_query * n_queries * blocks <= per_sm * sms * of_one_wave:
         longest = of_one_wave
     run = run_length(per_query, n_queries * blocks, sms, per_sm, longest)
-    cuts, in_pieces = _NO_CUTS, False
+    splits, in_segments = _NO_SPLITS, False
     if kind.cu_seqlens is not None:
-        cuts = cuts_of(problem, blocks, sms, per_sm=4, largest=4096)
-        in_pieces = problem.document_length > cuts.whole
+        splits = splits_of(problem, blocks, sms, per_sm=4, largest=4096)
+        in_segments = problem.document_length > splits.whole
     strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
-    made = config.single_config(capability, kind, columns, in_pieces, units)
+    made = config.single_config(capability, kind, columns, in_segments, units)
     reason, n_runs = _OWN_DOCUMENTS if n_queries > 1 else _ONE_QUERY, -(-per_query // run)
-    return ForwardPlan(made, strides, columns, run, n_runs, per_query, cuts, blocks, blocks, reason)
+    return ForwardPlan(made, strides, columns, run, n_runs, per_query, splits, blocks, blocks, reason)
 
 
 def _stacked_plan(problem: Problem) -> ForwardPlan:
@@ -238,7 +239,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
     rows = _stacked_rows(problem, unpadded)
     narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
-    wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_winners)
+    wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax)
     why = _ONE_MATRIX
     if wide is None:
         if capability == 9:
@@ -247,12 +248,12 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         why += f"; {_UNCOPIED}"
     else:
         # The argmax is found in a whole tile.
-        tail = 0 if packed or kind.with_winners else config.hopper_tail(wide, length)
+        tail = 0 if packed or kind.with_argmax else config.hopper_tail(wide, length)
         plan = hopper_plan(problem, wide, why + ", on a Hopper GPU", unpadded, tail=tail)
-        if not packed or length <= plan.cuts.whole:
+        if not packed or length <= plan.splits.whole:
             return plan
-        why += f"; a document may be longer than {plan.cuts.whole} tokens, and is scored in pieces"
-    tile = config.stacked_tile(capability, kind.size, item, min(rows, 256), kind.with_winners)
+        why += f"; a document may be longer than {plan.splits.whole} tokens, and is scored in segments"
+    tile = config.stacked_tile(capability, kind.size, item, min(rows, 256), kind.with_argmax)
     blocks = config.embedding_blocks(capability, kind.size, item)
     return tall_plan(problem, "stacked", tile, blocks, tables.STACKED_SHARES, why, unpadded)
 
@@ -276,7 +277,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     kind, rows = problem.kind, _stacked_rows(problem)
     own = kind.quantize_queries and problem.n_queries == problem.groups and kind.quantized != torch.float8_e4m3fn
     if own and problem.n_tokens >= tables.SHORT_QUANTIZED_TOKENS and _is_short(problem, 0):
-        return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "cut", _QUANTIZED)
+        return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
     if why_not is None:
@@ -304,7 +305,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     if kind.quantize_queries and not here:
         problem = _with_values(problem)
     per_sm = tables.QUANTIZED_PER_SM[tile.num_warps]
-    shares = Shares(per_sm, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_CUT)
+    shares = Shares(per_sm, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_SPLIT)
     reason = _QUANTIZED + why_not
     return tall_plan(problem, "stacked", tile, blocks, shares, reason, quantize_rows=here, registers=registers)
 
@@ -339,7 +340,7 @@ def _is_short(problem: Problem, nbits: int) -> bool:
     follows = kind.cu_seqlens is not None or (
         next_document == length * row and (problem.groups == 1 or next_group == problem.n_documents * next_document)
     )
-    plain = not (kind.with_winners or problem.has_candidates or kind.documents_mask is not None or kind.offset_unit)
+    plain = not (kind.with_argmax or problem.has_candidates or kind.documents_mask is not None or kind.offset_unit)
     elements = size * config.single_columns(problem.query_length)
     few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
     # A row has four threads, and each of them whole words, of 8 bits two times.
@@ -351,10 +352,10 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
     """The plan of `forward.short`; the programs fill the GPU once."""
     kind, n_queries, n_documents = problem.kind, problem.n_queries, problem.n_documents
     sms, per_sm = tables.architecture(kind.device)[1], tables.SHORT_PER_SM
-    columns, cuts, run = config.single_columns(problem.query_length), Cuts(), 1
-    if documents == "cut":
-        cuts = cuts_of(problem, n_queries, sms, per_sm, config.INT32_MAX)
-        run = cuts.cut
+    columns, splits, run = config.single_columns(problem.query_length), Splits(), 1
+    if documents == "split":
+        splits = splits_of(problem, n_queries, sms, per_sm, config.INT32_MAX)
+        run = splits.per_split
     elif documents == "run":
         run = run_length(n_documents, n_queries, sms, per_sm, config.INT32_MAX)
     strides, units = config.divided_strides(problem.query_strides, (0, 0, 0))
@@ -363,9 +364,9 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
         "short", kind, tile, blocks, units, tables.SHORT_REGISTERS, documents=documents, nbits=nbits,
         row=problem.size * nbits // 32 if nbits else problem.document_strides[2] // 4,
     )  # fmt: skip
-    n_runs = cuts.number if documents == "cut" else -(-n_documents // run)
+    n_runs = splits.number if documents == "split" else -(-n_documents // run)
     reason += f", and queries of at most {tables.SHORT_MAX_LENGTH} tokens"
-    return ForwardPlan(made, strides, columns, run, n_runs, n_documents, cuts, 1, 1, reason)
+    return ForwardPlan(made, strides, columns, run, n_runs, n_documents, splits, 1, 1, reason)
 
 
 def decompressed_tokens(problem: Problem, listed: bool) -> int:
@@ -375,7 +376,7 @@ def decompressed_tokens(problem: Problem, listed: bool) -> int:
     """
     kind = problem.kind
     wide = config.hopper_tile(
-        tables.architecture(kind.device)[0], kind.size, kind.dtype.itemsize, False, False, kind.with_winners
+        tables.architecture(kind.device)[0], kind.size, kind.dtype.itemsize, False, False, kind.with_argmax
     )
     many = not listed and _stacked_rows(problem) >= tables.RESIDUAL_MANY_ROWS
     serves = wide is not None and many and config.copied_by_16_bytes(kind.size, (kind.size,))
@@ -391,7 +392,7 @@ def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: in
     if kind.quantize_queries:
         few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
         if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _is_short(problem, nbits):
-            return _short_plan(problem, nbits, "listed" if listed else "cut", reason)
+            return _short_plan(problem, nbits, "listed" if listed else "split", reason)
         kind = replaced(kind, "quantize_queries", False)
         problem = problem._replace(kind=kind)
     item = problem.dtype.itemsize
@@ -405,7 +406,7 @@ def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: in
     if capability == 9 and item == 2 and not blocks.split:
         # Left alone, ptxas takes a few registers more than leave room for so many programs.
         registers = registers_of(per_sm, tile.num_warps)
-    shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_CUT)
+    shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_SPLIT)
     # Residuals lie one after the other.
     problem = problem._replace(document_strides=(0, 0, 0))
     return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)
@@ -454,4 +455,4 @@ def sparse_plan(problem: Problem, n_chosen: int, shared: bool) -> ForwardPlan:
     strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
     made = config.config_of("single", kind, tile, blocks, units, chosen=True, shared=shared)
     n = -(-n_chosen // columns)
-    return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, _NO_CUTS, n, n, "tokens are chosen")
+    return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, _NO_SPLITS, n, n, "tokens are chosen")

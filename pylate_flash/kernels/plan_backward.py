@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackwardPlan(NamedTuple):
-    """How the gradient of the documents is computed: `kernel` is "lists" or "compare_winners"."""
+    """How the gradient of the documents is computed: `kernel` is "lists" or "compare_argmax"."""
 
     kernel: str
     reason: str
@@ -28,7 +28,7 @@ class BackwardPlan(NamedTuple):
 def backward_plan(problem: Problem) -> BackwardPlan:
     """Choose how the gradient of the documents is computed."""
     if problem.rows <= tables.FEW_ROWS:
-        return BackwardPlan("compare_winners", f"at most {tables.FEW_ROWS} query tokens meet a document")
+        return BackwardPlan("compare_argmax", f"at most {tables.FEW_ROWS} query tokens meet a document")
     return BackwardPlan("lists", f"more than {tables.FEW_ROWS} query tokens meet a document")
 
 
@@ -154,7 +154,7 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     # Of packed documents it is not known here where their gradients begin.
     sorts_in_gradient = not packed and not adds and sorting + tables.SLACK <= length * size * item
     shared = summing if sorts_in_gradient else max(sorting, summing)
-    memory = max(tables.LISTS_MEMORY, documents * rows * problem.winners_dtype.itemsize // 2)
+    memory = max(tables.LISTS_MEMORY, documents * rows * problem.argmax_dtype.itemsize // 2)
     block = min(documents, memory // (listed + shared + ends)) or 1
     if lent:
         # All but the lists in the memory of the gradient of the queries, for up to twice as many blocks, which take a
@@ -262,7 +262,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(problem: Problem, max_scratch_bytes: int | None) -> Chunks:
-    """Cut the queries of a problem so that a chunk takes at most `max_scratch_bytes`, but has at least one query.
+    """Split the queries of a problem so that a chunk takes at most `max_scratch_bytes`, but has at least one query.
 
     None: `tables.CHUNK_SCRATCH`, or a fifth more than the documents take. So chunks do not shrink where the batch, and
     with it what a query takes, grows; and where the gradient of half documents is summed in float32, its copy in their
@@ -271,11 +271,11 @@ def chunks_of(problem: Problem, max_scratch_bytes: int | None) -> Chunks:
     n_queries, length = problem.n_queries, problem.query_length
     if max_scratch_bytes is None:
         max_scratch_bytes = max(tables.CHUNK_SCRATCH, problem.n_tokens * problem.size * problem.dtype.itemsize * 6 // 5)
-    # Of a score: the score and its gradient, the sums that it is of, winners, and the lists of half a block of them.
+    # Of a score: the score and its gradient, the sums that it is of, argmax, and the lists of half a block of them.
     padded, group = padded_query_length(length, True)
     of_score = 8 + (4 * padded // group if padded > group else 0)
-    if problem.with_winners:
-        of_score += length * problem.winners_dtype.itemsize * 3 // 2
+    if problem.with_argmax:
+        of_score += length * problem.argmax_dtype.itemsize * 3 // 2
     documents = problem.all_documents if problem.groups == 1 else problem.n_documents
     most = max(1, max_scratch_bytes // max(1, of_score * documents))
     if most >= n_queries:

@@ -72,7 +72,7 @@ class Collection(NamedTuple):
     depth: int
     packed: int
 
-    def places(self, columns: int) -> int:
+    def slots(self, columns: int) -> int:
         """Places of a row, for tiles of so many columns."""
         return self.n_runs * columns * self.depth
 
@@ -115,7 +115,7 @@ def search_plan(problem: Problem, k: int) -> SearchPlan:
         n_groups = groups * n_tiles
     n_groups = min(tables.XTR_MOST_MAXIMA, n_groups)
     collection = _collection(n_documents, k, tile.columns, row_blocks, sms)
-    collected = collection.places(tile.columns) + collection.packed
+    collected = collection.slots(tile.columns) + collection.packed
     # In multiples of 16, as launches want it.
     scratch = -(-max(1 << tables.XTR_BIN_BITS, n_groups if groups else 0, collected) // 16) * 16
     return SearchPlan(
@@ -130,11 +130,11 @@ def _collection(n_documents: int, k: int, columns: int, row_blocks: int, sms: in
     A program has places of its own, so that it needs to ask no other where to put a token.
     """
     n_runs = min(n_documents, max(1, 2 * sms // row_blocks))
-    packed = min(tables.XTR_MOST_PLACES, max(16, tables.power_of_two(tables.XTR_COLLECTED_PER_TOKEN * k)))
+    packed = min(tables.XTR_MOST_SLOTS, max(16, tables.power_of_two(tables.XTR_COLLECTED_PER_TOKEN * k)))
     while n_runs > 0:
         mean = 1.5 * k / (columns * n_runs)
         found = Collection(-(-n_documents // n_runs), n_runs, math.ceil(mean + 4 * math.sqrt(mean) + 4), packed)
-        if found.places(columns) <= tables.XTR_MOST_PLACES and 2 * row_blocks * n_runs >= sms:
+        if found.slots(columns) <= tables.XTR_MOST_SLOTS and 2 * row_blocks * n_runs >= sms:
             return found._replace(n_runs=-(-n_documents // found.run))
         n_runs //= 2
     return Collection(0, 0, 0, 0)

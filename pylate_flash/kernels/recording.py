@@ -54,7 +54,7 @@ class _Value(NamedTuple):
     number: int
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where an argument of a launch lies: so many bytes after the beginning of a value."""
 
     number: int
@@ -97,7 +97,7 @@ class _Operator(NamedTuple):
 class _Launch(NamedTuple):
     launch: Callable[..., None]
     grid: tuple[int, int, int]
-    places: list[_Place | None]
+    locations: list[_Location | None]
     rest: tuple
     described: tuple
     # How many of the first arguments it takes as tensors.
@@ -225,18 +225,18 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Note a launch on `arguments`: tensors, `Region`s of them, or None."""
         if self._may_step():
-            places = [None if argument is None else self._place(argument) for argument in arguments]
-            self.steps.append(_Launch(launch, grid, places, rest, described, n_tensors))
+            locations = [None if argument is None else self._located(argument) for argument in arguments]
+            self.steps.append(_Launch(launch, grid, locations, rest, described, n_tensors))
 
-    def _place(self, argument: Any) -> _Place | None:
+    def _located(self, argument: Any) -> _Location | None:
         tensor = getattr(argument, "memory", argument)
         memory, index = self.memory.get(tensor.untyped_storage()._cdata), self._values.get(tensor)
         if index is not None and index < self.n_inputs:
-            return _Place(index, argument.data_ptr() - tensor.data_ptr(), argument.dtype)
+            return _Location(index, argument.data_ptr() - tensor.data_ptr(), argument.dtype)
         if memory is None or memory.is_shared:
             self.refuse("a kernel takes memory that comes from elsewhere")
             return None
-        return _Place(memory.index, argument.data_ptr() - memory.start, argument.dtype)
+        return _Location(memory.index, argument.data_ptr() - memory.start, argument.dtype)
 
 
 @functools.cache
@@ -283,7 +283,7 @@ class Recording:
         self._scratch_bytes, self._offsets = _lay(steps, memory_of, made)
         launches = [step for step in steps if isinstance(step, _Launch)]
         # The values whose addresses launches take.
-        self._addressed = {place.number for step in launches for place in step.places if place is not None}
+        self._addressed = {location.number for step in launches for location in step.locations if location is not None}
         self._lines.append(f"{', '.join(f'v{index}' for index in range(recorder.n_inputs))}, = inputs")
         for index in range(recorder.n_inputs):
             self._address(index)
@@ -309,8 +309,8 @@ class Recording:
         steps: list[_Operator | _Launch | None] = list(self._recorder.steps)
         for number, step in reversed(list(enumerate(self._recorder.steps))):
             if isinstance(step, _Launch):
-                launched.update(place.number for place in step.places if place is not None)
-                needed.update(place.number for place in step.places[: step.n_tensors] if place is not None)
+                launched.update(location.number for location in step.locations if location is not None)
+                needed.update(location.number for location in step.locations[: step.n_tensors] if location is not None)
             elif step.allocates is None:
                 if step.has_effects or not (needed | launched).isdisjoint(step.results):
                     needed.update(step.results, step.values())
@@ -332,9 +332,9 @@ class Recording:
 
     def _step(self, step: _Operator | _Launch, made: set[int]) -> None:
         if isinstance(step, _Launch):
-            first = "".join(map(self._tensor_at, step.places[: step.n_tensors]))
+            first = "".join(map(self._tensor_at, step.locations[: step.n_tensors]))
             launch, grid, rest, described = map(self._constant, (step.launch, step.grid, step.rest, step.described))
-            pointers = ", ".join(map(self._pointer, step.places))
+            pointers = ", ".join(map(self._pointer, step.locations))
             self._lines.append(f"{launch}({grid}, stream, ({first}), [{pointers}], {rest}, {described})")
             return
         if step.allocates is not None:
@@ -354,18 +354,18 @@ class Recording:
             return f"[{', '.join(map(self._argument, argument))}]"
         return f"v{argument.number}" if isinstance(argument, _Value) else self._constant(argument)
 
-    def _pointer(self, place: _Place | None) -> str:
-        if place is None:
+    def _pointer(self, location: _Location | None) -> str:
+        if location is None:
             return "0"
-        if place.number in self._offsets:
-            return f"start + {self._constant(self._offsets[place.number] + place.offset)}"
-        return f"a{place.number} + {self._constant(place.offset)}" if place.offset else f"a{place.number}"
+        if location.number in self._offsets:
+            return f"start + {self._constant(self._offsets[location.number] + location.offset)}"
+        return f"a{location.number} + {self._constant(location.offset)}" if location.offset else f"a{location.number}"
 
-    def _tensor_at(self, place: _Place | None) -> str:
-        if place is None:
+    def _tensor_at(self, location: _Location | None) -> str:
+        if location is None:
             return "None, "
-        tensor_at, offset, dtype = map(self._constant, (_tensor_at, place.offset, place.dtype))
-        return f"{tensor_at}(v{place.number}, {offset}, {dtype}), "
+        tensor_at, offset, dtype = map(self._constant, (_tensor_at, location.offset, location.dtype))
+        return f"{tensor_at}(v{location.number}, {offset}, {dtype}), "
 
     def __call__(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The outputs for these inputs, of the same signature."""

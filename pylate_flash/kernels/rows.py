@@ -184,7 +184,7 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 
 
 @triton.jit
-def _look_at_block(embeddings_ptr, found_ptr, block, n_rows, layout, config: tl.constexpr):
+def _look_at_block(embeddings_ptr, out_ptr, block, n_rows, layout, config: tl.constexpr):
     """found[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows.
 
     `layout`: sequences and their length, and the strides of groups, sequences and tokens.
@@ -204,16 +204,16 @@ def _look_at_block(embeddings_ptr, found_ptr, block, n_rows, layout, config: tl.
         else:
             squares += tl.sum(values * values, axis=1)
     if config.wanted == "nonzero":
-        tl.store(found_ptr + rows, nonzero != 0, mask=exists)
+        tl.store(out_ptr + rows, nonzero != 0, mask=exists)
     else:
         tl.store(
-            found_ptr + rows, 0.5 * squares if config.wanted == "half squares" else inverse_norm(squares), mask=exists
+            out_ptr + rows, 0.5 * squares if config.wanted == "half squares" else inverse_norm(squares), mask=exists
         )
 
 
 @kernel(config="size block block_rows wanted")
 def _rows_kernel(
-    embeddings_ptr, more_ptr, found_ptr, more_found_ptr,
+    embeddings_ptr, more_ptr, out_ptr, more_out_ptr,
     blocks, n_rows, n_sequences, length, more_rows, more_sequences, more_length,
     stride_group, stride_sequence, stride_token, stride_more_group, stride_more_sequence, stride_more_token,
     config: tl.constexpr,
@@ -222,10 +222,10 @@ def _rows_kernel(
     block = tl.program_id(0)
     if more_ptr is not None and block >= blocks:
         layout = more_sequences, more_length, stride_more_group, stride_more_sequence, stride_more_token
-        _look_at_block(more_ptr, more_found_ptr, block - blocks, more_rows, layout, config)
+        _look_at_block(more_ptr, more_out_ptr, block - blocks, more_rows, layout, config)
     if block < blocks:
         layout = n_sequences, length, stride_group, stride_sequence, stride_token
-        _look_at_block(embeddings_ptr, found_ptr, block, n_rows, layout, config)
+        _look_at_block(embeddings_ptr, out_ptr, block, n_rows, layout, config)
 
 
 def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -236,7 +236,7 @@ def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple
     """
     dtype, size = torch.bool if wanted == "nonzero" else torch.float32, embeddings.shape[-1]
     # Sizes one by one, as a tuple takes the host twice as long.
-    found, more_found = (
+    found, more_out = (
         None if batch is None else torch.empty(*batch.shape[:-1], dtype=dtype, device=batch.device)
         for batch in (embeddings, more)
     )
@@ -245,13 +245,13 @@ def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple
     blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
     _rows_kernel(
         (blocks + more_blocks, 1, 1),
-        (embeddings, more, found, more_found),
+        (embeddings, more, found, more_out),
         (blocks, rows, *lengths, more_rows, *more_lengths),
         (*strides, *more_strides),
         (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, wanted),
         (4, 3, None),
     )
-    return found, more_found  # type: ignore[return-value]
+    return found, more_out  # type: ignore[return-value]
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:

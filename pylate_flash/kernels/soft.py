@@ -346,7 +346,7 @@ def _grad_rows(problem: Problem, queries_mask: Tensor | None, candidates: Tensor
     else:
         weights = of_rows if problem.kind.weighted else of_rows != 0
         rows = (grad * weights).masked_fill_(of_rows == 0, 0.0)
-    return rows.contiguous().view(problem.winners_shape)
+    return rows.contiguous().view(problem.argmax_shape)
 
 
 def _sum_documents(

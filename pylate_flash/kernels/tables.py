@@ -59,16 +59,16 @@ class Blocks(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How documents are shared out: programs of an SM, and the most that one walks: documents, work of a cut.
+    """How documents are shared out: programs of an SM, and the most that one walks: documents, work of a split.
 
-    Where the last is 0, packed documents are not cut, and runs need not fill whole waves.
+    Where the last is 0, packed documents are not split, and runs need not fill whole waves.
     """
 
     per_sm: int
     longest: int
     largest: int
-    # Whether a document too long for one program is scored in pieces.
-    in_pieces: bool = False
+    # Whether a document too long for one program is scored in segments.
+    in_segments: bool = False
 
 
 # Rows of a sum. A query is padded to a multiple of the first of `PADDINGS` that leaves few enough rows empty; if none
@@ -85,7 +85,7 @@ MIN_STACKED_ROWS = 64
 # more. The argmax takes the maxima's time twice, which four parts hide better than two: 1.68 ms against 1.91 at
 # 64 x 64, 1024 x 1024; without it, 0.362 against 0.357 at 1 x 1000, 1024 x 1024.
 HOPPER = HopperTile(256, 64, 2, 6)
-HOPPER_WINNERS = HopperTile(256, 64, 4, 6)
+HOPPER_ARGMAX = HopperTile(256, 64, 4, 6)
 HOPPER_LONG = HopperTile(128, 64, 2, 5)
 HOPPER_LONG_WIDE = HopperTile(128, 128, 2, 3)
 # 54 microseconds instead of 86 by `STACKED_IN_TWO` at 5 x 3000, 32 x 64, d = 320, and 123 instead of 406 at 8 x 2000,
@@ -97,7 +97,7 @@ HOPPER_WIDE_MIN_LENGTH = 512
 HOPPER_TAILS = (16, 32)
 HOPPER_TAIL_SAVES = 1 / 8
 # Fewer rows leave half of the tile empty, and are bound by memory. Microseconds by `STACKED`, and by this narrow one:
-#   3 x 2000, 32 x 333, d = 96: 51 and 46    2 x 4000, 32 x 180: 58 and 56    4 x 2000, 32 x 180, winners: 48 and 36.
+#   3 x 2000, 32 x 333, d = 96: 51 and 46    2 x 4000, 32 x 180: 58 and 56    4 x 2000, 32 x 180, argmax: 48 and 36.
 # Tiles of longer embeddings have so many rows anyway: 74 and 59 at 2 x 2000, 32 x 180, d = 256, and 156 and 135 at
 # 1 x 1000, 128 x 1024, where a wide one takes 166.
 HOPPER_NARROW = HopperTile(128, 64, 2, 6)
@@ -142,15 +142,15 @@ SINGLE_MAX_QUERY_LENGTH = 64
 # A query may be summed row by row where documents have so many tokens, and the sums take no more than so many bytes.
 UNPADDED_MIN_LENGTH = 64
 UNPADDED_MEMORY = 1 << 28
-# Cuts of packed documents, see `kernels.forward.cuts`. A document costs its tokens and so many more: half a tile that
-# is empty, on average, and as much again for what follows it.
+# Splits of packed documents, see `kernels.forward.splits`. A document costs its tokens and so many more: half a tile
+# that is empty, on average, and as much again for what follows it.
 DOCUMENT_COST = 64
-# A cut has at least so much work, or finding it costs more.
-SMALLEST_CUT = 256
-# A document up to so long is never cut: its pieces would take a launch to merge.
+# A split has at least so much work, or finding it costs more.
+SMALLEST_SPLIT = 256
+# A document up to so long is never split: its segments would take a launch to merge.
 LONGEST_WHOLE = 2048
 HOPPER_SHARES = Shares(1, 64, 16384)
-STACKED_SHARES = Shares(2, 16, 4096, in_pieces=True)
+STACKED_SHARES = Shares(2, 16, 4096, in_segments=True)
 # Registers of an SM.
 REGISTERS = 1 << 16
 
@@ -172,9 +172,9 @@ QUANTIZED_TILE = Tile(256, 64, 8, 4)
 QUANTIZED_FEW_ROWS = Tile(64, 128, 4, 4)
 # Tensor cores multiply at least so many elements of 8 bits at a time.
 QUANTIZED_MIN_BLOCK = 32
-# Documents that one program walks, at most, or work of its cut; programs of an SM, by the warps of a tile.
+# Documents that one program walks, at most, or work of its split; programs of an SM, by the warps of a tile.
 QUANTIZED_LONGEST_RUN = 16
-QUANTIZED_LARGEST_CUT = 4096
+QUANTIZED_LARGEST_SPLIT = 4096
 QUANTIZED_PER_SM = {QUANTIZED_TILE.num_warps: 2, QUANTIZED_FEW_ROWS.num_warps: 3}
 # Of the Hopper kernel, which serves products of 8 bits. A tile of 256 x 128 at d = 128 takes the tensor cores 1024
 # cycles, and its loop has 902 instructions for a scheduler with int8 and 646 with fp8: 0.267 and 0.263 ms at 1 x 1000,
@@ -200,7 +200,7 @@ RESIDUAL_FEW_ROWS = Tile(64, 32, 4, 3)
 RESIDUAL_MIN_BLOCK = 32
 # Candidates that one program walks at most, and programs of an SM, by the warps of a tile.
 RESIDUAL_LONGEST_RUN = 16
-RESIDUAL_LARGEST_CUT = 4096
+RESIDUAL_LARGEST_SPLIT = 4096
 RESIDUAL_PER_SM = {RESIDUAL_TILE.num_warps: 2, RESIDUAL_FEW_ROWS.num_warps: 5}
 # Query rows from which on codes are decompressed once, to memory, embeddings of so many bytes at a time:
 # 0.098 ms in place of 0.265 at 32 x 1024, 32 x 180, on Hopper.
@@ -270,13 +270,13 @@ SPARSE_TILE_WIDE = Tile(32, 32, 4, 2)
 SPARSE_FEW_COLUMNS = 64
 
 # The backward. Times are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), 512 x 512
-# (32 x 180) and 64 x 64 (1024 x 1024), in this order, with uniform winners.
+# (32 x 180) and 64 x 64 (1024 x 1024), in this order, with uniform argmax.
 
-# Winners are compared where at most so many query rows choose tokens of a document, and listed where more do, which
-# takes a program for every token, chosen or not: 0.220 by lists and 0.066 at 128 rows and 1024 documents of 300
-# tokens, 0.222 and 0.347 at 512 rows, 0.055 each at 128 rows and documents of 40 tokens.
+# Entries of the argmax are compared where at most so many query rows choose tokens of a document, and listed where more
+# do, which takes a program for every token, chosen or not: 0.220 by lists and 0.066 at 128 rows and 1024 documents of
+# 300 tokens, 0.222 and 0.347 at 512 rows, 0.055 each at 128 rows and documents of 40 tokens.
 FEW_ROWS = 128
-# Rows that pull in one program, at d = 128 of one warp, and winners that they are compared with at once. Two rows in
+# Rows that pull in one program, at d = 128 of one warp, and entries that they are compared with at once. Two rows in
 # flight for each of them take 168 registers instead of 105, so that two thirds as many programs run side by side.
 COMPARE_ROWS = 8
 COMPARED = 32
@@ -297,7 +297,7 @@ SPLIT_DOCUMENTS = 32
 # Documents at most that are listed by the launch that gathers, no more than there are SMs.
 GATHERED_BESIDE = 128
 
-# Memory of the lists of a block of documents: at least so many bytes, or half of what the winners take.
+# Memory of the lists of a block of documents: at least so many bytes, or half of what the argmax takes.
 LISTS_MEMORY = 12 << 20
 # Bytes of a gradient's memory that tensors laid in it, which begin at multiples of 16, may leave unused.
 SLACK = 128
@@ -316,7 +316,7 @@ ALONE_ROWS_OF_FEW = 2048
 ALONE_KEYS = 256
 ALONE_TOKENS = 2048
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
-# 0.66, 0.31 with skewed winners; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
+# 0.66, 0.31 with skewed argmax; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
 LIST_SEGMENT = 512
 # Rows in flight in a program that sums, and its warps, at d = 128: 1.18, 0.35, 0.18; 16 rows in one warp 1.66, 0.48,
 # 0.26, in two 1.29, 0.40, 0.23. Longer embeddings take more warps.
@@ -326,7 +326,7 @@ SUM_ROWS, SUM_WARPS = 8, 1
 
 # What a chunk of queries may take unless the documents take more, in bytes.
 CHUNK_SCRATCH = 256 << 20
-# Chunks that large are multiples of so many queries, so that what is cut from aligned tensors is aligned.
+# Chunks that large are multiples of so many queries, so that what is taken from aligned tensors is aligned.
 CHUNK_MULTIPLE = 16
 
 # Of XTR's search.
@@ -335,7 +335,7 @@ CHUNK_MULTIPLE = 16
 XTR_BIN_BITS = 11
 XTR_STEPS = 3
 # Maxima that bound a threshold, for each token that is retrieved: the more, the fewer tokens lie above the bound. Where
-# documents are fewer, they are cut into groups of tokens; so many of a tile, and maxima in all, at most.
+# documents are fewer, they are split into groups of tokens; so many of a tile, and maxima in all, at most.
 XTR_MAXIMA_PER_TOKEN = 4
 XTR_MAX_GROUPS = 4
 XTR_MOST_MAXIMA = 4096
@@ -343,7 +343,7 @@ XTR_MOST_MAXIMA = 4096
 XTR_COLLECTED_PER_TOKEN = 4
 # Places of a row for the tokens above its bound, at most. All but one column in a million has enough of them where half
 # as many tokens again as are retrieved lie above the bound.
-XTR_MOST_PLACES = 8192
+XTR_MOST_SLOTS = 8192
 
 # Of Chamfer distances.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton import knobs
 
 from ..problem import Problem, Rule
-from .forward.common import NO_WINNER, load_padded, split_products, winner_of, with_maxima
+from .forward.common import NO_ARGMAX, argmax_of, load_padded, split_products, with_maxima
 from .launch import Region, kernel, wait_for_previous_kernel
 from .plan_operations import SearchPlan, search_plan
 from .reductions import LOWEST_KEY, keys_of, max_along, similarities_of
@@ -74,12 +74,12 @@ def count(pointer, offsets, mask, PTX: tl.constexpr):
 
 @kernel(config="size block block_rows block_tokens split mode groups depth ptx precision")
 def _walk_kernel(
-    queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, winners_ptr, scratch_ptr, state_ptr, counts_ptr,
+    queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, argmax_ptr, scratch_ptr, state_ptr, counts_ptr,
     n_rows, query_length, n_documents, document_length, n_runs, run, n_groups,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token, stride_scratch,
     config: tl.constexpr,
 ):  # fmt: skip
-    """MAXIMA: best [Nd, rows] and winners; and in each row's scratch the bits of the maxima of so many groups of each
+    """MAXIMA: best [Nd, rows] and argmax; and in each row's scratch the bits of the maxima of so many groups of each
     tile's tokens, but those of tiles without an active token, and of groups from `n_groups` on.
 
     COLLECT: in each row's scratch, [runs, depth, block_tokens], the bits of similarities, from that of the row's key
@@ -137,7 +137,7 @@ def _walk_kernel(
         if active_ptr is not None:
             length = tl.load(bounds_ptr + 2 * flat)
         best = tl.full([config.block_rows], float("-inf"), tl.float32)
-        key = tl.full([config.block_rows], NO_WINNER, tl.int32)
+        key = tl.full([config.block_rows], NO_ARGMAX, tl.int32)
         above = tl.zeros([config.block_rows], tl.int32)
         equal = tl.zeros([config.block_rows], tl.int32)
         columns = slots
@@ -189,7 +189,7 @@ def _walk_kernel(
         to = flat * n_rows + rows
         if config.mode == MAXIMA:
             tl.store(best_ptr + to, best, mask=row_exists)
-            tl.store(winners_ptr + to, winner_of(key, best).to(winners_ptr.dtype.element_ty), mask=row_exists)
+            tl.store(argmax_ptr + to, argmax_of(key, best).to(argmax_ptr.dtype.element_ty), mask=row_exists)
         if config.mode == TALLY:
             dtype = counts_ptr.dtype.element_ty
             tl.store(counts_ptr + to, above.to(dtype), mask=counted)
@@ -205,7 +205,7 @@ def walk_similarities(
     inputs: SearchTensors,
     mode: tl.constexpr,
     best: Tensor | None = None,
-    winners: Tensor | None = None,
+    argmax: Tensor | None = None,
     scratch: Tensor | None = None,
     state: Tensor | None = None,
     counts: Tensor | None = None,
@@ -219,7 +219,7 @@ def walk_similarities(
     shape = problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split
     _walk_kernel(
         (plan.row_blocks * n_runs, 1, 1),
-        (*inputs, best, winners, scratch, state, counts),
+        (*inputs, best, argmax, scratch, state, counts),
         (*sizes, n_runs, run, plan.n_groups),
         (*problem.query_strides, *problem.document_strides, plan.scratch),
         (*shape, mode.value, groups, depth, not knobs.runtime.interpret, problem.kind.precision),
@@ -407,10 +407,10 @@ def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
     plan = search_plan(problem, rule.k)
     collection, columns = plan.collection, plan.tile.columns
     best = torch.empty(n_documents, rows, dtype=torch.float32, device=device)
-    winners = torch.empty(n_documents, rows, dtype=problem.winners_dtype, device=device)
+    argmax = torch.empty(n_documents, rows, dtype=problem.argmax_dtype, device=device)
     # What is kept of each row from one step to the next: maxima of groups, then similarities, then counts of bins.
     scratch = torch.empty(rows, plan.scratch, dtype=torch.int32, device=device)
-    walk_similarities(problem, plan, inputs, MAXIMA, best, winners, scratch)
+    walk_similarities(problem, plan, inputs, MAXIMA, best, argmax, scratch)
 
     # Of each row: the lowest key that its threshold may have, the width of a bin as a power of two (-1: the search is
     # over), how many are retrieved from there on, and whether its tokens are to be counted by document.
@@ -442,6 +442,6 @@ def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
         constants = with_whole, XTR_BIN_BITS
         _narrow_kernel((rows, 1, 1), (scratch, state), (rows,), (plan.scratch,), constants, (4, 1, None))
     del scratch
-    counts = torch.empty(2, n_documents, rows, dtype=problem.winners_dtype, device=device)
+    counts = torch.empty(2, n_documents, rows, dtype=problem.argmax_dtype, device=device)
     walk_similarities(problem, plan, inputs, TALLY, state=state, counts=counts)
-    return Retrieved(best, winners, state, counts)
+    return Retrieved(best, argmax, state, counts)

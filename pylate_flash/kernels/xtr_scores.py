@@ -26,7 +26,7 @@ class Retrieved(NamedTuple):
 
     Attributes
     ----------
-    best, winners
+    best, argmax
         [Nd, rows]: the best similarity of a row with a document, NaN if any is, and the lowest index that attains it.
     state
         [4, rows], int32: the keys of the thresholds; -1; and of rows that are tallied, how many of the tokens equal to
@@ -36,15 +36,15 @@ class Retrieved(NamedTuple):
     """
 
     best: Tensor
-    winners: Tensor
+    argmax: Tensor
     state: Tensor
     counts: Tensor
 
 
 @kernel(follows=True, config="block_documents block_rows counted with_whole weighted")
 def _score_kernel(
-    best_ptr, found_ptr, state_ptr, counts_ptr, bounds_ptr, mask_ptr, scores_ptr, divisors_ptr, winners_ptr,
-    n_rows, query_length, n_documents, document_length, run, k, winners_stride, least, empty_score,
+    best_ptr, retrieved_ptr, state_ptr, counts_ptr, bounds_ptr, mask_ptr, scores_ptr, divisors_ptr, argmax_ptr,
+    n_rows, query_length, n_documents, document_length, run, k, argmax_stride, least, empty_score,
     config: tl.constexpr,
 ):  # fmt: skip
     """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr` in blocks."""
@@ -89,7 +89,7 @@ def _score_kernel(
         at = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
         inside = exists[:, None] & row_exists[None, :]
         best = tl.load(best_ptr + at, mask=inside, other=0.0)
-        winner = tl.load(found_ptr + at, mask=inside, other=0)
+        argmax = tl.load(retrieved_ptr + at, mask=inside, other=0)
         above = tl.load(counts_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
         equal = tl.load(equal_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
         n_active = tl.where(exists, document_length, 0)
@@ -122,8 +122,8 @@ def _score_kernel(
         to = query * n_documents + documents
         tl.store(scores_ptr + to, score, mask=exists)
         tl.store(divisors_ptr + to, divisor, mask=exists)
-        to = documents[:, None].to(tl.int64) * winners_stride + rows[None, :]
-        tl.store(winners_ptr + to, tl.where(scores, winner, -1), mask=inside)
+        to = documents[:, None].to(tl.int64) * argmax_stride + rows[None, :]
+        tl.store(argmax_ptr + to, tl.where(scores, argmax, -1), mask=inside)
 
 
 def score_retrieved(
@@ -144,8 +144,8 @@ def score_retrieved(
     sizes = problem.rows, length, n_documents, problem.document_length
     _score_kernel(
         (n_queries, -(-n_documents // run), 1),
-        (*found, bounds, queries_mask, to.scores, to.divisors, to.winners),
-        (*sizes, run, rule.k, to.winners.stride(0), rule.least, problem.empty_score),
+        (*found, bounds, queries_mask, to.scores, to.divisors, to.argmax),
+        (*sizes, run, rule.k, to.argmax.stride(0), rule.least, problem.empty_score),
         (),
         (block_documents, block_rows, _COUNTED, rule.with_whole, weighted),
         (4, 1, None),

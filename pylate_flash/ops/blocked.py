@@ -15,8 +15,8 @@ from .tiles import Block, Operands, Part, blocks, group_runs
 
 # Of a part of a block: what every row adds to the scores of the documents [documents, R], and what a backward needs.
 Reduction = Callable[[Block, Part], tuple[Tensor, Tensor | None]]
-# Winners whose rows are summed at once in the backward.
-WINNERS_AT_ONCE = 1 << 18
+# Entries of an argmax whose rows are summed at once in the backward.
+ARGMAX_AT_ONCE = 1 << 18
 
 
 def blocked_forward(
@@ -104,7 +104,7 @@ def blocked_backward(
 
 def _runs(operands: Operands, columns: int) -> Iterator[tuple[slice, np.ndarray]]:
     """Documents of the blocks of a backward, with the group of each: all of several groups, or some of one."""
-    most = max(1, WINNERS_AT_ONCE // max(1, columns))
+    most = max(1, ARGMAX_AT_ONCE // max(1, columns))
     tokens = max(1, 4 * block_budget(operands.device) // operands.documents.shape[-1])
     count, groups = operands.n_documents, np.zeros(operands.n_documents, dtype=np.int64)
     if operands.candidates is not None:

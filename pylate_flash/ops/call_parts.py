@@ -31,7 +31,7 @@ def in_chunks(
     length = problem.query_length
     for first in range(0, problem.n_queries, number):
         chunk, columns = slice(first, first + number), slice(first * length, (first + number) * length)
-        results = Results(to.scores[chunk], to.winners[:, columns], to.divisors[chunk])
+        results = Results(to.scores[chunk], to.argmax[:, columns], to.divisors[chunk])
         yield *chunk_of(problem, tensors, chunk), results
 
 

@@ -72,12 +72,12 @@ def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Side, _Side]
     x_bounds = y_bounds = None
     n, budget = problem.n_queries, block_budget(problem.device) // max(problem.size, problem.query_length)
     step = max(1, budget // problem.document_length)
-    cuts = [(start, min(start + step, n)) for start in range(0, n, step)]
+    ranges = [(start, min(start + step, n)) for start in range(0, n, step)]
     if sets.x_cu_seqlens is not None and sets.y_cu_seqlens is not None:
         x_bounds = host_bounds("x_cu_seqlens", sets.x_cu_seqlens, len(sets.x), "x")
         y_bounds = host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(sets.y), "y")
-        cuts = runs(np.diff(y_bounds), budget)
-    for start, stop in cuts:
+        ranges = runs(np.diff(y_bounds), budget)
+    for start, stop in ranges:
         pairs = slice(start, stop)
         x, y = _side(sets.x, sets.x_mask, x_bounds, pairs), _side(sets.y, sets.y_mask, y_bounds, pairs)
         if x.points.numel() and y.points.numel():

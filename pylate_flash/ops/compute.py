@@ -31,7 +31,7 @@ def compute(
     def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
         blocked_forward(operands, functools.partial(maxima, with_argmax=with_argmax), scores, argmax)
 
-    saved = (-1, problem.winners_dtype) if with_argmax else None
+    saved = (-1, problem.argmax_dtype) if with_argmax else None
     return scores_by(problem, tensors, options, lambda: kernels().scores(problem, tensors, starts), in_blocks, saved)
 
 
@@ -70,7 +70,7 @@ def scores_by(
     else:
         device, of_rows = problem.device, None
         if saved is not None:
-            of_rows = torch.full(problem.winners_shape, saved[0], dtype=saved[1], device=device)
+            of_rows = torch.full(problem.argmax_shape, saved[0], dtype=saved[1], device=device)
         with without_autocast(device):
             operands = None if _is_empty(problem, tensors) else operands_of(problem, tensors)
             dtype = problem.scores_dtype if operands is None else operands.dtype

@@ -155,5 +155,5 @@ def explain(
         return explanation._replace(forward=soft_forward_plan(problem), gradients=gradients)
     return explanation._replace(
         forward=forward_plan(problem) if problem.kind.quantized is None else quantized_plan(problem),
-        backward=backward_plan(problem) if problem.with_winners else None,
+        backward=backward_plan(problem) if problem.with_argmax else None,
     )

@@ -33,7 +33,7 @@ from ..kernels.xtr_scores import score_retrieved
 from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
 from .call_parts import active_counts, checked_masks, chunk_of, in_chunks, with_empty_score
 from .checks import checked_problem
-from .loss_call import Found
+from .loss_call import LossResult
 from .packing import host_bounds
 from .tiles import sequence_blocks
 
@@ -54,11 +54,11 @@ def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) ->
 
 def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
     """Leave XTR's scores, and what comes with them, in `to`, `number` queries at a time; no size is 0."""
-    problem, given = _for_kernels(problem, tensors)
+    problem, inputs = _for_kernels(problem, tensors)
     active = bounds = None
-    if given.documents_mask is not None:
-        active, bounds = active_tokens(given.documents_mask)
-    for chunk, part, results in in_chunks(problem, given, to, number):
+    if inputs.documents_mask is not None:
+        active, bounds = active_tokens(inputs.documents_mask)
+    for chunk, part, results in in_chunks(problem, inputs, to, number):
         found = retrieve(chunk, SearchTensors(part.queries, part.documents, active, bounds), rule)
         score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
 
@@ -79,22 +79,22 @@ def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor |
     """Scores of residual codes, and argmax if the problem has them; `codes` are those of `Codes`, no size is 0.
 
     Of more codes than are decompressed at a time, documents are scored in blocks, for which the host has to read where
-    they begin. A graph cannot, and calls that find winners do not.
+    they begin. A graph cannot, and calls that find argmax do not.
     """
     most = decompressed_tokens(problem, codes[-1] is not None)
     capturing = problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if not 0 < most < problem.n_tokens or problem.with_winners or capturing:
+    if not 0 < most < problem.n_tokens or problem.with_argmax or capturing:
         return residual_forward(*_with_codes(problem, tensors, codes))
-    given = Codes(*codes)  # type: ignore[arg-type]
-    bounds = host_bounds("cu_seqlens", given.cu_seqlens, problem.n_tokens, "codes")
+    inputs = Codes(*codes)  # type: ignore[arg-type]
+    bounds = host_bounds("cu_seqlens", inputs.cu_seqlens, problem.n_tokens, "codes")
     scores = torch.full(problem.scores_shape, problem.empty_score, dtype=torch.float32, device=problem.device)
     for first, last in sequence_blocks(bounds, most):
         tokens, documents = slice(int(bounds[first]), int(bounds[last])), slice(first, last)
         size = tokens.stop - tokens.start
         if size > 0:
-            own = given.cu_seqlens[first : last + 1] - tokens.start
-            some = given._replace(
-                codes=given.codes[tokens], residuals=given.residuals[tokens], scales=given.scales[tokens],
+            own = inputs.cu_seqlens[first : last + 1] - tokens.start
+            some = inputs._replace(
+                codes=inputs.codes[tokens], residuals=inputs.residuals[tokens], scales=inputs.scales[tokens],
                 cu_seqlens=own,
             )  # fmt: skip
             of_block = tensors._replace(documents_cu_seqlens=own)
@@ -111,20 +111,20 @@ def residual_gradient(
 
 
 def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
-    given = Codes(*[None if tensor is None else tensor.contiguous() for tensor in codes])  # type: ignore[arg-type]
-    if given.residuals.data_ptr() % 4:
+    inputs = Codes(*[None if tensor is None else tensor.contiguous() for tensor in codes])  # type: ignore[arg-type]
+    if inputs.residuals.data_ptr() % 4:
         # They are loaded by words.
-        given = given._replace(residuals=given.residuals.clone())
-    return *_for_kernels(problem, tensors._replace(documents=given.residuals)), given
+        inputs = inputs._replace(residuals=inputs.residuals.clone())
+    return *_for_kernels(problem, tensors._replace(documents=inputs.residuals)), inputs
 
 
 def gradients(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, argmax: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of queries and documents, in their shapes and type; None for one that is not needed."""
-    problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
-    grad_queries, grad_documents = maxsim_backward(problem, given, grad_scores, argmax, need_queries, need_documents)
-    return _as_given(grad_queries, tensors, given), grad_documents
+    problem, inputs = _with_padded_queries(*_for_kernels(problem, tensors))
+    grad_queries, grad_documents = maxsim_backward(problem, inputs, grad_scores, argmax, need_queries, need_documents)
+    return _as_passed(grad_queries, tensors, inputs), grad_documents
 
 
 def soft_scores(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -141,9 +141,9 @@ def soft_gradients(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of beta, queries and documents, in their shapes and types; None for one that is not needed."""
-    problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
-    slope, queries, documents = soft_backward(problem, given, beta, grad_scores, lse, needs)
-    return slope, _as_given(queries, tensors, given), documents
+    problem, inputs = _with_padded_queries(*_for_kernels(problem, tensors))
+    slope, queries, documents = soft_backward(problem, inputs, beta, grad_scores, lse, needs)
+    return slope, _as_passed(queries, tensors, inputs), documents
 
 
 def chamfer_nearest(problem: Problem, sets: Sets, squared: bool) -> tuple[Pair, Pair]:
@@ -201,26 +201,26 @@ def _meeting(problem: Problem, lengths: tuple[int, int], x: Side, y: Side) -> Pr
     )
 
 
-def _with_padded_queries(problem: Problem, given: Tensors) -> tuple[Problem, Tensors]:
+def _with_padded_queries(problem: Problem, inputs: Tensors) -> tuple[Problem, Tensors]:
     """Both with the queries as [Nq, Lq, d]: packed ones that are not padded by now are all of one length."""
-    if given.queries.dim() == 2:
-        given = given._replace(queries=given.queries.unflatten(0, (problem.n_queries, problem.query_length)))
-    return problem, given
+    if inputs.queries.dim() == 2:
+        inputs = inputs._replace(queries=inputs.queries.unflatten(0, (problem.n_queries, problem.query_length)))
+    return problem, inputs
 
 
-def _as_given(grad_queries: Tensor | None, tensors: Tensors, given: Tensors) -> Tensor | None:
+def _as_passed(grad_queries: Tensor | None, tensors: Tensors, inputs: Tensors) -> Tensor | None:
     """The gradient of padded queries in the shape of those of the call."""
     if grad_queries is None or tensors.queries.dim() == 3:
         return grad_queries
     if grad_queries.shape[:2].numel() == tensors.queries.shape[0]:
         return grad_queries.view(tensors.queries.shape)
-    assert given.queries_cu_seqlens is not None
-    return packed_again(grad_queries, given.queries_cu_seqlens, tensors.queries.shape[0])
+    assert inputs.queries_cu_seqlens is not None
+    return packed_again(grad_queries, inputs.queries_cu_seqlens, tensors.queries.shape[0])
 
 
 def loss(
     tensors: Tensors, targets: Targets, options: Options, comparison: Comparison, needs: tuple[bool, bool, bool]
-) -> Found:
+) -> LossResult:
     """A loss that is reduced by kernels, a chunk of queries after the other; no size is 0.
 
     `needs`: whether the gradients of queries, documents and temperature are needed. Those of float16 embeddings are
@@ -228,13 +228,13 @@ def loss(
     """
     problem = checked_problem(tensors, options, needs[0] or needs[1])
     chunks = chunks_of(problem, comparison.max_scratch_bytes)
-    problem, given = _for_kernels(problem, tensors)
+    problem, inputs = _for_kernels(problem, tensors)
     if options.reduction == "mean":
         # The score of an empty document is not divided.
         problem = problem._replace(empty_score=0.0)
     while True:
         try:
-            return _loss_in_chunks(problem, given, targets, options, comparison, needs, chunks)
+            return _loss_in_chunks(problem, inputs, targets, options, comparison, needs, chunks)
         except torch.OutOfMemoryError:
             if chunks.queries == 1:
                 raise
@@ -250,29 +250,29 @@ def _loss_in_chunks(
     comparison: Comparison,
     needs: tuple[bool, bool, bool],
     chunks: Chunks,
-) -> Found:
+) -> LossResult:
     """`loss` of tensors as the kernels take them, so many queries at a time."""
     shape = problem.n_queries, problem.n_documents, chunks.queries
     own = tensors.documents.dim() == 4
     run = ChunkedLoss(comparison, targets, shape, own, needs[2], problem.device)
     if comparison.symmetric and chunks.number > 1:
         # All queries are met before the loss of one is known.
-        without_winners = problem._replace(kind=replaced(problem.kind, "with_winners", False))
-        for chunk in _parts(without_winners, tensors, None, _NO_GRADIENTS, chunks):
+        without_argmax = problem._replace(kind=replaced(problem.kind, "with_argmax", False))
+        for chunk in _parts(without_argmax, tensors, None, _NO_GRADIENTS, chunks):
             run.meet(_scores_of_chunk(*chunk[1:3], options)[0], chunk[0])
     gradients, norms = _empty(problem, tensors, chunks, needs), None
-    if problem.normalize and problem.with_winners:
+    if problem.normalize and problem.with_argmax:
         # Scores and gradients of all chunks ask for them.
         norms = norms_of(tensors.queries, tensors.documents)
     for chunk in _parts(problem, tensors, norms, gradients, chunks):
         # What is made there is free before the next chunk takes as much.
         _run_chunk(run, options, *chunk)
-    if not problem.with_winners:
+    if not problem.with_argmax:
         run.sum()
     grad_documents = gradients.documents
     if grad_documents is not None and gradients.partial:
         grad_documents = _finished(problem, tensors.documents, norms, grad_documents)
-    return Found(run.loss, run.statistics, gradients.queries, grad_documents, run.slope)
+    return LossResult(run.loss, run.statistics, gradients.queries, grad_documents, run.slope)
 
 
 _NO_GRADIENTS = Destination(None, None)
@@ -288,7 +288,7 @@ def _parts(
     own, (grad_queries, grad_documents, partial, _) = tensors.documents.dim() == 4, gradients
     for first in range(0, problem.n_queries, chunks.queries):
         chunk = slice(first, first + chunks.queries)
-        part, given = chunk_of(problem, tensors, chunk)
+        part, inputs = chunk_of(problem, tensors, chunk)
         of_part = norms and Norms(norms.queries[chunk], norms.documents[chunk] if own else norms.documents)
         destination = Destination(
             None if grad_queries is None else grad_queries[chunk],
@@ -296,7 +296,7 @@ def _parts(
             partial,
             partial and first > 0,
         )
-        yield first, part, given, of_part, destination
+        yield first, part, inputs, of_part, destination
 
 
 def _run_chunk(

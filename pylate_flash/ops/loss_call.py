@@ -24,7 +24,7 @@ from .checks import (
 LOSS_REDUCTIONS = ("mean", "sum", "none")
 
 
-class Found(NamedTuple):
+class LossResult(NamedTuple):
     """A loss, and, if asked for, its statistics [3], its gradients and derivative by the temperature."""
 
     loss: Tensor

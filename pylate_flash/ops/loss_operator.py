@@ -1,6 +1,6 @@
 """The operator of the losses, `pylate_flash::maxsim_loss`: scores, loss and gradients, a chunk of queries at a time.
 
-The gradients are computed with the loss, and multiplied by its gradient in the backward, so that a chunk's winners and
+The gradients are computed with the loss, and multiplied by its gradient in the backward, so that a chunk's argmax and
 scores live no longer than the chunk. Those of float16 embeddings are held in float32 until then, because a loss of them
 is scaled so that small gradients are not lost in rounding, and the scale is not known before.
 
@@ -19,54 +19,54 @@ from ..kernels.plan import choose
 from ..problem import Comparison, Options, Targets, Tensors, accumulation_dtype
 from .checks import check, check_differentiation, check_layout, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
-from .loss_call import Found, checked_comparison, checked_targets
+from .loss_call import LossResult, checked_comparison, checked_targets
 from .loss_scores import compared, loss_in_blocks, reduced, statistics_of
 from .maxsim_operator import checked, scores_of, with_lengths
 from .operator import LIBRARY, NOT_PLAIN, apply, cast_like, is_plain, needs_gradient, repeat, signature
 
 
-def loss_of(given: tuple, how: tuple) -> tuple[Tensor, Any]:
+def loss_of(inputs: tuple, how: tuple) -> tuple[Tensor, Any]:
     """The loss of a call and, where asked for, its statistics [3]; otherwise None, or of an operator [0].
 
     `given` and `how` are the operator's tensors and what follows them, as they come; max_document_length may be None.
     """
-    queries, documents, _, _, _, bounds, _, _ = given
+    queries, documents, _, _, _, bounds, _, _ = inputs
     if bounds is not None:
         # Whether a length is to be found out hangs on whether a gradient is needed.
-        how = (_packed_length(given, how), *how[1:])
-    key = signature("maxsim_loss", given, how)
+        how = (_packed_length(inputs, how), *how[1:])
+    key = signature("maxsim_loss", inputs, how)
     # What is no string the checks refuse.
     one_by_one = isinstance(how[_LOSS_REDUCTION], str) and how[_LOSS_REDUCTION] == "none"
     if key is not NOT_PLAIN and not one_by_one and queries.numel() and documents.numel():
-        if needs_gradient(*given[:_N_DIFFERENTIABLE]):
-            return apply(_MaxsimLoss, key, (key, how), *given)
+        if needs_gradient(*inputs[:_N_DIFFERENTIABLE]):
+            return apply(_MaxsimLoss, key, (key, how), *inputs)
 
-        def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
-            return _computed(*_checked(given, how), (False, False, False))[:2], None
+        def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
+            return _computed(*_checked(inputs, how), (False, False, False))[:2], None
 
-        loss, statistics = repeat(key, compute, given)[0]
+        loss, statistics = repeat(key, compute, inputs)[0]
         return loss, statistics
-    given, how = _checked(given, how)
+    inputs, how = _checked(inputs, how)
     comparison = Comparison(*how[-_N_COMPARISON:])
     if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
-        return _maxsim_loss(*given, *how)
-    scores = scores_of("maxsim", _scored(given), _scoring(how))
-    found = compared(scores, Targets(given[-2], given[-1], given[2]), comparison, given[1].dim() == 4)
+        return _maxsim_loss(*inputs, *how)
+    scores = scores_of("maxsim", _scored(inputs), _scoring(how))
+    found = compared(scores, Targets(inputs[-2], inputs[-1], inputs[2]), comparison, inputs[1].dim() == 4)
     statistics = statistics_of(found) if comparison.with_statistics else None
     return reduced(found.losses, comparison.loss_reduction), statistics
 
 
-def _packed_length(given: tuple, how: tuple) -> int:
-    tensors, longest = _scored(given), how[0]
+def _packed_length(inputs: tuple, how: tuple) -> int:
+    tensors, longest = _scored(inputs), how[0]
     check_layout(tensors, None, longest)
     check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
     check_tensor("documents", tensors.documents, {2: "[Td, d]"})
     return with_lengths(tensors, _scoring(how), None, longest).max_document_length
 
 
-def _scored(given: Sequence) -> Tensors:
+def _scored(inputs: Sequence) -> Tensors:
     """What is scored, of the operator's tensors."""
-    queries, documents, _, queries_mask, documents_mask, bounds, *_ = given
+    queries, documents, _, queries_mask, documents_mask, bounds, *_ = inputs
     return Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
 
 
@@ -75,11 +75,11 @@ def _scoring(how: tuple) -> Options:
     return Options(0, longest, 0, *scoring)
 
 
-def _checked(given: Sequence, how: tuple) -> tuple[tuple, tuple]:
+def _checked(inputs: Sequence, how: tuple) -> tuple[tuple, tuple]:
     """The operator's arguments, tensors and others, after every check and autocast."""
-    _, _, temperature, _, _, bounds, target, exclude = given
+    _, _, temperature, _, _, bounds, target, exclude = inputs
     comparison = checked_comparison(Comparison(*how[-_N_COMPARISON:]))
-    tensors, scoring = checked("maxsim", _scored(given), _scoring(how))
+    tensors, scoring = checked("maxsim", _scored(inputs), _scoring(how))
     if temperature is not None:
         check_differentiation("maxsim", temperature)
     longest = how[0]
@@ -95,8 +95,8 @@ def _checked(given: Sequence, how: tuple) -> tuple[tuple, tuple]:
             wide = accumulation_dtype(tensors.queries.dtype)
             target = (target.to(wide) if target.is_floating_point() else target).contiguous()
         exclude = None if exclude is None else exclude.contiguous()
-    given = (*tensors[:2], temperature, *tensors[2:4], bounds, target, exclude)
-    return given, (longest, *scoring[3:], *comparison)
+    inputs = (*tensors[:2], temperature, *tensors[2:4], bounds, target, exclude)
+    return inputs, (longest, *scoring[3:], *comparison)
 
 
 # The fields of `Tensors` that a loss has, and those of `Targets`; then the same of `Options`, and `Comparison`.
@@ -132,7 +132,7 @@ def _by_kernels(queries: Tensor, options: tuple) -> bool:
     return choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton"
 
 
-def _computed(tensors: Sequence, options: tuple, needs: tuple[bool, bool, bool]) -> Found:
+def _computed(tensors: Sequence, options: tuple, needs: tuple[bool, bool, bool]) -> LossResult:
     """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
     compute = kernels().loss if _by_kernels(tensors[0], options) else loss_in_blocks
     targets = Targets(tensors[-2], tensors[-1], tensors[2])

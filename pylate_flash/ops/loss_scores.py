@@ -18,7 +18,7 @@ from ..problem import CROSS_ENTROPY, DIVERGENCE, Comparison, Options, Targets, T
 from .call_parts import part_of, rows_of
 from .checks import check, checked_problem
 from .compute import compute, compute_gradients
-from .loss_call import Found, labels_of
+from .loss_call import LossResult, labels_of
 
 # What PyLate adds to the range of a query's scores before it divides by it.
 RANGE_EPSILON = 1e-8
@@ -190,7 +190,7 @@ def statistics_of(found: Compared) -> Tensor:
 
 def loss_in_blocks(
     tensors: Tensors, targets: Targets, options: Options, comparison: Comparison, needs: tuple[bool, bool, bool]
-) -> Found:
+) -> LossResult:
     """A loss that is reduced, and what is needed of its gradients, as `kernel_calls.loss`; no size is 0.
 
     Half embeddings are widened first, so that their gradients are summed in float32 whatever the chunks. A symmetric
@@ -216,7 +216,7 @@ def loss_in_blocks(
         chunk = slice(first, first + step)
         of_chunk = rows_of(tensors, chunk)
         compared_with = Targets(part_of(target, chunk), part_of(targets.exclude, chunk), targets.temperature)
-        scores, argmax = compute(of_chunk, options, problem.with_winners)
+        scores, argmax = compute(of_chunk, options, problem.with_argmax)
         if not any(needs):
             results.append(compared(scores, compared_with, comparison, own))
             continue
@@ -235,7 +235,7 @@ def loss_in_blocks(
             grad_documents = found[1] if grad_documents is None else grad_documents.add_(found[1])
     result = _joined(results)
     held = torch.float32 if dtype == torch.float16 else dtype
-    return Found(
+    return LossResult(
         reduced(result.losses, comparison.loss_reduction),
         statistics_of(result) if comparison.with_statistics else None,
         None if grad_queries is None else grad_queries.to(held),

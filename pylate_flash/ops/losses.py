@@ -109,7 +109,7 @@ def maxsim_cross_entropy(
     normalize, reduction, masking, empty_score, implementation
         As in `maxsim`; `reduction` is that of the scores.
     max_scratch_bytes
-        What a chunk, of at least one query, may take beside the gradients: winners, their lists, and scores. Value and
+        What a chunk, of at least one query, may take beside the gradients: argmax, its lists, and scores. Value and
         gradients vary with it by float32 rounding only. None: 256 MiB, or about as much as the documents take where
         that is more. The gradient of documents that several chunks share is summed in float32. On a GPU that is out of
         memory, chunks are halved, and a warning is logged once.

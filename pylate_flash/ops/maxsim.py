@@ -7,7 +7,7 @@
 and in blocks of plain torch elsewhere (`ops.blocked`).
 
 The gradient of a maximum flows to the token that attains it, so where one is needed the forward keeps the argmax
-[documents, rows] (-1: no gradient), and the backward moves rows between winners and query tokens.
+[documents, rows] (-1: no gradient), and the backward moves rows between these tokens and those of the queries.
 """
 
 from __future__ import annotations

@@ -358,8 +358,8 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
                 return (None,) * len(ctx.needs_input_grad)
             saved, options, likes, needs = ctx.saved_tensors, ctx.options, ctx.likes, ctx.needs_input_grad[1 : n + 1]
             lent = ctx.lent
-            given = (grad_scores, *saved)
-            key = signature(operation.function, given, (*options, *needs, *likes))
+            inputs = (grad_scores, *saved)
+            key = signature(operation.function, inputs, (*options, *needs, *likes))
             if is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
                 # A graph of the backward is asked for: the operator has one, which says that there is no second
                 # derivative.
@@ -371,13 +371,13 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
                 )
             else:
 
-                def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
-                    grad_scores, *saved = given
+                def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
+                    grad_scores, *saved = inputs
                     arguments, kept = (*saved[:n_tensors], *options), [*saved[n_tensors:], *lent]
                     lent.clear()
                     return cast_like(operation.compute_gradients(grad_scores, kept, arguments, needs), likes), None
 
-                found, _ = repeat(UNREPEATED if lent else key, compute, given)
+                found, _ = repeat(UNREPEATED if lent else key, compute, inputs)
             return None, *found, *(None,) * (n_tensors - n)
 
     return Function

@@ -211,13 +211,13 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
     def by_kernels() -> tuple[Tensor, Tensor | None]:
         argmax = None
         if with_argmax:
-            argmax = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+            argmax = torch.full(problem.argmax_shape, -1, dtype=problem.argmax_dtype, device=problem.device)
         return kernels().sparse_scores(problem, tensors, query_tokens, argmax), argmax
 
     def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
         _in_blocks(operands, _positions(query_tokens, tensors.queries), scores, argmax)
 
-    saved = (-1, problem.winners_dtype) if with_argmax else None
+    saved = (-1, problem.argmax_dtype) if with_argmax else None
     return scores_by(problem, tensors, options, by_kernels, in_blocks, saved)
 
 

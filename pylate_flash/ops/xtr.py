@@ -6,7 +6,7 @@
 query token retrieves nothing gets 0 from it. `xtr_scores_reference` says what the two normalizers Z are. What a query
 token retrieves is all that reaches its k-th largest similarity, and of a document's tokens only the best one scores. So
 `xtr_scores` takes the maxima [Nd, Nq * Lq], the thresholds [Nq * Lq], and a comparison; similarities are computed again
-instead of kept. The gradient is that of `maxsim`, with only the winners that count, of scores divided by Z; thresholds
+instead of kept. The gradient is that of `maxsim`, with only the argmax that counts, of scores divided by Z; thresholds
 and Z are constant between changes of what is retrieved.
 """
 
@@ -152,7 +152,7 @@ def _compute(arguments: tuple, _: bool) -> Results:
     chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
     tensors = Tensors(*tensors[:2], *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
-    argmax = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
+    argmax = torch.empty(problem.argmax_shape, dtype=problem.argmax_dtype, device=problem.device)
     results, least = Results(scores, argmax, torch.empty_like(scores)), _LEAST[normalizer]
     if problem.is_empty:
         scores = with_empty_score(scores.zero_(), tensors, options.empty_score)
@@ -182,7 +182,7 @@ def _scores_in_blocks(problem: Problem, tensors: Tensors, rule: Rule, number: in
             )
             results.divisors.copy_(divisors).clamp_(min=rule.least)
             results.scores.copy_(sums).div_(results.divisors)
-            results.winners.copy_(argmax.where(counts, -1))
+            results.argmax.copy_(argmax.where(counts, -1))
     to.scores.copy_(with_empty_score(to.scores, tensors, problem.empty_score))
 
 

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import maxsim_varlen
-from ..problem import accumulation_dtype, winners_dtype
+from ..problem import accumulation_dtype, argmax_dtype
 from .mini_batches import Packed
 
 GATHERINGS = ("all_gather", "ring")
 
-# What the winners of a block's similarities with some of the queries take at most, in the backward of the ring: little
+# What the argmax of a block's similarities with some of the queries takes at most, in the backward of the ring: little
 # beside the float32 gradients of two blocks, 250 MB each for 4096 documents of 120 tokens.
-_WINNERS_BYTES = 64 << 20
+_ARGMAX_BYTES = 64 << 20
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -217,10 +217,10 @@ class _Ring:
         return incoming, dist.batch_isend_irecv(operations)
 
     def chunks(self, owner: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of queries, and of their tokens, so few that their winners in the owner's block stay small."""
+        """Rows of queries, and of their tokens, so few that their argmax in the owner's block stays small."""
         queries = len(self.bounds) - 1
-        of_one = self.longest * self.ranks.documents[owner] * winners_dtype(self.ranks.longest[owner]).itemsize
-        size = max(1, _WINNERS_BYTES // max(1, of_one))
+        of_one = self.longest * self.ranks.documents[owner] * argmax_dtype(self.ranks.longest[owner]).itemsize
+        size = max(1, _ARGMAX_BYTES // max(1, of_one))
         for start in range(0, queries, size):
             stop = min(queries, start + size)
             yield slice(start, stop), slice(self.bounds[start], self.bounds[stop])
@@ -280,7 +280,7 @@ class _RingCrossEntropy(torch.autograd.Function):
                 of_scores = of_logits * (gradient / temperature.to(wide))
                 of_temperature -= (of_scores * logits).sum()
                 found = torch.autograd.grad(scores, (chunk, block), of_scores)
-                # The next chunk's winners take their place.
+                # The next chunk's argmax takes their place.
                 del scores
                 of_queries[of_tokens] += found[0]
                 wait(works)

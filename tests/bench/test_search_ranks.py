@@ -7,8 +7,8 @@ import os
 import socket
 
 import pytest
-import search_ranks
 
+import search_ranks
 from tests.ranks import run_ranks
 
 

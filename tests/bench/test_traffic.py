@@ -45,8 +45,8 @@ def problem(shape, dtype=torch.bfloat16):
 def test_every_shape_is_counted(shape):
     """And no kernel reads less than its inputs, or loads less than it reads."""
     random = torch.Generator().manual_seed(0)
-    winners = torch.randint(0, shape.Ld, (shape.Nd, shape.Nq * shape.Lq), generator=random) if shape.backward else None
-    found = traffic.expected(problem(shape), winners)
+    argmax = torch.randint(0, shape.Ld, (shape.Nd, shape.Nq * shape.Lq), generator=random) if shape.backward else None
+    found = traffic.expected(problem(shape), argmax)
     inputs = 2 * shape.d * (shape.Nq * shape.Lq + shape.Nd * shape.Ld)
     assert found["_hopper_kernel"].read == inputs
     assert ("_sum_kernel" in found) == shape.backward
@@ -55,7 +55,7 @@ def test_every_shape_is_counted(shape):
         assert counted.stored >= counted.written > 0, kernel
     if shape.backward:
         # Half of a winner's row for each pair would be less than what is gathered, and what is summed.
-        pairs = winners.numel() * 2 * shape.d
+        pairs = argmax.numel() * 2 * shape.d
         assert pairs < found["_gather_kernel"].loaded < 1.1 * pairs
         assert pairs < found["_sum_kernel"].loaded < 1.1 * pairs
 
@@ -146,8 +146,8 @@ def test_a_profiler_that_is_not_there_is_an_error(tmp_path, monkeypatch):
 
 def test_a_shape_is_compared_with_what_was_measured(monkeypatch):
     shape = traffic.Shape("small", 40, 12, 32, 150, backward=True)
-    winners = torch.randint(0, 150, (12, 40 * 32))
-    monkeypatch.setattr(traffic, "maxsim_forward", lambda problem, tensors: (None, winners))
+    argmax = torch.randint(0, 150, (12, 40 * 32))
+    monkeypatch.setattr(traffic, "maxsim_forward", lambda problem, tensors: (None, argmax))
     names = ["_hopper_kernel", "_gather_kernel", "_sort_kernel", "_scan_kernel", "_place_kernel", "_sum_kernel"]
     monkeypatch.setattr(
         traffic, "measure", lambda shape: {name: {"launches": 1} for name in [*names, "_combine_kernel"]}

@@ -63,8 +63,8 @@ def test_half_of_the_wins_are_on_one_token_in_twenty(row):
     for embeddings in (inputs.queries, inputs.documents):
         torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(embeddings.shape[:-1]))
     equation = "qsd,qntd->qnst" if row.own else "qsd,ntd->qnst"
-    winners = torch.einsum(equation, inputs.queries, inputs.documents).argmax(-1)
-    assert (winners < inputs.hot).float().mean().item() == pytest.approx(0.5, abs=training.HOT_TOLERANCE)
+    argmax = torch.einsum(equation, inputs.queries, inputs.documents).argmax(-1)
+    assert (argmax < inputs.hot).float().mean().item() == pytest.approx(0.5, abs=training.HOT_TOLERANCE)
     # The reference looks at it too.
     with pytest.raises(RuntimeError, match="of the wins are on the hot tokens, and not 50%"):
         replace(inputs, hot=15).reference()

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pylate_flash import indexes, models
 from pylate_flash.cli.common import UserError
-from pylate_flash.cli.search import Found, _read_queries, show
+from pylate_flash.cli.search import Hit, _read_queries, show
 from pylate_flash.matches import Explanation, Token
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 from tests.stores import change_state
@@ -113,7 +113,7 @@ def test_json_has_a_line_per_query_with_all_that_is_known(index, queries):
 
 def test_a_terminal_gets_the_beginning_of_texts_and_whole_ids():
     screen = io.StringIO()
-    found = [Found(1, LONG, 12.345, "word " * 100), Found(2, "\x1b[31mred", 1.0, None)]
+    found = [Hit(1, LONG, 12.345, "word " * 100), Hit(2, "\x1b[31mred", 1.0, None)]
     show(Console(file=screen, force_terminal=True, width=40, no_color=True), found, "two\nlines")
     lines = [line for line in screen.getvalue().replace("\x1b[0m", "").split("\n") if line.strip()]
     assert "two lines" in lines[0]
@@ -367,7 +367,7 @@ def test_explained_a_terminal_marks_chosen_tokens_by_colour_and_weight(width):
     choices = [(0, 0.9), (1, 1.0), (3, 0.5), (1, 0.8), (2, 0.8)]
     explanation = Explanation("an id", 4.0, query, document, choices)
     terminal = Console(width=width, force_terminal=True, color_system="truecolor", file=io.StringIO(), _environ={})
-    show(terminal, [Found(1, "an id", 4.0, text, explanation)], "Cats dog")
+    show(terminal, [Hit(1, "an id", 4.0, text, explanation)], "Cats dog")
     printed = terminal.file.getvalue()
     first, second = "\x1b[1;36m", "\x1b[2;35m"
     assert printed.startswith("\x1b[36mCats\x1b[0m \x1b[35mdog\x1b[0m\n"), "the query's tokens in their colours"

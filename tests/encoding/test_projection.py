@@ -329,7 +329,7 @@ def test_a_score_metric_of_the_caller_is_called_whatever_the_flag(tiny_colbert_p
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
-    """Both ways are near the float64 of an encoder that computes in bfloat16, where roundings choose other winners."""
+    """Both ways are near the float64 of an encoder that computes in bfloat16, where roundings choose other tokens."""
     features = contrastive_batch(bert)
     expected, gradients = value_and_gradients(getattr(losses, name)(bert), features)
     # Autocast leaves float64 as it is.

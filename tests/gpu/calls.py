@@ -195,7 +195,7 @@ CALLS = {
     "pairs": lambda: padded(maxsim_pairwise, (50, 32, 64), (50, 70, 64), reduction="mean", empty_score=-1.0),
     "packed": lambda: packed(maxsim_varlen, [32, 7, 0, 20], [40, 3, 0, 90], **PACKED),
     "packed queries of one length": lambda: packed(maxsim_varlen, [32] * 8, [40, 3, 0, 90], **PACKED),
-    "packed in pieces": lambda: packed(maxsim_varlen, [32, 7], [40, 9000, 0, 90], **PACKED),
+    "packed in segments": lambda: packed(maxsim_varlen, [32, 7], [40, 9000, 0, 90], **PACKED),
     "packed pairs": lambda: packed(maxsim_varlen_pairwise, [32, 7, 9], [40, 0, 90], **PACKED),
     "packed pairs of one length": lambda: packed(maxsim_varlen_pairwise, [32] * 3, [40, 3, 9], **PACKED),
     "packed candidates": lambda: packed(
@@ -285,7 +285,7 @@ LARGE_CALLS = {
     **{f"large, {dtype}": partial(padded, maxsim, *MANY, dtype=dtype) for dtype in DTYPES},
     **{f"large soft, {dtype}": partial(with_beta, (24, 32, 128), (40, 180, 128), dtype) for dtype in DTYPES},
     "large packed": lambda: packed(maxsim_varlen, [32, 20], [90] * 40),
-    "large packed in pieces": lambda: packed(maxsim_varlen, [32, 20], [3, 30_000, 90]),
+    "large packed in segments": lambda: packed(maxsim_varlen, [32, 20], [3, 30_000, 90]),
     "large chosen query tokens": lambda: padded(
         maxsim_sparse_queries, (4, 32, 128), (200, 180, 128), query_tokens=chosen(4, 200, 16)
     ),

@@ -1,4 +1,4 @@
-"""The backward on a GPU: every way, layout and kind of winners, and everything that calls it."""
+"""The backward on a GPU: every way, layout and kind of argmax, and everything that calls it."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_a_masked_token_that_is_not_a_number_gets_no_gradient(way: str) -> None:
         packed((40, 32), [50] * 60, 128, "uniform", device="cuda", normalize=True),
         weighted(dense((16, 32), (16, 8, 50), 128, "uniform", True, device="cuda")),
     ):
-        case.winners[case.winners == 2] = 3
-        case.winners.view(-1, 32)[:, 1] = -1
+        case.argmax[case.argmax == 2] = 3
+        case.argmax.view(-1, 32)[:, 1] = -1
         expected = case.run(way)
         tokens = case.documents.view(-1, 50, 128)
         case.queries[:, 1] = torch.nan
@@ -121,7 +121,7 @@ def test_bitwise_reproducible(dtype: torch.dtype, kind: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_not_a_number_stays_where_it_belongs(way: str) -> None:
     problem = dense((8, 32), (1, 4, 100), 128, "uniform", device="cuda")
-    problem.winners[:] = torch.arange(256, device="cuda") % 90
+    problem.argmax[:] = torch.arange(256, device="cuda") % 90
     problem.queries[0, 1, 2] = torch.nan
     problem.queries[2, 3, 0] = torch.inf
     problem.documents[0, 1, 3, 4] = torch.nan
@@ -138,7 +138,7 @@ def test_strides_change_nothing(way: str) -> None:
         problem.grad_scores.t().contiguous().t(),
         problem.queries.transpose(0, 1).contiguous().transpose(0, 1),
         problem.documents.transpose(1, 2).contiguous().transpose(1, 2),
-        problem.winners,
+        problem.argmax,
     )
     assert equal(strided.run(way), problem.run(way))
 
@@ -149,13 +149,13 @@ def test_more_elements_than_32_bits_address() -> None:
     documents[0, -3:] = unit(3, 1024, 128, dtype=HALF)
     queries = unit(4, 32, 128, dtype=HALF, seed=1)
     generator = torch.Generator("cuda").manual_seed(0)
-    winners = choose("skewed", (1, 17_000, 128), 1024, generator).to(torch.int16)
-    winners[0, :-3] = -1
+    argmax = choose("skewed", (1, 17_000, 128), 1024, generator).to(torch.int16)
+    argmax[0, :-3] = -1
     grad_scores = torch.randn(4, 17_000, generator=generator, device="cuda")
-    last = Case(grad_scores[:, -3:], queries, documents[:, -3:], winners[:, -3:].contiguous())
+    last = Case(grad_scores[:, -3:], queries, documents[:, -3:], argmax[:, -3:].contiguous())
     expected_queries, expected_documents = last.expected()
     for way in WAYS:
-        grad_queries, grad_documents = Case(grad_scores, queries, documents, winners).run(way)
+        grad_queries, grad_documents = Case(grad_scores, queries, documents, argmax).run(way)
         assert relative_error(grad_queries, expected_queries) <= 1e-2
         assert relative_error(grad_documents[:, -3:], expected_documents) <= 1e-2
         assert not grad_documents[:, :-3].any()
@@ -174,7 +174,7 @@ def test_waits_for_nothing(way: str) -> None:
 
 
 def test_memory_beyond_the_gradients_is_bounded() -> None:
-    """1024 x 1024 pairs of 32 x 180 tokens; the winners take 64 MiB and their lists may take half of that."""
+    """1024 x 1024 pairs of 32 x 180 tokens; the argmax takes 64 MiB and its lists may take half of that."""
     problem = dense((1024, 32), (1, 1024, 180), 128, "skewed", dtype=HALF, device="cuda")
     taken, kept = memory_of(lambda: problem.run("lists"))
     assert taken - kept <= 40 << 20

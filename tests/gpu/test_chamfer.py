@@ -43,7 +43,7 @@ SHAPES = [
 ]
 
 
-def winners(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor, ...]:
+def argmax(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor, ...]:
     return compute_chamfer(sets, ChamferOptions(0, 0, metric, "mean", 0.0, implementation))
 
 
@@ -66,8 +66,8 @@ def test_the_same_points_win(n: int, x_length: int, y_length: int, size: int, dt
     x, y = (exact(n, length, size, dtype=dtype, seed=seed) for seed, length in enumerate((x_length, y_length)))
     masks = [random_mask(points.shape[:2]) for points in (x, y)]
     for sets in (Sets(x, y), Sets(x, y, *masks)):
-        scores, *found = winners(sets, metric, "triton")
-        expected, *right = winners(sets, metric, "blocked")
+        scores, *found = argmax(sets, metric, "triton")
+        expected, *right = argmax(sets, metric, "blocked")
         torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-6)
         assert equal(found, right)
         options = {"x_mask": sets.x_mask, "y_mask": sets.y_mask, "metric": metric}
@@ -78,7 +78,7 @@ def test_the_same_points_win(n: int, x_length: int, y_length: int, size: int, dt
         check_gradients(of_kernels, of_blocks, dtype)
 
 
-def score_of_winners(x: torch.Tensor, y: torch.Tensor, x_winners: torch.Tensor, y_winners: torch.Tensor, metric: str):
+def score_of_argmax(x: torch.Tensor, y: torch.Tensor, x_argmax: torch.Tensor, y_argmax: torch.Tensor, metric: str):
     """The score if these are the nearest points."""
 
     def one_way(points: torch.Tensor, others: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def score_of_winners(x: torch.Tensor, y: torch.Tensor, x_winners: torch.Tensor, 
         values = (points - picked).square() if metric == "sqeuclidean" else points * picked
         return values.sum(dim=2).mean(dim=1)
 
-    return one_way(x, y, x_winners) + one_way(y, x, y_winners)
+    return one_way(x, y, x_argmax) + one_way(y, x, y_argmax)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -95,13 +95,13 @@ def score_of_winners(x: torch.Tensor, y: torch.Tensor, x_winners: torch.Tensor, 
 def test_normal_points(metric: str, n: int, length: int, size: int, dtype: torch.dtype) -> None:
     """Of points that are equally near but for the last bits, any may win: gradients are those of the ones that did."""
     x, y = points(length, size, dtype, n), points(length + 100, size, dtype, n, seed=1)
-    found, *chosen = winners(Sets(x, y), metric, "triton")
+    found, *chosen = argmax(Sets(x, y), metric, "triton")
     expected = chamfer(x.double(), y.double(), metric=metric)
     assert relative_error(found, expected) <= 2e-6
-    options = {"x_winners": chosen[0], "y_winners": chosen[1], "metric": metric}
-    right = gradients(score_of_winners, (x.double(), y.double()), **options)
+    options = {"x_argmax": chosen[0], "y_argmax": chosen[1], "metric": metric}
+    right = gradients(score_of_argmax, (x.double(), y.double()), **options)
     check_gradients(gradients(chamfer, (x, y), metric=metric), right, dtype)
-    _, *exact = winners(Sets(x.double(), y.double()), metric, "blocked")
+    _, *exact = argmax(Sets(x.double(), y.double()), metric, "blocked")
     for pair in zip(chosen, exact, strict=True):
         assert (pair[0] == pair[1]).double().mean() >= 0.999
 
@@ -134,7 +134,7 @@ def test_nan_wins_where_it_is(metric: str, size: int, dtype: torch.dtype) -> Non
     """In tiles of which it is neither the first row nor the first column; the first of several."""
     x, y = points(350, size, dtype, 2), points(1000, size, dtype, 2, seed=1)
     y[0, 755, 1] = y[0, 900, 0] = x[1, 213] = torch.nan
-    scores, *found = winners(Sets(x, y), metric, "triton")
+    scores, *found = argmax(Sets(x, y), metric, "triton")
     assert scores.isnan().all()
     assert (found[0][0] == 755).all()
     assert (found[1][1] == 213).all()

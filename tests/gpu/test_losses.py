@@ -192,7 +192,7 @@ def test_a_step_keeps_the_gradients_and_nothing_else() -> None:
     before = allocated()
     loss = case.loss_of(leaves)
     gradients = sum(leaf.nbytes for leaf in leaves)
-    # Winners would be 16 MiB; the allocator may leave up to 1 MiB of a block unused.
+    # The argmax would be 16 MiB; the allocator may leave up to 1 MiB of a block unused.
     assert gradients <= torch.cuda.memory_allocated() - before <= gradients + (3 << 20)
     del loss
 
@@ -358,7 +358,8 @@ def peak(batch: int, **options) -> tuple[int, int]:
 
 
 def test_memory_is_linear_in_the_batch() -> None:
-    """All winners of 4096 would take 1 GiB. Here there are the gradients, the scratch, and a float32 sum of documents.
+    """The argmax of all 4096 would take 1 GiB. Here there are the gradients, the scratch, and a float32 sum of
+    documents.
 
     The allocator rounds what it gives out, by less than 2 MiB for each of some twenty tensors.
     """
@@ -372,7 +373,7 @@ def test_memory_is_linear_in_the_batch() -> None:
 
 def test_one_chunk_takes_no_sum_in_float32() -> None:
     taken, gradients = peak(1024)
-    # Winners and half as much of lists, scores and their gradient; 1024 documents in float32 would be 45 MiB more.
+    # The argmax and half as much of lists, scores and their gradient; 1024 documents in float32 would be 45 MiB more.
     chunk = 1024 * 1024 * (32 * 2 * 3 // 2 + 2 * 4)
     assert chunk < CHUNK_SCRATCH
     assert taken <= gradients + chunk + (8 << 20)

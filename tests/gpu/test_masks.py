@@ -38,7 +38,7 @@ PADDED = [
     ("hopper", (3, 300, 128), (20, 70, 128), HALF),
     ("hopper", (4, 150, 64), (4, 5, 70, 64), HALF),
 ]
-# Kernel, whether documents are in pieces, lengths of queries and of documents, candidates, type.
+# Kernel, whether documents are in segments, lengths of queries and of documents, candidates, type.
 SHORT, LONG = [40, 0, 3, 90, 0, 17], [40, 0, 9000, 90, 0, 17, 5000]
 PACKED = [
     ("single", False, [32], SHORT, None, HALF),
@@ -58,10 +58,10 @@ PACKED = [
 kernel = partial(maxsim, implementation="triton")
 
 
-def check_plan(plan: ForwardPlan, name: str, in_pieces: bool = False) -> None:
+def check_plan(plan: ForwardPlan, name: str, in_segments: bool = False) -> None:
     if CAPABILITY[0] == 9:
         assert plan.kernel == name
-    assert plan.in_pieces == in_pieces
+    assert plan.in_segments == in_segments
 
 
 def case_of(name: str, queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype, **options) -> Case:
@@ -105,8 +105,8 @@ def test_empty_score(padded: tuple, with_queries_mask: bool, masking: str, reduc
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("name", "in_pieces", "query_lengths", "lengths", "candidates", "dtype"), PACKED)
-def test_packed(name, in_pieces, query_lengths, lengths, candidates, dtype, normalize: bool, reduction: str) -> None:
+@pytest.mark.parametrize(("name", "in_segments", "query_lengths", "lengths", "candidates", "dtype"), PACKED)
+def test_packed(name, in_segments, query_lengths, lengths, candidates, dtype, normalize: bool, reduction: str) -> None:
     """Of embeddings of any norm."""
     arguments = packed_of(
         [unit(n, 64, dtype=dtype, seed=i) * (0.5 + i % 3) for i, n in enumerate(query_lengths)],
@@ -115,4 +115,4 @@ def test_packed(name, in_pieces, query_lengths, lengths, candidates, dtype, norm
     owned = None if candidates is None else torch.tensor(candidates)
     options = {"candidates_cu_seqlens": owned, "normalize": normalize, "reduction": reduction}
     function = partial(maxsim_varlen, implementation="triton")
-    check_plan(check_packed(function, arguments, options, rtol=4e-6, atol=4e-6), name, in_pieces)
+    check_plan(check_packed(function, arguments, options, rtol=4e-6, atol=4e-6), name, in_segments)

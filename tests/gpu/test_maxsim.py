@@ -98,7 +98,7 @@ def test_ties_go_to_the_lowest_index(n_queries: int) -> None:
 @pytest.mark.parametrize("document_length", [3, 70, 150])
 @pytest.mark.parametrize("n_queries", [1, 3, 40], ids=["single", "few", "stacked"])
 @pytest.mark.parametrize("size", [16, 128, 256, 320])
-def test_winners_are_the_first_of_the_best_tokens(size: int, n_queries: int, document_length: int, lowest: int) -> None:
+def test_argmax_is_the_first_of_the_best_tokens(size: int, n_queries: int, document_length: int, lowest: int) -> None:
     """Small integers, whose products are exact: most maxima are reached more than once, and every column wins."""
     generator = torch.Generator("cuda").manual_seed(size)
     queries = torch.randint(0, 3, (n_queries, 32, size), device="cuda", generator=generator)
@@ -107,11 +107,11 @@ def test_winners_are_the_first_of_the_best_tokens(size: int, n_queries: int, doc
     documents[:, :, 2:] = lowest + 3
     similarities = torch.einsum("qsd,ntd->nqst", queries.double(), documents.double())
     tensors = Tensors(queries.bfloat16(), documents.bfloat16())
-    scores, winners = compute(tensors, Options(implementation="triton"), True)
-    assert winners is not None
+    scores, argmax = compute(tensors, Options(implementation="triton"), True)
+    assert argmax is not None
     # The first of equals: argmax of the GPU may return any.
     first = (similarities == similarities.amax(-1, keepdim=True)).cpu().int().argmax(-1)
-    assert torch.equal(winners.cpu().long(), first.flatten(1))
+    assert torch.equal(argmax.cpu().long(), first.flatten(1))
     torch.testing.assert_close(scores.double(), similarities.amax(-1).sum(-1).T, rtol=2e-6, atol=0)
     assert len(first.unique()) > min(20, document_length - 1)
 

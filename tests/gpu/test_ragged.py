@@ -24,9 +24,9 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     compute = ragged.compute
 
-    def noted(tensors, options, with_winners, offsets):
+    def noted(tensors, options, with_argmax, offsets):
         found.append(offsets.unit)
-        return compute(tensors, options, with_winners, offsets)
+        return compute(tensors, options, with_argmax, offsets)
 
     monkeypatch.setattr(ragged, "compute", noted)
     return found
@@ -73,7 +73,7 @@ def test_scores(case: tuple) -> None:
 def test_the_bits_are_those_of_packed_documents(
     n_queries: int, longest: int, dtype: torch.dtype, shift: int, units: list[int]
 ) -> None:
-    """By each kernel, whole and in pieces; where nothing is aligned, by the one that takes such addresses."""
+    """By each kernel, whole and in segments; where nothing is aligned, by the one that takes such addresses."""
     queries = lists([32] * n_queries, 128, dtype)
     documents = lists([180, 0, longest, 7, 64] * 40, 128, dtype, shift)
     (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)

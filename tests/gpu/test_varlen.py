@@ -50,7 +50,7 @@ LONG = [70, 9000, 0, 300, 40_000, 1] + [180] * 200
 )
 @pytest.mark.parametrize("normalize", [False, True])
 def test_with_long_documents(query_lengths, candidates, normalize: bool, dtype: torch.dtype) -> None:
-    """A document of 40000 tokens is cut into pieces, more of them than one processor sees."""
+    """A document of 40000 tokens is split into segments, more of them than one processor sees."""
     arguments = packed_of(
         [unit(length, 64, dtype=dtype, seed=i) for i, length in enumerate(query_lengths)],
         [unit(length, 64, dtype=dtype, seed=i) for i, length in enumerate(LONG)],
@@ -72,7 +72,7 @@ def test_with_long_documents(query_lengths, candidates, normalize: bool, dtype: 
     )
 
 
-def test_ties_and_nan_across_pieces() -> None:
+def test_ties_and_nan_across_segments() -> None:
     documents = [unit(1, 64, seed=1).repeat(20_000, 1), unit(50, 64), unit(9000, 64, seed=2)]
     documents[2][8765, 3] = torch.nan
     for query_lengths in ([20], [20, 30]):

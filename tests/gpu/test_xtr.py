@@ -67,7 +67,7 @@ def test_exactly_k_tokens_are_retrieved(
         problem = problem_of(tensors, Options(), True)
         inputs = SearchTensors(*tensors[:2], None, None)
         found = retrieve(problem, inputs, Rule(k, False, 1.0))
-        counts = torch.zeros(2, problem.n_documents, problem.rows, dtype=problem.winners_dtype, device="cuda")
+        counts = torch.zeros(2, problem.n_documents, problem.rows, dtype=problem.argmax_dtype, device="cuda")
         # As if every row had more tokens equal to its threshold than it retrieves.
         state = found.state.clone()
         state[3] = 1

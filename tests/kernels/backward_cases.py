@@ -1,4 +1,4 @@
-"""Backward problems with winners of every kind, in every layout, and their gradients in float64."""
+"""Backward problems with an argmax of every kind, in every layout, and their gradients in float64."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.ops.cases import relative_error
 
 # How the query rows choose: any token; half of them 5 % of the tokens; all of them one token; or no token at all.
 KINDS = ("uniform", "skewed", "one token", "none")
-# The ways to the gradient of the documents, and the most rows for which winners are compared that makes each of them.
-WAYS = {"lists": 0, "compare_winners": 1 << 31}
+# The ways to the gradient of the documents, and the most rows for which the argmax is compared that makes each of them.
+WAYS = {"lists": 0, "compare_argmax": 1 << 31}
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Case:
     grad_scores: Tensor
     queries: Tensor
     documents: Tensor
-    winners: Tensor
+    argmax: Tensor
     normalize: bool = False
     cu_seqlens: Tensor | None = None
     candidates: Tensor | None = None
-    # Of the queries' tokens; winners of those of weight 0 are -1.
+    # Of the queries' tokens; the argmax of those of weight 0 is -1.
     weights: Tensor | None = None
 
     @property
@@ -56,7 +56,7 @@ class Case:
                 patch.setattr(tables, "FEW_ROWS", WAYS[way])
                 assert plan_backward.backward_plan(self.problem).kernel == way
             of_queries, of_documents = maxsim_backward(
-                self.problem, self.tensors, self.grad_scores, self.winners, queries, documents
+                self.problem, self.tensors, self.grad_scores, self.argmax, queries, documents
             )
         for found, given in ((of_queries, self.queries), (of_documents, self.tensors.documents)):
             assert found is None or (
@@ -83,15 +83,15 @@ class Case:
                 owners = torch.arange(groups).repeat_interleave(self.candidates.cpu().diff()).tolist()
         per_group = queries.shape[0] // groups
         total = queries.sum() * 0 + documents.sum() * 0
-        for flat, winner in enumerate(self.winners.reshape(len(tokens), -1)):
+        for flat, argmax in enumerate(self.argmax.reshape(len(tokens), -1)):
             own = slice(owners[flat] * per_group, (owners[flat] + 1) * per_group)
             weight = self.grad_scores[flat] if self.candidates is not None else self.grad_scores[own, columns[flat]]
             row_weight = weight.double().reshape(-1, 1).expand(per_group, queries.shape[1]).reshape(-1, 1)
             if self.weights is not None:
                 row_weight = row_weight * self.weights[own].double().reshape(-1, 1)
-            won = winner >= 0
+            won = argmax >= 0
             rows = (unit_queries[own].flatten(0, 1) * row_weight)[won]
-            total = total + (rows * tokens[flat][winner[won].long()]).sum()
+            total = total + (rows * tokens[flat][argmax[won].long()]).sum()
         return torch.autograd.grad(total, (queries, documents))
 
     def check(self, way: str | None = None, tolerance: float | None = None) -> None:
@@ -106,17 +106,17 @@ class Case:
 
 
 def choose(kind: str, shape: tuple[int, ...], length: int, generator: torch.Generator) -> Tensor:
-    """Winners of `shape`; but for "none", about 5 % of the rows have none."""
+    """Argmax of `shape`; but for "none", about 5 % of the rows have none."""
     device = generator.device
     if kind == "none" or length == 0:
         return torch.full(shape, -1, dtype=torch.int32, device=device)
-    winners = torch.randint(0, length, shape, generator=generator, device=device, dtype=torch.int32)
+    argmax = torch.randint(0, length, shape, generator=generator, device=device, dtype=torch.int32)
     if kind == "skewed":
         hot = torch.randint(0, max(1, length // 20), shape, generator=generator, device=device, dtype=torch.int32)
-        winners = torch.where(torch.rand(shape, generator=generator, device=device) < 0.5, hot, winners)
+        argmax = torch.where(torch.rand(shape, generator=generator, device=device) < 0.5, hot, argmax)
     if kind == "one token":
-        winners = torch.full_like(winners, length // 2)
-    return winners.masked_fill_(torch.rand(shape, generator=generator, device=device) < 0.05, -1)
+        argmax = torch.full_like(argmax, length // 2)
+    return argmax.masked_fill_(torch.rand(shape, generator=generator, device=device) < 0.05, -1)
 
 
 def dense(
@@ -135,12 +135,12 @@ def dense(
     def unit(*shape: int) -> Tensor:
         return F.normalize(torch.randn(*shape, generator=generator, device=device), dim=-1).to(dtype)
 
-    winners = choose(kind, (groups, count, n_queries // groups * query_length), length, generator)
+    argmax = choose(kind, (groups, count, n_queries // groups * query_length), length, generator)
     return Case(
         torch.randn(n_queries, count, generator=generator, device=device),
         unit(n_queries, query_length, size),
         unit(groups, count, length, size),
-        winners.to(torch.int16 if length <= 32767 else torch.int32),
+        argmax.to(torch.int16 if length <= 32767 else torch.int32),
         normalize,
     )
 
@@ -176,11 +176,11 @@ def weighted(case: Case) -> Case:
     generator = torch.Generator(case.queries.device).manual_seed(1)
     weights = 3 * torch.rand(case.queries.shape[:2], generator=generator, device=case.queries.device)
     weights[torch.rand(weights.shape, generator=generator, device=weights.device) < 0.1] = 0
-    n_documents = case.winners.numel() // max(1, case.problem.rows)
+    n_documents = case.argmax.numel() // max(1, case.problem.rows)
     rows = (weights == 0).view(-1, case.problem.rows)
     if case.candidates is not None:
         rows = rows.repeat_interleave(case.candidates.diff().cpu().to(rows.device), dim=0)
     else:
         rows = rows.repeat_interleave(n_documents // rows.shape[0], dim=0)
-    winners = case.winners.masked_fill(rows.view(case.winners.shape), -1)
-    return replace(case, winners=winners, weights=weights)
+    argmax = case.argmax.masked_fill(rows.view(case.argmax.shape), -1)
+    return replace(case, argmax=argmax, weights=weights)

@@ -41,9 +41,9 @@ def inputs(
     return Tensors(*given, of_queries, None if bounds is not None else of_documents, None, bounds, owned)
 
 
-def forward(tensors: Tensors, with_winners: bool = False, **options: Any) -> Callable[[], object]:
+def forward(tensors: Tensors, with_argmax: bool = False, **options: Any) -> Callable[[], object]:
     """What scores these tensors."""
-    return partial(maxsim_forward, problem_of(tensors, Options(**options), with_winners), tensors)
+    return partial(maxsim_forward, problem_of(tensors, Options(**options), with_argmax), tensors)
 
 
 def tall(capability: int, dtype: torch.dtype = BF16, size: int = 128) -> str:
@@ -96,8 +96,8 @@ def test_strides_that_are_no_multiples_of_16(
     assert found <= widths
 
 
-WINNERS = {"with_winners": True}
-NORMALIZED = {"normalize": True, "empty_score": -1.0} | WINNERS
+ARGMAX = {"with_argmax": True}
+NORMALIZED = {"normalize": True, "empty_score": -1.0} | ARGMAX
 EVERYTHING = {"masking": "zero"} | NORMALIZED
 WEIGHTS = {"masks": (F32, torch.bool)}
 WEIGHED = {"masks": (F32, None)}
@@ -108,9 +108,9 @@ OWN = {"candidates": [0, 3, 4]}
 # Kernels, of which "tall" is that of the rows of several queries; queries and documents; how they are given, and asked.
 CALLS = [
     # On a Hopper GPU too, few rows go to the kernel of many, in a tile of their own.
-    ("tall", (3, 32, 128), DOCUMENTS, {}, WINNERS),
-    ("tall", (32, 32, 128), DOCUMENTS, {}, WINNERS),
-    ("tall", (300, 1, 128), DOCUMENTS, {}, WINNERS),
+    ("tall", (3, 32, 128), DOCUMENTS, {}, ARGMAX),
+    ("tall", (32, 32, 128), DOCUMENTS, {}, ARGMAX),
+    ("tall", (300, 1, 128), DOCUMENTS, {}, ARGMAX),
     # Both ways to mask, with and without weights.
     *(
         (names, (n_queries, 32, 128), DOCUMENTS, {"masks": masks}, NORMALIZED | {"masking": masking})
@@ -129,15 +129,15 @@ CALLS = [
     ("active_tokens single", (1, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
     ("active_tokens rows tall", (3, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
     ("active_tokens rows tall", (32, 32, 300), (40, 180, 300), HALF | WEIGHTS, EVERYTHING),
-    ("merge single", (1, 32, 320), (9030, 320), {}, LONG | WINNERS),
-    ("merge stacked", (3, 32, 320), (9030, 320), {}, LONG | WINNERS),
+    ("merge single", (1, 32, 320), (9030, 320), {}, LONG | ARGMAX),
+    ("merge stacked", (3, 32, 320), (9030, 320), {}, LONG | ARGMAX),
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     # Sums of long queries, and of those that padding would lengthen: of 8 rows, or of each row by itself.
-    ("tall", (3, 300, 128), DOCUMENTS, {}, WINNERS),
-    ("tall", (3, 300, 128), DOCUMENTS, WEIGHED, WINNERS),
+    ("tall", (3, 300, 128), DOCUMENTS, {}, ARGMAX),
+    ("tall", (3, 300, 128), DOCUMENTS, WEIGHED, ARGMAX),
     *(
         row
         for length in (2, 33, 40)
@@ -151,7 +151,7 @@ CALLS = [
     ("active_tokens single", (4, 32, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
     ("tall", (4, 160, 128), (4, 5, 180, 128), {}, {}),
     ("active_tokens rows tall", (4, 160, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
-    # Packed documents are cut where one may be long, and only there.
+    # Packed documents are split where one may be long, and only there.
     ("tall", (32, 32, 128), (9030, 128), {}, SHORT),
     ("rows tall", (32, 32, 128), (9030, 128), WEIGHED, SHORT | NORMALIZED),
     ("merge stacked", (32, 32, 128), (9030, 128), {}, LONG),
@@ -166,9 +166,9 @@ CALLS = [
             ("merge rows single", (n_queries, 32, 128), (9030, 128), WEIGHED | given, LONG | NORMALIZED),
         )
     ),
-    # With candidates, a query of any length is scored by itself; of long documents, in pieces.
+    # With candidates, a query of any length is scored by itself; of long documents, in segments.
     *(
-        (names, (2, 300, 128), (9030, 128), OWN | {"dtype": F32, "masks": (mask, None)}, lengths | WINNERS)
+        (names, (2, 300, 128), (9030, 128), OWN | {"dtype": F32, "masks": (mask, None)}, lengths | ARGMAX)
         for mask in (torch.bool, torch.int64)
         for names, lengths in (("single", SHORT), ("merge single", LONG))
     ),

@@ -33,7 +33,7 @@ def test_padded(normalize: bool, size: int, dtype: torch.dtype, capability: int)
         (few, "lists", (True, False), "gather finish"),
         (few, "lists", (False, True), "list sum"),
         (many, "lists", (False, True), SORTED),
-        (many, "compare_winners", (False, True), "compare"),
+        (many, "compare_argmax", (False, True), "compare"),
         (few, None, (False, True), "compare"),
         (many, None, (False, True), SORTED),
     ):
@@ -65,7 +65,7 @@ def test_long_documents(capability: int) -> None:
 @pytest.mark.parametrize("candidates", [None, [0, 2, 3]])
 def test_packed(candidates: list[int] | None, normalize: bool, capability: int) -> None:
     case = packed((2, 1200), [3, 0, 70], 128, "none", candidates, dtype=torch.bfloat16, normalize=normalize)
-    for way, names in (("lists", "gather" + SORTED), ("compare_winners", "gather compare")):
+    for way, names in (("lists", "gather" + SORTED), ("compare_argmax", "gather compare")):
         compiled(partial(case.run, way), names + " rows" * normalize, capability)
 
 
@@ -74,13 +74,13 @@ def test_packed(candidates: list[int] | None, normalize: bool, capability: int) 
 def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: int, monkeypatch) -> None:
     """As chunks of queries leave them: in float32, and added to what there is."""
     monkeypatch.setattr(tables, "FEW_ROWS", WAYS[way])
-    names = " compare" if way == "compare_winners" else SORTED
+    names = " compare" if way == "compare_argmax" else SORTED
     for case in (
         dense((65, 32), (1, 2, 180), 128, "none", True, torch.bfloat16),
         packed((2, 1200), [3, 0, 70], 128, "none", dtype=torch.bfloat16, normalize=True),
     ):
         total = Destination(None, torch.zeros(case.tensors.documents.shape), True, adds)
-        write = partial(write_gradients, case.problem, case.tensors, case.grad_scores, case.winners, total)
+        write = partial(write_gradients, case.problem, case.tensors, case.grad_scores, case.argmax, total)
         compiled(write, "rows" + names, capability)
 
 

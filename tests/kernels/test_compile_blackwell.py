@@ -17,14 +17,14 @@ import make_layouts
 from pylate_flash.kernels import tables
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import compiled
-from tests.kernels.test_compile import BF16, EVERYTHING, F16, WEIGHTS, WINNERS, inputs
+from tests.kernels.test_compile import ARGMAX, BF16, EVERYTHING, F16, WEIGHTS, inputs
 
 pytestmark = pytest.mark.parametrize("capability", [100], indirect=True)
 
 
-def ptx_of(tensors: Tensors, names: str, capability: int, with_winners: bool = False, **options: Any) -> str:
+def ptx_of(tensors: Tensors, names: str, capability: int, with_argmax: bool = False, **options: Any) -> str:
     """Products are tcgen05's, and tokens are copied 16 bytes at a time, by threads that wait for no product."""
-    problem = problem_of(tensors, Options(**options), with_winners)
+    problem = problem_of(tensors, Options(**options), with_argmax)
     found = compiled(partial(blackwell.blackwell_forward, problem, tensors), names, capability)["blackwell"]
     ptx = found.asm["ptx"]
     assert "tcgen05.mma.cta_group::1.kind::f16" in ptx
@@ -37,7 +37,7 @@ def ptx_of(tensors: Tensors, names: str, capability: int, with_winners: bool = F
 def test_forward(dtype: torch.dtype, size: int, capability: int) -> None:
     """Operands lie in the atoms of Hopper, with descriptors of another form, as docs/layouts.md says."""
     ptx = ptx_of(inputs((32, 32, size), (40, 180, size), dtype), "blackwell", capability)
-    # In one piece, or in two that are put together.
+    # In one part, or in two that are put together.
     constants = [int(value) % (1 << 64) >> 32 for value in re.findall(r"or\.b64\s+%rd\d+, %rd\d+, (-?\d+);", ptx)]
     moved = dict(re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx))
     together = [moved[high] for high in re.findall(r"mov\.b64\s+%rd\d+, \{%r\d+, (%r\d+)\};", ptx) if high in moved]
@@ -48,7 +48,7 @@ def test_forward(dtype: torch.dtype, size: int, capability: int) -> None:
 
 
 def test_everything(capability: int) -> None:
-    """Masks, weights, normalize, winners, a score of empty documents."""
+    """Masks, weights, normalize, argmax, a score of empty documents."""
     tensors = inputs((3, 32, 128), (40, 180, 128), **WEIGHTS)
     ptx_of(tensors, "blackwell active_tokens rows", capability, **EVERYTHING)
 
@@ -58,4 +58,4 @@ def test_packed_documents(query_length: int, capability: int) -> None:
     """Of queries of one token, which are no sums, and of long ones, whose sums are added up."""
     tensors = inputs((40, query_length, 256), (70, 256))
     tensors = tensors._replace(documents_cu_seqlens=torch.tensor([0, 10, 10, 70], dtype=torch.int32))
-    ptx_of(tensors, "blackwell", capability, **WINNERS, max_document_length=60)
+    ptx_of(tensors, "blackwell", capability, **ARGMAX, max_document_length=60)

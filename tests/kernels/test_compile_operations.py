@@ -58,7 +58,7 @@ def test_soft(row: list, capability: int) -> None:
         tensors = tensors._replace(documents_cu_seqlens=bounds[0], candidates_cu_seqlens=bounds[1])
         options = options._replace(max_document_length=260, max_candidates=1)
     problem, beta = problem_of(tensors, options), torch.ones(())
-    lse, grad = torch.zeros(problem.winners_shape), torch.zeros(problem.scores_shape)
+    lse, grad = torch.zeros(problem.argmax_shape), torch.zeros(problem.scores_shape)
     names = names.replace("tall", "hopper" if capability == 90 else "stacked")
     compiled(lambda: forward.soft_forward(problem, tensors, beta, True), names, capability)
     given = problem, tensors, beta, grad, lse, (True, True, True)
@@ -79,7 +79,7 @@ def test_hopper_takes_one_exponential_of_a_similarity_and_spills_nothing(capabil
     products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", ptx)
     assert set(products) == {"{"}, "the first operand must be a list of registers"
     sass = get_sass(cubin)
-    # Those of Triton 3.9 spill what a document needs when it ends, of the kernel that finds winners too.
+    # Those of Triton 3.9 spill what a document needs when it ends, of the kernel that finds the argmax too.
     assert "LDL" not in sass or triton_version() > (3, 6)
     # In each of four parts, a thread has 32 similarities of a tile, rescales two sums by it, and two of a document.
     assert sass.count("MUFU.EX2") == 4 * (32 + 2 + 2)
@@ -112,7 +112,7 @@ def test_hopper_packed_few_rows_without_lse(capability: int) -> None:
     soft_on_hopper(tensors, "hopper rows", False, **options)
 
 
-# Type, elements of an embedding, tokens chosen, masks and options, winners, and capability.
+# Type, elements of an embedding, tokens chosen, masks and options, argmax, and capability.
 SPARSE = [
     (BF16, 128, 16, False, False, 80),
     (BF16, 128, 128, False, True, 90),
@@ -123,17 +123,17 @@ SPARSE = [
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "n_chosen", "masked", "with_winners", "capability"), SPARSE, indirect=["capability"]
+    ("dtype", "size", "n_chosen", "masked", "with_argmax", "capability"), SPARSE, indirect=["capability"]
 )
 def test_chosen_tokens(
-    dtype: torch.dtype, size: int, n_chosen: int, masked: bool, with_winners: bool, capability: int
+    dtype: torch.dtype, size: int, n_chosen: int, masked: bool, with_argmax: bool, capability: int
 ) -> None:
     tensors = inputs((1, 64, size), (3, 300, size), dtype, MASKS if masked else (None, None))
-    problem = problem_of(tensors, Options(**BOTH if masked else {}), with_winners)
+    problem = problem_of(tensors, Options(**BOTH if masked else {}), with_argmax)
     chosen = torch.zeros(1, 3, n_chosen, dtype=torch.int64)
-    winners = torch.zeros(problem.winners_shape, dtype=problem.winners_dtype) if with_winners else None
+    argmax = torch.zeros(problem.argmax_shape, dtype=problem.argmax_dtype) if with_argmax else None
     names = "single active_tokens rows" if masked else "single"
-    compiled(lambda: forward.sparse_forward(problem, tensors, chosen, winners), names, capability)
+    compiled(lambda: forward.sparse_forward(problem, tensors, chosen, argmax), names, capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
@@ -251,7 +251,7 @@ def residual(
     nbits: int,
     candidates: Tensor | None = None,
     mask: Tensor | None = None,
-    with_winners: bool = False,
+    with_argmax: bool = False,
 ) -> tuple[Problem, Tensors, Codes]:
     """A call with 200 documents of 180 tokens."""
     n_tokens, size = 200 * 180, queries.shape[-1]
@@ -262,7 +262,7 @@ def residual(
     )  # fmt: skip
     shaped = torch.zeros(1).expand(n_tokens, size)
     tensors = Tensors(queries, shaped, mask, documents_cu_seqlens=codes.cu_seqlens)
-    problem = problem_of(tensors, Options(0, 180), with_winners)
+    problem = problem_of(tensors, Options(0, 180), with_argmax)
     if candidates is not None:
         problem = problem._replace(groups=len(queries), n_documents=candidates.shape[1])
     return problem, tensors, codes
@@ -313,12 +313,12 @@ def test_centroids_are_copied_ahead(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("nbits", "n_queries", "with_winners"), [(4, 1, False), (4, 7, False), (4, 7, True), (2, 1, False)]
+    ("nbits", "n_queries", "with_argmax"), [(4, 1, False), (4, 7, False), (4, 7, True), (2, 1, False)]
 )
 def test_hopper_keeps_residual_codes_in_registers(
-    nbits: int, n_queries: int, with_winners: bool, capability: int
+    nbits: int, n_queries: int, with_argmax: bool, capability: int
 ) -> None:
-    arguments = residual(torch.empty(n_queries, 32, 128).bfloat16(), nbits, with_winners=with_winners)
+    arguments = residual(torch.empty(n_queries, 32, 128).bfloat16(), nbits, with_argmax=with_argmax)
     asm = compiled(partial(forward.residual_forward, *arguments), "stacked", capability)["stacked"].asm
     assert re.search(r"wgmma\S*\.bf16\.bf16", asm["ptx"])
     check_copies(asm["ptx"])
@@ -327,9 +327,9 @@ def test_hopper_keeps_residual_codes_in_registers(
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
-@pytest.mark.parametrize("with_winners", [False, True])
-def test_codes_of_many_queries_are_decompressed_once(with_winners: bool, capability: int) -> None:
-    arguments = residual(torch.empty(32, 32, 128).bfloat16(), 4, with_winners=with_winners)
+@pytest.mark.parametrize("with_argmax", [False, True])
+def test_codes_of_many_queries_are_decompressed_once(with_argmax: bool, capability: int) -> None:
+    arguments = residual(torch.empty(32, 32, 128).bfloat16(), 4, with_argmax=with_argmax)
     call = partial(forward.residual_forward, *arguments)
     code = compiled(call, "decompress hopper", capability)["decompress"]
     assert re.search(r"st\.global\S*v4\.b32", code.asm["ptx"])
@@ -339,14 +339,14 @@ def test_codes_of_many_queries_are_decompressed_once(with_winners: bool, capabil
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 160, 96), F16), ((3, 20, 768), BF16), ((1, 32, 32), F32)])
 def test_residual_codes_and_their_gradient(shape: tuple[int, ...], dtype: torch.dtype, capability: int) -> None:
-    """Winners and weights, of padded and split embeddings; and the gradient, with its documents shared out."""
+    """Argmax and weights, of padded and split embeddings; and the gradient, with its documents shared out."""
     queries, mask = torch.empty(shape, dtype=dtype), torch.ones(shape[:-1])
     for candidates in (None, torch.zeros(shape[0], 50, dtype=torch.int64)):
-        problem, *given = residual(queries, 4, candidates, mask, with_winners=True)
+        problem, *given = residual(queries, 4, candidates, mask, with_argmax=True)
         names = "stacked"
         compiled(partial(forward.residual_forward, problem, *given), names, capability)
-        winners = torch.zeros(problem.groups * problem.n_documents, problem.rows, dtype=torch.int32)
-        backward = partial(residual_backward, problem, *given, torch.ones(problem.scores_shape), winners)
+        argmax = torch.zeros(problem.groups * problem.n_documents, problem.rows, dtype=torch.int32)
+        backward = partial(residual_backward, problem, *given, torch.ones(problem.scores_shape), argmax)
         compiled(backward, "gradient", capability)
     assert residual_gradient_plan(problem).n_splits > 1
 
@@ -381,10 +381,10 @@ def test_chamfer(capability: int, dtype: torch.dtype, x: tuple, y: tuple, masked
     halves = squared and not plan_operations.meeting_plan(problem).direct
     names = "meet settle" + " rows" * halves + " active_tokens" * masked
     compiled(lambda: kernel_calls.chamfer_nearest(problem, sets, squared), names, capability)
-    winners = tuple(torch.zeros(problem.n_queries, length, dtype=torch.int32) for length in lengths)
+    argmax = tuple(torch.zeros(problem.n_queries, length, dtype=torch.int32) for length in lengths)
     weights = torch.zeros(problem.n_queries), torch.zeros(problem.n_queries)
     with recorded() as launches:
-        kernel_calls.chamfer_gradients(problem, sets, winners, weights, (True, True), squared)
+        kernel_calls.chamfer_gradients(problem, sets, argmax, weights, (True, True), squared)
     for launch in launches["gradient"]:
         launch.compile(capability)
 

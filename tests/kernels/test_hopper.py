@@ -106,10 +106,10 @@ def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int
 
 # That of bfloat16 embeddings of 128 elements, and tiles and blocks of others.
 KIND = kind_of(
-    torch.bfloat16, torch.device("cpu"), 128, None, None, None, None, False, "exclude", "highest", with_winners=False
+    torch.bfloat16, torch.device("cpu"), 128, None, None, None, None, False, "exclude", "highest", with_argmax=False
 )
 CONFIG = config_of("hopper", KIND, tables.HOPPER, Blocks(128, 0, False), (1, 1), group=32)
-ARGMAX = {"with_winners": True, "tile": tables.HOPPER_WINNERS}
+ARGMAX = {"with_argmax": True, "tile": tables.HOPPER_ARGMAX}
 NARROW, LONG = tables.HOPPER_NARROW, tables.HOPPER_LONG._replace(num_stages=6)
 OF_48 = {"size": 48, "blocks": Blocks(64, 0, False)}
 OF_96 = {"size": 96, "blocks": Blocks(64, 32, False)}
@@ -120,8 +120,8 @@ OF_320 = {"size": 320, "blocks": Blocks(256, 64, False)}
 def compiled(**options) -> str:
     config = replace(CONFIG, **options)
     pointers = {"queries_ptr": "*bf16", "documents_ptr": "*bf16", "sums_ptr": "*fp32"}
-    if config.with_winners:
-        pointers["winners_ptr"] = "*i16"
+    if config.with_argmax:
+        pointers["argmax_ptr"] = "*i16"
     if config.normalize:
         pointers |= {"queries_scale_ptr": "*fp32", "documents_scale_ptr": "*fp32"}
     if config.has_documents_mask:

@@ -47,14 +47,14 @@ def test_embeddings_are_held_with_little_padding(size: int) -> None:
     assert of_floats.split == (size > 64)
 
 
-@pytest.mark.parametrize("with_winners", [False, True])
+@pytest.mark.parametrize("with_argmax", [False, True])
 @pytest.mark.parametrize("major", [8, 9, 10])
 @pytest.mark.parametrize("size", HELD)
-def test_tiles_fit_into_shared_memory(size: int, major: int, with_winners: bool) -> None:
+def test_tiles_fit_into_shared_memory(size: int, major: int, with_argmax: bool) -> None:
     blocks = embedding_blocks(major, size, 2)
     budget = 99 << 10 if major == 8 else SHARED_MEMORY[10 * major]
     for rows in (33, 64, 128, 1000):
-        tile = stacked_tile(major, size, 2, rows, with_winners)
+        tile = stacked_tile(major, size, 2, rows, with_argmax)
         loaded = tile.rows * (tile.num_stages if blocks.split else 1)
         assert 2 * blocks.held * (loaded + tile.num_stages * tile.columns) <= budget
         assert tile.num_stages >= 2
@@ -90,10 +90,10 @@ def test_what_is_copied_16_bytes_at_a_time(size: int, strides: tuple[int, ...], 
 
 
 def problem(
-    queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = BF16, winners: bool = False
+    queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = BF16, argmax: bool = False
 ) -> Problem:
     return problem_of(
-        Tensors(torch.empty(queries, dtype=dtype), torch.empty(documents, dtype=dtype)), Options(), winners
+        Tensors(torch.empty(queries, dtype=dtype), torch.empty(documents, dtype=dtype)), Options(), argmax
     )
 
 
@@ -153,7 +153,7 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (forward_plan, problem((16, 32, 128), (40, 180, 128), F32), "stacked", "half precision"),
     (forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
     (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
-    (forward_plan, packed(16, 9000), "stacked", "in pieces"),
+    (forward_plan, packed(16, 9000), "stacked", "in segments"),
     (forward_plan, problem((1, 32, 128), (40, 180, 128)), "single", "one query"),
     (forward_plan, problem((16, 32, 128), (16, 5, 180, 128)), "single", "documents of its own"),
     (soft_forward_plan, problem((16, 32, 128), (40, 180, 128), F32), "stacked", "half precision"),
@@ -179,7 +179,7 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
 def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capability: int) -> None:
     plan = plan_of(served)
     assert plan.kernel == ("hopper" if capability == 90 else "stacked"), plan.reason
-    assert not plan.in_pieces
+    assert not plan.in_segments
     if capability == 90:
         group = plan.padded // plan.n_sums
         assert plan.config.group == group
@@ -215,9 +215,9 @@ def test_tiles_of_8_bits(served: Problem, rows: int, tail: int, capability: int)
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize("n_queries", [4, 16])
-def test_winners_are_found_in_whole_tiles(n_queries: int, capability: int) -> None:
+def test_argmax_are_found_in_whole_tiles(n_queries: int, capability: int) -> None:
     shapes = (n_queries, 32, 128), (40, 77, 128)
-    tails = [forward_plan(problem(*shapes, BF16, winners)).config.tail for winners in (False, True)]
+    tails = [forward_plan(problem(*shapes, BF16, argmax)).config.tail for argmax in (False, True)]
     assert tails == [16, 0]
 
 
@@ -310,17 +310,17 @@ def test_sets_are_shared_out_where_there_are_few(capability: int) -> None:
         assert programs >= 132 or plan.share == plan.tile.columns
 
 
-def batch(n: int, count: int, length: int = 180, dtype: torch.dtype = BF16, winners=True, own=False) -> Problem:
+def batch(n: int, count: int, length: int = 180, dtype: torch.dtype = BF16, argmax=True, own=False) -> Problem:
     """Queries of 32 tokens, and documents; on the meta device, where they take no memory."""
     shape = (n, count) if own else (count,)
     tensors = (torch.empty(*each, 128, dtype=dtype, device="meta") for each in ((n, 32), (*shape, length)))
-    return problem_of(Tensors(*tensors), Options(), winners)
+    return problem_of(Tensors(*tensors), Options(), argmax)
 
 
 def bytes_of_query(batch: Problem) -> int:
-    """Of a query's scores and their gradient, and of its winners with half as much again for their lists."""
-    winners = batch.winners_dtype.itemsize * 32 * 3 // 2 if batch.with_winners else 0
-    return batch.n_documents * (8 + winners)
+    """Of a query's scores and their gradient, and of its argmax with half as much again for their lists."""
+    argmax = batch.argmax_dtype.itemsize * 32 * 3 // 2 if batch.with_argmax else 0
+    return batch.n_documents * (8 + argmax)
 
 
 batches = st.builds(
@@ -339,7 +339,7 @@ def test_chunks_keep_to_the_scratch_and_take_all_queries(batch: Problem, budget:
     chunks = chunks_of(batch, budget)
     assert chunks.queries == 1 or chunks.queries * bytes_of_query(batch) <= budget
     assert (chunks.number - 1) * chunks.queries < batch.n_queries <= chunks.number * chunks.queries
-    # Cut where what is cut is aligned, unless there are too few to be.
+    # Split where what is split is aligned, unless there are too few to be.
     assert chunks.number == 1 or chunks.queries < 16 or chunks.queries % 16 == 0
 
 

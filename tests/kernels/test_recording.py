@@ -158,17 +158,17 @@ def test_a_tensor_given_twice_is_refused() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 4)), min_size=1, max_size=8))
-def test_scratch_is_used_again_and_never_twice_at_a_time(pieces: list[tuple[int, int]]) -> None:
-    """Each piece lives until so many later ones were filled; its content is read when it goes."""
+def test_scratch_is_used_again_and_never_twice_at_a_time(segments: list[tuple[int, int]]) -> None:
+    """Each segment lives until so many later ones were filled; its content is read when it goes."""
 
     def call(x: Tensor) -> Sequence[Tensor | None]:
         living: list[tuple[int, Tensor]] = []
         results = []
-        for number, (size, age) in enumerate(pieces):
-            piece = torch.empty(size)
-            times(x[number:], piece, 1, 1.0)
-            living.append((number + age, piece))
-            del piece
+        for number, (size, age) in enumerate(segments):
+            segment = torch.empty(size)
+            times(x[number:], segment, 1, 1.0)
+            living.append((number + age, segment))
+            del segment
             for until, old in living:
                 if until == number:
                     results.append(torch.empty(1))
@@ -177,17 +177,17 @@ def test_scratch_is_used_again_and_never_twice_at_a_time(pieces: list[tuple[int,
             old = None
         return results
 
-    recording = check(call, (len(pieces) + 1,))
-    live, most, ends = 0, 0, dict.fromkeys(range(len(pieces)), 0)
-    for number, (size, age) in enumerate(pieces):
+    recording = check(call, (len(segments) + 1,))
+    live, most, ends = 0, 0, dict.fromkeys(range(len(segments)), 0)
+    for number, (size, age) in enumerate(segments):
         live += -(-4 * size // 128) * 128
         most = max(most, live)
-        ends[min(number + age, len(pieces) - 1)] += -(-4 * size // 128) * 128
+        ends[min(number + age, len(segments) - 1)] += -(-4 * size // 128) * 128
         live -= ends[number]
     scratch = recording._scratch_bytes
-    assert scratch <= sum(-(-4 * size // 128) * 128 for size, _ in pieces)
+    assert scratch <= sum(-(-4 * size // 128) * 128 for size, _ in segments)
     # Without gaps that are too small, it is what lives at a time.
-    if len({size for size, _ in pieces}) == 1:
+    if len({size for size, _ in segments}) == 1:
         assert scratch <= most
 
 

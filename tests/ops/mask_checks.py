@@ -83,12 +83,12 @@ def check_empty_score(kernel: Function, case: Case, atol: float = 2e-6) -> None:
     assert torch.equal(scores[~empty], plain[~empty])
     expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=atol)
-    # With winners it is another kernel, or another launch of it, by other tiles, which may add up in another order.
+    # With argmax it is another kernel, or another launch of it, by other tiles, which may add up in another order.
     leaves = [tensor.detach().requires_grad_() for tensor in case.tensors]
-    with_winners = kernel(*leaves, **case.keywords)
-    assert (with_winners[empty] == EMPTY_SCORE).all()
-    torch.testing.assert_close(with_winners.detach(), scores, rtol=2e-6, atol=atol)
-    _, grad_documents = torch.autograd.grad(with_winners.sum(), leaves)
+    with_argmax = kernel(*leaves, **case.keywords)
+    assert (with_argmax[empty] == EMPTY_SCORE).all()
+    torch.testing.assert_close(with_argmax.detach(), scores, rtol=2e-6, atol=atol)
+    _, grad_documents = torch.autograd.grad(with_argmax.sum(), leaves)
     assert not grad_documents[~case.documents_mask].any()
 
 

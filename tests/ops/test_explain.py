@@ -38,11 +38,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("queries", "documents", "kernel", "backward"),
     [
-        ((1, 32, 128), (100, 180, 128), "single", "compare_winners"),
-        ((10, 32, 128), (10, 100, 180, 128), "single", "compare_winners"),
+        ((1, 32, 128), (100, 180, 128), "single", "compare_argmax"),
+        ((10, 32, 128), (10, 100, 180, 128), "single", "compare_argmax"),
         ((64, 32, 128), (64, 180, 128), "hopper", "lists"),
-        ((2, 20, 128), (64, 180, 128), "hopper", "compare_winners"),
-        ((2, 20, 400), (64, 180, 400), "stacked", "compare_winners"),
+        ((2, 20, 128), (64, 180, 128), "hopper", "compare_argmax"),
+        ((2, 20, 400), (64, 180, 400), "stacked", "compare_argmax"),
     ],
 )
 def test_of_kernels(queries: tuple, documents: tuple, kernel: str, backward: str, kernels: None) -> None:
@@ -84,8 +84,8 @@ def test_of_packed_tokens(kernels: None) -> None:
     boundaries = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
     explanation = explain(queries, documents, **boundaries)
     assert explanation.forward is not None
-    assert explanation.forward.in_pieces
-    assert "in pieces" in str(explanation)
+    assert explanation.forward.in_segments
+    assert "in segments" in str(explanation)
     candidates = torch.tensor([0, *[2] * 40])
     explanation = explain(queries, documents, **boundaries, candidates_cu_seqlens=candidates)
     assert explanation.forward is not None
@@ -103,7 +103,7 @@ def test_of_lists(n_queries: int, kernel: str, kernels: None) -> None:
     assert explanation.forward is not None
     assert packed.forward is not None
     assert explanation.forward.kernel == kernel
-    for field in ("tile", "cuts", "in_pieces", "row_blocks", "n_runs"):
+    for field in ("tile", "splits", "in_segments", "row_blocks", "n_runs"):
         assert getattr(explanation.forward, field) == getattr(packed.forward, field)
     assert "list of documents: read where they lie" in str(explanation)
     assert "list of documents" not in str(packed)

@@ -229,21 +229,21 @@ def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
             assert (found.double() - reference).norm() <= 1e-2 * reference.norm()
 
 
-def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of a chunk's winners are those of its queries: two of eight, by what the scratch holds."""
+def test_the_argmax_lives_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a chunk's argmax are those of its queries: two of eight, by what the scratch holds."""
     from pylate_flash.ops import loss_scores
 
     rows = []
 
     def recorded(*arguments):
-        scores, winners = compute(*arguments)
-        rows.append(None if winners is None else winners.shape[1])
-        return scores, winners
+        scores, argmax = compute(*arguments)
+        rows.append(None if argmax is None else argmax.shape[1])
+        return scores, argmax
 
     compute = loss_scores.compute
     monkeypatch.setattr(loss_scores, "compute", recorded)
     queries, documents = torch.randn(8, 32, 16, requires_grad=True), torch.randn(10, 6, 16)
-    # A score and its gradient, and 32 winners with their lists.
+    # A score and its gradient, and an argmax of 32 with its lists.
     maxsim_cross_entropy(queries, documents, max_scratch_bytes=2 * 10 * (8 + 32 * 3))
     assert rows == [64] * 4
     rows.clear()

@@ -144,7 +144,7 @@ def test_blocks_do_not_change_the_result(name: str, monkeypatch: pytest.MonkeyPa
     """With blocks of a few similarities every loop boundary is crossed."""
     call, tensors = CALLS[name], [tensor.double() for tensor in CALLS[name].tensors]
     expected = value_and_gradients(call, tensors)
-    for module, bound, value in ((products, "_BLOCK_CPU", 20), (blocked, "WINNERS_AT_ONCE", 10)):
+    for module, bound, value in ((products, "_BLOCK_CPU", 20), (blocked, "ARGMAX_AT_ONCE", 10)):
         monkeypatch.setattr(module, bound, value)
     for scratch in (1, 400):
         monkeypatch.setattr(hidden_blocks, "SCRATCH_BYTES", scratch)

@@ -26,7 +26,7 @@ class BackwardTensors(NamedTuple):
     documents_scale: Tensor | None
     documents_cu_seqlens: Tensor | None
     candidates_cu_seqlens: Tensor | None
-    winners: Tensor
+    argmax: Tensor
     # The weights of the queries' tokens, float32 and contiguous, or None.
     queries_weight: Tensor | None
     # From one query's score to the next one's, and from one document's.

@@ -1,8 +1,8 @@
-"""Gradient of the documents by comparison of winners: rows go straight to the tokens that they chose.
+"""Gradient of the documents by comparison of the argmax: rows go straight to the tokens that they chose.
 
-The winners of all rows are compared with each other. The first row of every winner pulls the rows that have the same
-winner, in their order, and writes their sum. There is no list, and no program for a token that nobody chose, of which
-few rows leave many; work grows with rows squared.
+The argmax of every row is compared with those of the others. The first row of every token pulls the rows that have
+the same one, in their order, and writes their sum. There is no list, and no program for a token that nobody chose, of
+which few rows leave many; work grows with rows squared.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .common import BackwardTensors, Destination, group_of, layout, quotient, to
 @kernel(follows=True, config="size block block_rows chunk normalize add")
 def _compare_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    candidates_ptr, winners_ptr, grad_documents_ptr,
+    candidates_ptr, argmax_ptr, grad_documents_ptr,
     n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, next_query, next_document,
     n_groups,
     stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """grad_documents[winner of a row] = sum of grad_score * queries[row] over the rows of the same winner.
+    """grad_documents[argmax of a row] = sum of grad_score * queries[row] over the rows of the same argmax.
 
-    Grid: blocks of rows x documents. Only the first row of a winner, which leads, sums and writes, or ADDs.
+    Grid: blocks of rows x documents. Only the first row of an argmax, which leads, sums and writes, or ADDs.
     """
     wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_rows, config.block_rows)
@@ -34,15 +34,15 @@ def _compare_kernel(
     first_row = tl.program_id(0) % n_blocks * config.block_rows
     rows = first_row + tl.arange(0, config.block_rows)
     slots = tl.arange(0, config.chunk)
-    winners_ptr += flat * n_rows
-    winner = tl.load(winners_ptr + rows, mask=rows < n_rows, other=-1).to(tl.int32)
-    leads = winner >= 0
+    argmax_ptr += flat * n_rows
+    argmax = tl.load(argmax_ptr + rows, mask=rows < n_rows, other=-1).to(tl.int32)
+    leads = argmax >= 0
     # Of many rows, those that lead are mostly among the first, and the others soon meet them here.
     start = first_row * 0
     while (start < first_row + config.block_rows) & (tl.max(leads.to(tl.int32), axis=0) > 0):
         others = start + slots
-        chosen = tl.load(winners_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
-        earlier = (winner[:, None] == chosen[None, :]) & (others[None, :] < rows[:, None])
+        chosen = tl.load(argmax_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
+        earlier = (argmax[:, None] == chosen[None, :]) & (others[None, :] < rows[:, None])
         leads = leads & (tl.max(earlier.to(tl.int32), axis=1) == 0)
         start += config.chunk
     if tl.max(leads.to(tl.int32), axis=0) > 0:
@@ -55,8 +55,8 @@ def _compare_kernel(
         total = tl.zeros([config.block_rows, config.block], tl.float32)
         for start in tl.range(first_row, n_rows, config.chunk):
             others = start + slots
-            chosen = tl.load(winners_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
-            same = leads[:, None] & (winner[:, None] == chosen[None, :])
+            chosen = tl.load(argmax_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
+            same = leads[:, None] & (argmax[:, None] == chosen[None, :])
             # The next row of the same winner, chunk if there is none.
             position = tl.min(tl.where(same, slots[None, :], config.chunk), axis=1)
             while tl.min(position, axis=0) < config.chunk:
@@ -74,7 +74,7 @@ def _compare_kernel(
                 later = same & (slots[None, :] > position[:, None])
                 position = tl.min(tl.where(later, slots[None, :], config.chunk), axis=1)
         at, source = token_of(
-            flat, winner, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
+            flat, argmax, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
         )
         mask = leads[:, None] & dim_exists[None, :]
         if config.normalize:
@@ -87,7 +87,7 @@ def _compare_kernel(
         tl.store(to, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
-def compare_winners(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
+def compare_argmax(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
     """Write the gradient of the documents into one of zeros, or add it to another, without scratch."""
     plan = plan_backward.compare_plan(problem)
     normalize = problem.normalize and not destination.partial

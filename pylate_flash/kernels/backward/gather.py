@@ -21,11 +21,11 @@ from .sorting import list_rows
 @kernel(follows=True, config="size block block_rows block_documents split row_bits block_tokens")
 def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
+    candidates_ptr, argmax_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
     n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document, n_listed,
     stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """grad_queries[row] = sum over documents of grad_score * documents[winner], [Nq * Lq, d]; the rows of one group.
+    """grad_queries[row] = sum over documents of grad_score * documents[argmax], [Nq * Lq, d]; the rows of one group.
 
     Grid: (blocks of rows x groups, splits of the documents). With a list, `n_listed` programs come before, each of
     which lists the rows of a document (`list_rows`).
@@ -39,7 +39,7 @@ def _gather_kernel(
     wait_for_previous_kernel()
     program = tl.program_id(0)
     if list_ptr is not None and program < n_listed:
-        list_rows(program, winners_ptr, list_ptr, starts_ptr, 0, n_rows, document_length, config)
+        list_rows(program, argmax_ptr, list_ptr, starts_ptr, 0, n_rows, document_length, config)
     else:
         if list_ptr is not None:
             program -= n_listed
@@ -77,10 +77,10 @@ def _gather_kernel(
                 ahead = step + slots // config.block_rows
                 document = first + ahead
                 exists = row_exists & (ahead < count)
-            winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
-            won = winner >= 0
+            argmax = tl.load(argmax_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
+            won = argmax >= 0
             weight = tl.load(grad_scores_ptr + (document - origin) * next_document + to_query, mask=won, other=0.0)
-            offset = winner.to(tl.int64) * stride_token
+            offset = argmax.to(tl.int64) * stride_token
             if cu_seqlens_ptr is not None:
                 # The end of the last document, where several are in flight and some are past it.
                 begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
@@ -89,7 +89,7 @@ def _gather_kernel(
                 begin = document * document_length
                 base = documents_ptr + (document - origin) * stride_document
             if documents_scale_ptr is not None:
-                weight *= tl.load(documents_scale_ptr + begin + winner, mask=won, other=0.0)
+                weight *= tl.load(documents_scale_ptr + begin + argmax, mask=won, other=0.0)
             if config.block_documents > 1:
                 base = base[:, None]
             at = base + halves[None, :] + offset[:, None]

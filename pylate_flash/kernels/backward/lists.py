@@ -31,15 +31,15 @@ _NO_TOKEN = tl.constexpr(plan_backward.MOST_LISTED_TOKENS)
 
 
 @triton.jit
-def _tokens_of(rows, winners_ptr, flat, n_rows):
+def _tokens_of(rows, argmax_ptr, flat, n_rows):
     """The tokens that rows of a document chose, _NO_TOKEN where they chose none."""
-    winners = tl.load(winners_ptr + flat * n_rows + rows, mask=rows < n_rows, other=-1).to(tl.int32)
-    return tl.where(winners >= 0, winners, _NO_TOKEN)
+    argmax = tl.load(argmax_ptr + flat * n_rows + rows, mask=rows < n_rows, other=-1).to(tl.int32)
+    return tl.where(argmax >= 0, argmax, _NO_TOKEN)
 
 
 @kernel(follows=True, config="chunk_bits block_tokens")
 def _sort_kernel(
-    winners_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr, first_document, n_rows, n_chunks, document_length,
+    argmax_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr, first_document, n_rows, n_chunks, document_length,
     config: tl.constexpr,
 ):  # fmt: skip
     """order[local document, chunk] = the chunk's rows by token, and of a token in their order; chunks x documents.
@@ -52,7 +52,7 @@ def _sort_kernel(
     program = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, CHUNK)
     rows, flat = tl.program_id(0) % n_chunks * CHUNK + ranks, first_document + program // n_chunks
-    tokens = _tokens_of(rows, winners_ptr, flat, n_rows)
+    tokens = _tokens_of(rows, argmax_ptr, flat, n_rows)
     # The position in the chunk makes keys different and the sort stable. Rows without a token come last.
     keys = sorted_keys((tokens << config.chunk_bits) | ranks, config.chunk_bits)
     tokens = keys >> config.chunk_bits
@@ -73,10 +73,10 @@ def _sort_kernel(
 
 
 @kernel(follows=True, config="row_bits block_tokens")
-def _list_kernel(winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
+def _list_kernel(argmax_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
     """What `list_rows` says; one program for each document."""
     wait_for_previous_kernel()
-    list_rows(tl.program_id(0), winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config)
+    list_rows(tl.program_id(0), argmax_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _scan_kernel(
 
 @kernel(follows=True, config="chunk_bits")
 def _place_kernel(
-    winners_ptr, order_ptr, places_ptr, list_ptr, first_document, n_rows, n_chunks, document_length,
+    argmax_ptr, order_ptr, places_ptr, list_ptr, first_document, n_rows, n_chunks, document_length,
     config: tl.constexpr,
 ):  # fmt: skip
     """list[local document] = its rows by token, from the sorted chunks and the places of their tokens."""
@@ -150,7 +150,7 @@ def _place_kernel(
     local = program // n_chunks
     ranks = tl.arange(0, CHUNK)
     rows = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
-    tokens = _tokens_of(rows, winners_ptr, first_document + local, n_rows)
+    tokens = _tokens_of(rows, argmax_ptr, first_document + local, n_rows)
     exists = tokens < _NO_TOKEN
     places = tl.load(places_ptr + program * document_length + tokens, mask=exists, other=0)
     tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
@@ -195,7 +195,7 @@ def _sum_and_gather(
     starts = scratch.empty(ends, plan.starts_dtype, device)
     listed = scratch.empty(rows, plan.list_dtype, device)
     gather_queries(problem, for_queries, destination.queries, gather, (listed, starts), plan.alone_bits)
-    wanted = Lists(0, number, starts, None, inputs.winners, None)
+    wanted = Lists(0, number, starts, None, inputs.argmax, None)
     sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
 
 
@@ -212,7 +212,7 @@ def _sum_block(
     number, scratch = min(plan.block, problem.all_documents - first), Scratch(destination.queries)
     ends = number * (problem.document_length + 1)
     of_block = scratch.empty(ends, plan.starts_dtype, problem.device) if starts is None else starts
-    wanted = Lists(first, number, of_block, owners, inputs.winners, inputs.documents_cu_seqlens)
+    wanted = Lists(first, number, of_block, owners, inputs.argmax, inputs.documents_cu_seqlens)
     if plan.alone_bits:
         listed = _listed(problem, plan, wanted)
     else:
@@ -227,17 +227,17 @@ def _sum_block(
     sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
 
 
-def rows_by_token(problem: Problem, winners: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def rows_by_token(problem: Problem, argmax: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """The rows of every document by the token that they chose [documents, rows], and where each token's begin.
 
-    `winners` are those of `write_gradients`, and `cu_seqlens` the boundaries of packed documents. The latter, for token
+    `argmax` is that of `write_gradients`, and `cu_seqlens` the boundaries of packed documents. The latter, for token
     t of a document, is at its first token among those of all documents, plus its index, plus t; after the last one's
     comes where that ends.
     """
     plan, documents, device = plan_backward.lists_plan(problem, lent=False), problem.all_documents, problem.device
     starts = torch.empty(problem.n_tokens + documents, dtype=plan.starts_dtype, device=device)
     owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device) if problem.packed else None
-    wanted = Lists(0, documents, starts, owners, winners, cu_seqlens)
+    wanted = Lists(0, documents, starts, owners, argmax, cu_seqlens)
     if plan.alone_bits:
         return _listed(problem, plan, wanted), starts
     return _sorted_lists(problem, plan, wanted, Scratch(None)), starts
@@ -249,7 +249,7 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: Lists) -> Tensor:
     listed = torch.empty(number * rows, dtype=plan.list_dtype, device=problem.device)
     _list_kernel(
         (number, 1, 1),
-        (wanted.winners, listed, wanted.starts),
+        (wanted.argmax, listed, wanted.starts),
         (wanted.first, rows, length),
         (),
         (plan.alone_bits, 1 << length.bit_length()),
@@ -260,7 +260,7 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: Lists) -> Tensor:
 
 def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) -> Tensor:
     """The rows of every document wanted, listed by as many programs as they have chunks. Fills `wanted.starts`."""
-    first, number, starts, owners, winners, bounds = wanted
+    first, number, starts, owners, argmax, bounds = wanted
     device, rows, length, n_chunks = problem.device, problem.rows, problem.document_length, plan.n_chunks
     chunk_bits, block_tokens, programs = tables.LIST_CHUNK_BITS, tables.LIST_BLOCK_TOKENS, number * plan.n_chunks
     blocks = -(-length // block_tokens)
@@ -270,7 +270,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scr
     listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
     _sort_kernel(
         (programs, 1, 1),
-        (winners, order, counts, counts.view(torch.uint16), reached),
+        (argmax, order, counts, counts.view(torch.uint16), reached),
         (first, rows, n_chunks, length),
         (),
         (chunk_bits, block_tokens),
@@ -287,7 +287,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scr
     )
     _place_kernel(
         (programs, 1, 1),
-        (winners, order, counts, listed),
+        (argmax, order, counts, listed),
         (first, rows, n_chunks, length),
         (),
         (chunk_bits,),

@@ -15,7 +15,7 @@ from ..plan_backward import residual_gradient_plan
 
 @kernel
 def _gradient_kernel(
-    grad_scores_ptr, winners_ptr, codes_ptr, residuals_ptr, centroids_ptr, weights_ptr, cu_seqlens_ptr, scales_ptr,
+    grad_scores_ptr, argmax_ptr, codes_ptr, residuals_ptr, centroids_ptr, weights_ptr, cu_seqlens_ptr, scales_ptr,
     candidates_ptr, sums_ptr,
     n_rows, query_length, n_documents, n_splits, next_query, next_document,
     EMBEDDING: tl.constexpr,
@@ -24,7 +24,7 @@ def _gradient_kernel(
     BLOCK_ROWS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """sums[split, row] = sum over the documents of a split of grad_score * document[winner], [splits, Nq * Lq, d].
+    """sums[split, row] = sum over the documents of a split of grad_score * document[argmax], [splits, Nq * Lq, d].
 
     Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). `n_rows` are those of a group.
     """
@@ -45,9 +45,9 @@ def _gradient_kernel(
         if candidates_ptr is not None:
             # Of none, nothing has won.
             document = tl.maximum(tl.load(candidates_ptr + flat_place).to(tl.int32), 0)
-        winner = tl.load(winners_ptr + flat_place * n_rows + rows, mask=row_exists, other=-1)
-        won = winner >= 0
-        tokens = tl.load(cu_seqlens_ptr + document).to(tl.int64) + winner
+        argmax = tl.load(argmax_ptr + flat_place * n_rows + rows, mask=row_exists, other=-1)
+        won = argmax >= 0
+        tokens = tl.load(cu_seqlens_ptr + document).to(tl.int64) + argmax
         codes = tl.load(codes_ptr + tokens, mask=won, other=0).to(tl.int64)
         scale = tl.load(scales_ptr + tokens, mask=won, other=0.0)
         weight = tl.load(grad_scores_ptr + query * next_query + place * next_document, mask=won, other=0.0)
@@ -62,7 +62,7 @@ def _gradient_kernel(
     tl.store(at, total, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :])
 
 
-def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
+def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, argmax: Tensor) -> Tensor:
     """The gradient of the queries [Nq, Lq, d], in their type, from that of the scores, float32 with any strides."""
     plan = residual_gradient_plan(problem)
     shape = plan.n_splits, problem.groups * problem.rows, problem.size
@@ -70,7 +70,7 @@ def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_sco
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     _gradient_kernel(
         (-(-problem.rows // plan.rows) * problem.groups, plan.n_splits, plan.parts),
-        (grad_scores, winners, *codes, sums),
+        (grad_scores, argmax, *codes, sums),
         (problem.rows, problem.query_length, problem.n_documents, plan.n_splits, *grad_scores.stride()),
         (),
         (problem.size, plan.blocks.first, codes.nbits, plan.rows, TYPES[problem.dtype]),

@@ -35,7 +35,7 @@ def _smaller(a, b):
 
 
 @triton.jit
-def list_rows(local, winners_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
+def list_rows(local, argmax_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
     """list[local document] = its rows by the token that they chose, and where each token's begin.
 
     All of at most 2**row_bits rows, and of fewer than `block_tokens`, are in registers.
@@ -43,10 +43,10 @@ def list_rows(local, winners_ptr, list_ptr, starts_ptr, first_document, n_rows, 
     ROWS: tl.constexpr = 1 << config.row_bits
     local = local.to(tl.int64)
     ranks = tl.arange(0, ROWS)
-    winners_ptr += (first_document + local) * n_rows
-    winners = tl.load(winners_ptr + ranks, mask=ranks < n_rows, other=-1).to(tl.int32)
-    # The row makes keys different and the sort stable. Rows without a winner come last.
-    keys = sorted_keys((tl.where(winners >= 0, winners, document_length) << config.row_bits) | ranks, config.row_bits)
+    argmax_ptr += (first_document + local) * n_rows
+    argmax = tl.load(argmax_ptr + ranks, mask=ranks < n_rows, other=-1).to(tl.int32)
+    # The row makes keys different and the sort stable. Rows without an argmax come last.
+    keys = sorted_keys((tl.where(argmax >= 0, argmax, document_length) << config.row_bits) | ranks, config.row_bits)
     tokens = keys >> config.row_bits
     listed = tokens < document_length
     tl.store(list_ptr + local * n_rows + ranks, (keys & (ROWS - 1)).to(list_ptr.dtype.element_ty), mask=listed)

@@ -1,8 +1,8 @@
 """Sums of listed query rows: what the gradient of a document's token is.
 
 `_sum_kernel` sums the rows of a token; of a token that many more than `tables.LIST_SEGMENT` rows chose (markers such as
-[CLS] win thousands), other programs take the rest, cut at multiples of that, and `_combine_kernel` adds up the parts in
-order.
+[CLS] win thousands), other programs take the rest, split at multiples of that, and `_combine_kernel` adds up the parts
+in order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lists(NamedTuple):
     number: int
     starts: Tensor | Region
     owners: Tensor | None
-    winners: Tensor
+    argmax: Tensor
     cu_seqlens: Tensor | None
 
 
@@ -44,7 +44,7 @@ def _segment(tensors, flat, local, segment, n_rows, document_length, SEGMENT: tl
     Returns that multiple, the token, where its rows begin and end, and whether they go on for SEGMENT before it, so
     that a program of its own takes them from there.
     """
-    winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr = tensors
+    argmax_ptr, list_ptr, starts_ptr, cu_seqlens_ptr = tensors
     boundary = (segment + 1) * SEGMENT
     if cu_seqlens_ptr is not None:
         begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
@@ -55,7 +55,7 @@ def _segment(tensors, flat, local, segment, n_rows, document_length, SEGMENT: tl
         length = document_length
     exists = boundary < tl.load(starts_ptr + length).to(tl.int32)
     row = tl.load(list_ptr + local * n_rows + boundary, mask=exists, other=0).to(tl.int32)
-    token = tl.load(winners_ptr + flat * n_rows + row, mask=exists, other=0).to(tl.int32)
+    token = tl.load(argmax_ptr + flat * n_rows + row, mask=exists, other=0).to(tl.int32)
     start = tl.load(starts_ptr + token, mask=exists, other=0).to(tl.int32)
     end = tl.load(starts_ptr + token + 1, mask=exists, other=0).to(tl.int32)
     return boundary, token, start, end, exists & (boundary >= start + SEGMENT)
@@ -81,7 +81,7 @@ def _store_token(
 @kernel(follows=True, config="size block block_rows segment normalize add")
 def _sum_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
+    candidates_ptr, owners_ptr, argmax_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
     first_document, n_block_documents, n_segments, n_rows, n_group_queries, query_length, magic, shift, n_documents,
     document_length, next_query, next_document, n_groups,
     stride_query, stride_query_token, stride_group, stride_document, stride_token, config: tl.constexpr,
@@ -102,7 +102,7 @@ def _sum_kernel(
     if program < n_extra:
         local = (program // n_segments).to(tl.int64)
         flat = first_document + local
-        tensors = winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
+        tensors = argmax_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
         boundary, token, start, end, mine = _segment(
             tensors, flat, local, program % n_segments, n_rows, document_length, config.segment
         )
@@ -175,7 +175,7 @@ def _sum_kernel(
 
 @kernel(follows=True, config="size block block_parts segment normalize add")
 def _combine_kernel(
-    documents_ptr, documents_scale_ptr, cu_seqlens_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr,
+    documents_ptr, documents_scale_ptr, cu_seqlens_ptr, argmax_ptr, list_ptr, starts_ptr, parts_ptr,
     grad_documents_ptr,
     first_document, n_rows, n_documents, document_length, n_segments,
     stride_group, stride_document, stride_token, config: tl.constexpr,
@@ -188,7 +188,7 @@ def _combine_kernel(
     program = tl.program_id(0).to(tl.int64)
     local = program // n_segments
     flat = first_document + local
-    tensors = winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
+    tensors = argmax_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
     boundary, token, start, end, taken = _segment(
         tensors, flat, local, tl.program_id(0) % n_segments, n_rows, document_length, config.segment
     )
@@ -218,7 +218,7 @@ def sum_lists(
     scratch: Scratch,
 ) -> None:
     """Write, or add, the gradients of a block of documents from its rows by token, `listed` [number, rows of each]."""
-    first, number, starts, owners, winners, cu_seqlens = of_block
+    first, number, starts, owners, argmax, cu_seqlens = of_block
     grad_documents, adds = destination.documents, destination.adds
     size, length, n_segments, strides = problem.size, problem.document_length, plan.n_segments, problem.document_strides
     block_embedding, num_warps = plan.block_embedding, plan.num_warps
@@ -227,7 +227,7 @@ def sum_lists(
     segment = tables.LIST_SEGMENT
     _sum_kernel(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
-        (*inputs[:7], owners, winners, listed, starts, parts, grad_documents),
+        (*inputs[:7], owners, argmax, listed, starts, parts, grad_documents),
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
         (*problem.query_strides, *strides),
         (size, block_embedding, plan.rows, segment, normalize, adds),
@@ -236,7 +236,7 @@ def sum_lists(
     if n_segments > 0:
         _combine_kernel(
             (number * n_segments, 1, 1),
-            (inputs.documents, inputs.documents_scale, cu_seqlens, winners, listed, starts, parts, grad_documents),
+            (inputs.documents, inputs.documents_scale, cu_seqlens, argmax, listed, starts, parts, grad_documents),
             (first, problem.rows, problem.n_documents, length, n_segments),
             strides,
             (size, block_embedding, 8, segment, normalize, adds),

@@ -1,11 +1,11 @@
-"""The forward: scores of queries and documents, and the winners that a gradient needs.
+"""The forward: scores of queries and documents, and the argmax that a gradient needs.
 
 None of the kernels masks the tail of a document: token positions are clamped to the last token, and a token that is
 seen twice changes neither the maximum nor the lowest index that attains it. Nor does any compare masked tokens: under a
 mask, they walk the list of the active ones (`kernels.rows`), so that padding and skipped tokens are never loaded.
 Under masking="zero" the masked ones take part afterwards, all at once, with a 0.
 
-Packed documents are cut by their tokens and not by their number (`cuts`).
+Packed documents are split by their tokens and not by their number (`splits`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..rows import Norms, active_tokens, inverse_norms, norms_of
 from ..tables import LONGEST_WHOLE
 from .codes import decompressed_embeddings
 from .common import ForwardTensors, add_sums
-from .cuts import merge_pieces
 from .few_bits import with_table
 from .quantized_rows import divided_by_norms, quantize_rows
 from .short import score_short
 from .single import score_single
+from .splits import merge_segments
 from .stacked import score_stacked
 
 __all__ = ["Codes", "maxsim_forward", "quantized_forward", "residual_forward", "soft_forward", "sparse_forward"]
@@ -44,7 +44,7 @@ __all__ = ["Codes", "maxsim_forward", "quantized_forward", "residual_forward", "
 def maxsim_forward(
     problem: Problem, tensors: Tensors, offsets: Tensor | None = None, norms: Norms | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, of `problem.scores_shape`, and winners of `problem.winners_shape` if it has them.
+    """Scores, float32, of `problem.scores_shape`, and argmax of `problem.argmax_shape` if it has them.
 
     Queries are padded, or packed with one length; all tensors lie on the device, with contiguous rows, masks and
     boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
@@ -52,25 +52,25 @@ def maxsim_forward(
     known.
     """
     plan = forward_plan(problem)
-    device, single, winners = problem.device, plan.kernel == "single", None
-    if problem.with_winners:
-        winners = torch.empty(*problem.winners_shape, dtype=problem.winners_dtype, device=device)
-    given = _given(tensors, offsets, winners)
+    device, single, argmax = problem.device, plan.kernel == "single", None
+    if problem.with_argmax:
+        argmax = torch.empty(*problem.argmax_shape, dtype=problem.argmax_dtype, device=device)
+    inputs = _forward_tensors(tensors, offsets, argmax)
     # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows. The
     # programs of the single kernel, which meet every token once, take norms themselves.
     if problem.normalize and not single:
-        given = _with_norms(problem, given, norms)
-    elif problem.normalize and plan.in_pieces:
-        given = given._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
-    if plan.in_pieces:
-        shape = 2 * plan.cuts.number, plan.row_blocks * plan.block_rows
-        given = given._replace(pieces=torch.empty(shape, dtype=torch.float32, device=device))
-        if problem.with_winners:
-            given = given._replace(piece_winners=torch.empty(shape, dtype=torch.int32, device=device))
-    scores = _score(problem, plan, given)
-    if plan.in_pieces:
-        merge_pieces(problem, plan, given, scores)
-    return scores, winners
+        inputs = _with_norms(problem, inputs, norms)
+    elif problem.normalize and plan.in_segments:
+        inputs = inputs._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
+    if plan.in_segments:
+        shape = 2 * plan.splits.number, plan.row_blocks * plan.block_rows
+        inputs = inputs._replace(segments=torch.empty(shape, dtype=torch.float32, device=device))
+        if problem.with_argmax:
+            inputs = inputs._replace(segment_argmax=torch.empty(shape, dtype=torch.int32, device=device))
+    scores = _score(problem, plan, inputs)
+    if plan.in_segments:
+        merge_segments(problem, plan, inputs, scores)
+    return scores, argmax
 
 
 def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -78,22 +78,22 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
 
     Tensors are as in `maxsim_forward`; `beta` is a float32 tensor of one element.
     """
-    given, lse = _with_norms(problem, _given(tensors)._replace(beta=beta)), None
+    inputs, lse = _with_norms(problem, _forward_tensors(tensors)._replace(beta=beta)), None
     if with_lse:
-        lse = torch.empty(*problem.winners_shape, dtype=torch.float32, device=problem.device)
-    return _score(problem, soft_forward_plan(problem), given._replace(lse=lse)), lse
+        lse = torch.empty(*problem.argmax_shape, dtype=torch.float32, device=problem.device)
+    return _score(problem, soft_forward_plan(problem), inputs._replace(lse=lse)), lse
 
 
-def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:
-    """Scores [Nq, K] or [Nq, Nd], float32; winners of the chosen tokens are written into `winners`, if any.
+def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, argmax: Tensor | None) -> Tensor:
+    """Scores [Nq, K] or [Nq, Nd], float32; the argmax of the chosen tokens is written into `argmax`, if any.
 
     Tensors are as in `maxsim_forward`, with padded queries; packed documents are met by all of them. `query_tokens`
     [Nq, K or Nd, k], int32 or int64 with contiguous rows, holds positions of query tokens; what is no position chooses
     none. No size is 0, but packed documents may be empty.
     """
     plan = sparse_plan(problem, query_tokens.shape[2], shared=tensors.documents.dim() < 4)
-    given = _given(tensors, winners=winners)._replace(query_tokens=query_tokens)
-    return _score(problem, plan, _with_norms(problem, given))
+    inputs = _forward_tensors(tensors, argmax=argmax)._replace(query_tokens=query_tokens)
+    return _score(problem, plan, _with_norms(problem, inputs))
 
 
 def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
@@ -119,10 +119,10 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
         queries_scale = inverse_norms(queries)
     if kind.normalize:
         scales, offsets = divided_by_norms(tensors.documents, problem.document_strides, scales, offsets)
-    given = _given(tensors._replace(queries=queries))._replace(
+    inputs = _forward_tensors(tensors._replace(queries=queries))._replace(
         queries_scale=queries_scale, documents_scale=scales, documents_offset=offsets, values=values
     )
-    return _score(problem, plan, given)
+    return _score(problem, plan, inputs)
 
 
 class Codes(NamedTuple):
@@ -142,7 +142,7 @@ class Codes(NamedTuple):
 
 
 def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, [Nq, Nd] or [Nq, K], and winners, int32, [Nd, Nq * Lq] or [Nq * K, Lq], if the problem has them.
+    """Scores, float32, [Nq, Nd] or [Nq, K], and argmax, int32, [Nd, Nq * Lq] or [Nq * K, Lq], if the problem has them.
 
     Queries are padded [Nq, Lq, d] with contiguous rows. Where there are candidates, every query is a group of the
     problem, and `problem.n_documents` the number of its candidates. No dimension is 0, and a document may be empty.
@@ -151,51 +151,51 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
         embeddings, size = decompressed_embeddings(problem, codes, codes.nbits), problem.size
         kind = replaced(problem.kind, "quantize_queries", False)
         problem = problem._replace(kind=kind, document_strides=(0, 0, size), aligned=True)
-        if not problem.with_winners:
+        if not problem.with_argmax:
             # It bounds no document, and is the longest for which a program takes whole ones.
             problem = problem._replace(document_length=min(problem.document_length, LONGEST_WHOLE))
-        scores, winners = maxsim_forward(problem, tensors._replace(documents=embeddings))
-        return scores, None if winners is None else winners.int()
+        scores, argmax = maxsim_forward(problem, tensors._replace(documents=embeddings))
+        return scores, None if argmax is None else argmax.int()
     listed, (n_tokens, n_centroids) = codes.candidates is not None, (len(codes.codes), len(codes.centroids))
     met = problem.n_documents * n_tokens // (len(codes.cu_seqlens) - 1) if listed else n_tokens
     plan = residual_plan(problem, codes.nbits, n_centroids, met, listed)
-    winners = None
-    if problem.with_winners:
+    argmax = None
+    if problem.with_argmax:
         shape = problem.groups * problem.n_documents, problem.rows
-        winners = torch.empty(*shape, dtype=torch.int32, device=problem.device)
-    given = ForwardTensors(
+        argmax = torch.empty(*shape, dtype=torch.int32, device=problem.device)
+    inputs = ForwardTensors(
         tensors.queries, codes.residuals, tensors.queries_mask, documents_scale=codes.scales,
-        cu_seqlens=codes.cu_seqlens, candidates=codes.candidates, winners=winners, codes=codes.codes,
+        cu_seqlens=codes.cu_seqlens, candidates=codes.candidates, argmax=argmax, codes=codes.codes,
         centroids=codes.centroids, bucket_weights=codes.bucket_weights,
     )  # fmt: skip
     if plan.kernel == "short":
-        given = with_table(problem, plan, given)
-    return _score(problem, plan, given), winners
+        inputs = with_table(problem, plan, inputs)
+    return _score(problem, plan, inputs), argmax
 
 
-def _given(tensors: Tensors, offsets: Tensor | None = None, winners: Tensor | None = None) -> ForwardTensors:
+def _forward_tensors(tensors: Tensors, offsets: Tensor | None = None, argmax: Tensor | None = None) -> ForwardTensors:
     """What a call gives, with masked documents as lists of their active tokens."""
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     active, bounds = (None, None) if documents_mask is None else active_tokens(documents_mask)
     return ForwardTensors(
-        queries, documents, queries_mask, active, bounds, None, None, cu_seqlens, offsets, candidates, winners
+        queries, documents, queries_mask, active, bounds, None, None, cu_seqlens, offsets, candidates, argmax
     )
 
 
-def _with_norms(problem: Problem, given: ForwardTensors, norms: Norms | None = None) -> ForwardTensors:
+def _with_norms(problem: Problem, inputs: ForwardTensors, norms: Norms | None = None) -> ForwardTensors:
     if not problem.normalize:
-        return given
-    queries_scale, documents_scale = norms or norms_of(given.queries, given.documents)
-    return given._replace(queries_scale=queries_scale, documents_scale=documents_scale)
+        return inputs
+    queries_scale, documents_scale = norms or norms_of(inputs.queries, inputs.documents)
+    return inputs._replace(queries_scale=queries_scale, documents_scale=documents_scale)
 
 
-def _score(problem: Problem, plan: ForwardPlan, given: ForwardTensors) -> Tensor:
-    """The scores by the kernel of the plan, but for those of documents in pieces."""
+def _score(problem: Problem, plan: ForwardPlan, inputs: ForwardTensors) -> Tensor:
+    """The scores by the kernel of the plan, but for those of documents in segments."""
     # The only sum of a score is the score. (Sizes one by one, as a tuple takes the host twice as long.)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     score = _hopper() if plan.kernel == "hopper" else _PLAIN[plan.kernel]
-    score(problem, plan, given, sums)
+    score(problem, plan, inputs, sums)
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
 
 

@@ -15,8 +15,8 @@ from ..reductions import larger, max_along
 from ..tables import SUMMED_EMBEDDING as _SUMMED
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
-# A winner that no token has yet taken; larger than any token.
-NO_WINNER = tl.constexpr(2**31 - 1)
+# The argmax while no token is it yet; larger than any token.
+NO_ARGMAX = tl.constexpr(2**31 - 1)
 
 
 class ForwardTensors(NamedTuple):
@@ -37,10 +37,10 @@ class ForwardTensors(NamedTuple):
     offsets: Tensor | None = None
     # Boundaries of the packed documents of each query, or the numbers of documents [Nq, K].
     candidates: Tensor | None = None
-    winners: Tensor | None = None
-    # The best similarities of every piece [pieces, rows], and their winners.
-    pieces: Tensor | None = None
-    piece_winners: Tensor | None = None
+    argmax: Tensor | None = None
+    # The best similarities of every segment [segments, rows], and their argmax.
+    segments: Tensor | None = None
+    segment_argmax: Tensor | None = None
     # Where query rows are quantized to, [Nq, Lq, d], with their scales in `queries_scale`; offsets of affine documents.
     values: Tensor | None = None
     documents_offset: Tensor | None = None
@@ -93,12 +93,12 @@ def split_products(left_rows, right_rows, left_exists, right_exists, config: tl.
 
 
 @triton.jit
-def with_maxima(similarities, tokens, best, key, WITH_WINNERS: tl.constexpr):
+def with_maxima(similarities, tokens, best, key, WITH_ARGMAX: tl.constexpr):
     """Best similarities [rows], and the first tokens that attain them, with those of a tile [rows, tokens]."""
     tile_best = max_along(similarities, 1)
-    if WITH_WINNERS:
+    if WITH_ARGMAX:
         won = (similarities == tile_best[:, None]) | (similarities != similarities)
-        tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
+        tile_key = tl.min(tl.where(won, tokens[None, :], NO_ARGMAX), axis=1)
         # A later tile must be strictly better, or the first NaN.
         later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
         key = tl.where(later, tile_key, key)
@@ -106,17 +106,17 @@ def with_maxima(similarities, tokens, best, key, WITH_WINNERS: tl.constexpr):
 
 
 @triton.jit
-def winner_of(key, best):
+def argmax_of(key, best):
     """The winning token, -1 where no gradient flows because the best similarity is -inf."""
-    return tl.where((key == NO_WINNER) | (best == float("-inf")), -1, key)
+    return tl.where((key == NO_ARGMAX) | (best == float("-inf")), -1, key)
 
 
 @triton.jit
-def with_masked_zeros(best, winner, first_masked, document_length):
-    """Best similarities and winners after the masked tokens, from `first_masked` on, have taken part with a 0."""
-    zero_wins = (best < 0.0) | ((best == 0.0) & (first_masked < winner))
+def with_masked_zeros(best, argmax, first_masked, document_length):
+    """Best similarities and argmax after the masked tokens, from `first_masked` on, have taken part with a 0."""
+    zero_wins = (best < 0.0) | ((best == 0.0) & (first_masked < argmax))
     zero_wins = zero_wins & (first_masked < document_length)
-    return tl.where(zero_wins, 0.0, best), tl.where(zero_wins, -1, winner)
+    return tl.where(zero_wins, 0.0, best), tl.where(zero_wins, -1, argmax)
 
 
 @triton.jit

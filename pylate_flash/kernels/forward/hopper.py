@@ -62,7 +62,7 @@ _GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for
 @gluon.constexpr_function
 def _in_turn(config):
     """Whether parts start their products in turn: where what follows a product takes as long as it does."""
-    return config.with_winners or config.soft
+    return config.with_argmax or config.soft
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def _product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.const
     if IN_TURN:
         execute(_GIVE_TURN[(PART + PARTS // 2) % PARTS])
         # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.
-        # Without winners it is slower, 0.589 against 0.573.
+        # Without argmax it is slower, 0.589 against 0.573.
         async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
     else:
         mbarrier.arrive(empty.index(read), count=1)
@@ -136,14 +136,14 @@ def _product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.const
 
 @gluon.jit
 def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
-    """Multiply a part's query rows with every tile; leave sums (and winners, or lse) of every document of the run.
+    """Multiply a part's query rows with every tile; leave sums (and argmax, or lse) of every document of the run.
 
     Of smooth maxima, what is left after whole tiles always takes a product of `config.tail` columns, as a token that is
     repeated would count twice.
     """
     (
         queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        winners_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group, first, last,
+        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group, first, last,
         n_queries, query_length, padded_query_length, n_documents, document_length, empty_score, stride_query,
         stride_query_token,
     ) = arguments  # fmt: skip
@@ -200,9 +200,9 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents
 
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_lane)))[None, :]
-    # Finding winners takes the ALUs nearly as long as the products take the tensor cores, and so do exponentials. Parts
-    # that wait for their products at once leave one of the two idle. So a part and the one PARTS // 2 on multiply in
-    # turn, each when the product of the other has ended: given as soon as that is under way, a turn costs 4 % where
+    # Finding the argmax takes the ALUs nearly as long as the products take the tensor cores, and so do exponentials.
+    # Parts that wait for their products at once leave one of the two idle. So a part and the one PARTS // 2 on multiply
+    # in turn, each when the product of the other has ended: given as soon as that is under way, a turn costs 4 % where
     # documents have masks. Of four parts, another two fill what is left between the products. Maxima alone are over too
     # soon: 0.384 against 0.348; so are those of 8 bits, 0.281 against 0.263 with fp8 at 1 x 1000, 1024 x 1024.
     if _in_turn(config) and PART >= PARTS // 2:
@@ -220,7 +220,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         best = gl.full([ROWS, 4], float("-inf"), gl.float32, gl.SliceLayout(2, by_lane))
         if config.soft:
             total = gl.zeros([ROWS, 4], gl.float32, gl.SliceLayout(2, by_lane))
-        elif config.with_winners:
+        elif config.with_argmax:
             key = gl.full([ROWS, 4], 0, gl.int32, gl.SliceLayout(2, by_lane))
         # What is left after whole tiles takes a product of TAIL columns if it fits into one.
         in_tiles = length
@@ -230,7 +230,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             similarities, slot, phase = _product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
             if config.soft:
                 best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
-            elif config.with_winners:
+            elif config.with_argmax:
                 tile_best, column = first_maximum(similarities, ROWS)
                 tile_best = gl.convert_layout(tile_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
                 column = gl.convert_layout(column, gl.SliceLayout(2, by_lane), assert_trivial=True)
@@ -263,24 +263,24 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             row_best = gl.reduce(best, 1, larger)
             if queries_ptr.dtype.element_ty == gl.int8:
                 row_best = unscaled(row_best)
-        if config.with_winners:
+        if config.with_argmax:
             # Past the end, the last token was repeated.
             key = gl.minimum(key + 2 * lanes, length - 1)
-            winner = gl.reduce(gl.where(differ(best, row_best[:, None]), 0x7FFFFFFF, key), 1, _lower_of)
-            winner = gl.where(counted & (row_best != float("-inf")), winner, -1)
+            argmax = gl.reduce(gl.where(differ(best, row_best[:, None]), 0x7FFFFFFF, key), 1, _lower_of)
+            argmax = gl.where(counted & (row_best != float("-inf")), argmax, -1)
             if config.has_documents_mask:
-                chosen = gl.load(active_ptr + first_token + winner, mask=winner >= 0, other=0)
-                winner = gl.where(winner >= 0, chosen, -1)
+                chosen = gl.load(active_ptr + first_token + argmax, mask=argmax >= 0, other=0)
+                argmax = gl.where(argmax >= 0, chosen, -1)
         if config.zero_masked and not config.soft:
             first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
             masked_exists = first_masked < document_length
-            if config.with_winners:
-                earlier = (row_best == 0.0) & (first_masked < winner)
-                winner = gl.where(((row_best < 0.0) | earlier) & masked_exists, -1, winner)
+            if config.with_argmax:
+                earlier = (row_best == 0.0) & (first_masked < argmax)
+                argmax = gl.where(((row_best < 0.0) | earlier) & masked_exists, -1, argmax)
             row_best = gl.where((row_best < 0.0) & masked_exists, 0.0, row_best)
-        if config.with_winners:
-            winner_offset = flat_document * n_queries * query_length + group_row
-            gl.store(winners_ptr + winner_offset, winner.to(winners_ptr.dtype.element_ty), mask=row_exists)
+        if config.with_argmax:
+            argmax_offset = flat_document * n_queries * query_length + group_row
+            gl.store(argmax_ptr + argmax_offset, argmax.to(argmax_ptr.dtype.element_ty), mask=row_exists)
         if SCALED and not config.soft:
             row_best *= row_scale
         if config.weighted:
@@ -298,7 +298,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
 @kernel(follows=True, jit=gluon.jit)
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr, beta_ptr, lse_ptr,
+    cu_seqlens_ptr, offsets_ptr, sums_ptr, argmax_ptr, beta_ptr, lse_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: gl.constexpr,
@@ -347,13 +347,13 @@ def _hopper_kernel(
         mbarrier.init(empty.index(stage), count=PARTS * 128 if _in_turn(config) else PARTS)
 
     # Registers of a thread that copies, of the 280 of it and of one that multiplies. With 64 rows, tiles of 8 bits may
-    # be of long embeddings, of which a thread copies 16 pieces.
+    # be of long embeddings, of which a thread copies 16 parts.
     COPYING: gl.constexpr = 72 if dtype.primitive_bitwidth == 8 and config.tile.rows == 64 * PARTS else 56
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
     # two, turns constants into values.
     arguments = (
         queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        winners_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group,
+        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group,
         first, last, n_queries, query_length, padded_query_length, n_documents, document_length, empty_score,
         stride_query, stride_query_token,
     )  # fmt: skip
@@ -390,7 +390,7 @@ def score_hopper(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, s
     """As `stacked.score_stacked`."""
     _hopper_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
-        (*tensors[:9], sums, tensors.winners, tensors.beta, tensors.lse),
+        (*tensors[:9], sums, tensors.argmax, tensors.beta, tensors.lse),
         numbers_of(problem, plan),
         plan.strides,
         (plan.config,),

@@ -31,7 +31,6 @@ from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from .common import ForwardTensors
-from .cuts import documents_of_cut
 from .few_bits import (
     BITS_OF_SUM,
     four_bits,
@@ -44,6 +43,7 @@ from .few_bits import (
     values_size,
     words_of,
 )
+from .splits import documents_of_split
 
 _ROWS = tl.constexpr(32)
 _SUM = tl.constexpr(1.5 * 2**23)
@@ -189,8 +189,8 @@ def _short_kernel(
     first = index * run
     last = tl.minimum(first + run, n_documents)
     exists = True
-    if config.documents == "cut":
-        first, last = documents_of_cut(cu_seqlens_ptr, n_documents, index.to(tl.int64) * run, run)
+    if config.documents == "split":
+        first, last = documents_of_split(cu_seqlens_ptr, n_documents, index.to(tl.int64) * run, run)
     elif config.documents == "run":
         shift = query * next_group
     elif config.documents == "listed":

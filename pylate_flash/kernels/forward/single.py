@@ -16,15 +16,15 @@ from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..rows import inverse_norm
 from .common import (
-    NO_WINNER,
+    NO_ARGMAX,
     SUMMED_EMBEDDING,
     ForwardTensors,
+    argmax_of,
     document_range,
     load_padded,
-    winner_of,
     with_masked_zeros,
 )
-from .cuts import find_piece, owner_of
+from .splits import find_segment, owner_of
 
 # Positions of chosen tokens that a program compares its own with at once: so few that the comparisons take fewer
 # registers than the products do.
@@ -47,21 +47,21 @@ def _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, last):
 @kernel
 def _single_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr, query_tokens_ptr,
-    n_queries, query_length, n_documents, document_length, per_query, run, sums_stride, n_pieces, cut, whole,
+    cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, argmax_ptr, segments_ptr, keys_ptr, query_tokens_ptr,
+    n_queries, query_length, n_documents, document_length, per_query, run, sums_stride, n_segments, per_split, whole,
     n_chosen, chosen_stride_query, chosen_stride_document, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and winners.
+    """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and argmax.
 
     Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
     `candidates[i]` to `candidates[i + 1]` of the packed ones, in as many runs as `per_query` would take, which is a
     guess; otherwise those of its group.
     Under `chosen`, a run is one document, which (`shared`) the queries of neighbouring programs meet. Norms are known
     then, of which the kernel takes its own else, as every token is met once.
-    Under `in_pieces`, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
-    `whole` tokens, and the other programs leave those out.
+    Under `in_segments`, the first `n_segments` programs of the first axis take a segment each of the documents of more
+    than `whole` tokens, and the other programs leave those out.
     """
     EMBEDDING: tl.constexpr = config.size
     BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
@@ -75,8 +75,8 @@ def _single_kernel(
     strides = stride_group * config.document_unit, stride_document * config.document_unit, stride_document_token
     n_runs = tl.cdiv(per_query, run)
     program = tl.program_id(0)
-    if config.in_pieces:
-        program = tl.maximum(program - n_pieces, 0)
+    if config.in_segments:
+        program = tl.maximum(program - n_segments, 0)
     if config.shared:
         query = program % n_queries
         first = program // n_queries
@@ -93,14 +93,14 @@ def _single_kernel(
     else:
         sums_ptr += query.to(tl.int64) * n_documents
     last = tl.minimum(first + run, last)
-    if config.in_pieces:
-        piece = tl.program_id(0)
-        is_piece = piece < n_pieces
-        piece_first = n_pieces * 0
-        piece_length = piece_first
-        if is_piece:
-            first, piece_first, piece_length = find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole)
-            last = first + (piece_length > 0).to(tl.int32)
+    if config.in_segments:
+        segment = tl.program_id(0)
+        is_segment = segment < n_segments
+        segment_first = n_segments * 0
+        segment_length = segment_first
+        if is_segment:
+            first, segment_first, segment_length = find_segment(cu_seqlens_ptr, n_documents, segment, per_split, whole)
+            last = first + (segment_length > 0).to(tl.int32)
             if HAS_CANDIDATES:
                 query = owner_of(candidates_ptr, n_queries, first)
 
@@ -152,14 +152,14 @@ def _single_kernel(
             flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         if config.has_documents_mask:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        if config.in_pieces:
-            # A piece is a document here, and a document in pieces has no tokens.
+        if config.in_segments:
+            # A segment is a document here, and a document in segments has no tokens.
             is_whole = length <= whole
-            base += piece_first.to(tl.int64) * stride_document_token
-            length = tl.where(is_piece, piece_length, tl.where(is_whole, length, 0))
+            base += segment_first.to(tl.int64) * stride_document_token
+            length = tl.where(is_segment, segment_length, tl.where(is_whole, length, 0))
         best = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], float("-inf"), tl.float32)
-        if config.with_winners:
-            key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], NO_WINNER, tl.int32)
+        if config.with_argmax:
+            key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], NO_ARGMAX, tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
             if config.has_documents_mask:
@@ -196,35 +196,35 @@ def _single_kernel(
                 similarities *= tl.load(documents_scale_ptr + flat + tokens)[:, None]
             elif config.normalize:
                 similarities *= inverse_norm(squares)[:, None]
-            if config.with_winners:
+            if config.with_argmax:
                 later = (similarities > best) | ((similarities != similarities) & (best == best))
                 key = tl.where(later, tokens[:, None], key)
             best = larger(best, similarities)
 
         column_best = max_along(best, 0)
         counted = column_active & (length > 0)
-        winner = tl.full([BLOCK_COLUMNS], -1, tl.int32)
-        if config.with_winners:
+        argmax = tl.full([BLOCK_COLUMNS], -1, tl.int32)
+        if config.with_argmax:
             won = (best == column_best[None, :]) | (best != best)
-            column_key = tl.min(tl.where(won, key, NO_WINNER), axis=0)
-            winner = winner_of(column_key, column_best)
+            column_key = tl.min(tl.where(won, key, NO_ARGMAX), axis=0)
+            argmax = argmax_of(column_key, column_best)
         stored = column_exists
-        if config.in_pieces:
+        if config.in_segments:
             stored = column_exists & is_whole
-            piece_columns = piece.to(tl.int64) * tl.num_programs(1) * BLOCK_COLUMNS + columns
-            tl.store(pieces_ptr + piece_columns, column_best, mask=column_exists & is_piece)
-            if config.with_winners:
-                tl.store(keys_ptr + piece_columns, column_key, mask=column_exists & is_piece)
+            segment_columns = segment.to(tl.int64) * tl.num_programs(1) * BLOCK_COLUMNS + columns
+            tl.store(segments_ptr + segment_columns, column_best, mask=column_exists & is_segment)
+            if config.with_argmax:
+                tl.store(keys_ptr + segment_columns, column_key, mask=column_exists & is_segment)
         if config.zero_masked:
-            column_best, winner = with_masked_zeros(
-                column_best, winner, tl.load(bounds_ptr + 2 * flat_document + 1), document_length
+            column_best, argmax = with_masked_zeros(
+                column_best, argmax, tl.load(bounds_ptr + 2 * flat_document + 1), document_length
             )
-        if config.with_winners:
-            winner = tl.where(counted, winner, -1)
-            winners_row = flat_document * query_length + columns
+        if config.with_argmax:
+            argmax = tl.where(counted, argmax, -1)
+            argmax_row = flat_document * query_length + columns
             if config.shared:
-                winners_row = (flat_document * n_queries + query) * query_length + columns
-            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
+                argmax_row = (flat_document * n_queries + query) * query_length + columns
+            tl.store(argmax_ptr + argmax_row, argmax.to(argmax_ptr.dtype.element_ty), mask=stored)
         if config.normalize:
             column_best *= column_scale
         if config.weighted:
@@ -233,7 +233,7 @@ def _single_kernel(
         if config.packed or config.has_documents_mask:
             # One of the sums of a query is the score of an empty document; the others add nothing to it.
             total = tl.where(length > 0, total, tl.where(tl.program_id(1) == 0, empty_score, 0.0))
-        if config.in_pieces:
+        if config.in_segments:
             tl.store(sums_ptr + document, total, mask=is_whole)
         else:
             tl.store(sums_ptr + document, total)
@@ -241,16 +241,16 @@ def _single_kernel(
 
 def score_single(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
     """Leave the sums [n_sums, scores] of every score."""
-    n_pieces = 2 * plan.cuts.number if plan.in_pieces else 0
+    n_segments = 2 * plan.splits.number if plan.in_segments else 0
     n_scores = problem.n_documents if problem.has_candidates else problem.n_queries * problem.n_documents
     chosen = tensors.query_tokens
     described = (0, 0, 0) if chosen is None else (chosen.shape[2], *chosen.stride()[:2])
     _single_kernel(
-        (n_pieces + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
-        (*tensors[:10], sums, tensors.winners, tensors.pieces, tensors.piece_winners, chosen),
+        (n_segments + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
+        (*tensors[:10], sums, tensors.argmax, tensors.segments, tensors.segment_argmax, chosen),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, plan.per_query,
-            plan.run, n_scores, n_pieces, plan.cuts.cut, plan.cuts.whole, *described, problem.empty_score,
+            plan.run, n_scores, n_segments, plan.splits.per_split, plan.splits.whole, *described, problem.empty_score,
         ),
         plan.strides, (plan.config,), plan.config.warps,
     )  # fmt: skip

@@ -31,18 +31,18 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, add_exponentials, log_sums
 from .codes import decompressed
 from .common import (
-    NO_WINNER,
+    NO_ARGMAX,
     SUMMED_EMBEDDING,
     ForwardTensors,
+    argmax_of,
     document_range,
     load_padded,
     numbers_of,
-    winner_of,
     with_masked_zeros,
     with_maxima,
 )
-from .cuts import document_position, documents_of_cut, reaches_into, tokens_of_piece
 from .quantized_rows import leave_values
+from .splits import document_position, documents_of_split, reaches_into, tokens_of_segment
 
 # Values of affine documents are 0 to 255, and tensor cores multiply signed integers: 128 is taken from the values, and
 # its product with the scale added to the offset.
@@ -78,20 +78,20 @@ def _token_tile(
 @kernel
 def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, argmax_ptr, segments_ptr, keys_ptr,
     values_ptr, documents_offset_ptr, codes_ptr, centroids_ptr, weights_ptr, beta_ptr, lse_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score, whole,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and winners [G, K, rows].
+    """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and argmax [G, K, rows].
 
     `n_queries` counts the queries of one group of the layout. Programs that run together differ in their row block
     first, so they read the same documents, out of L2. `documents` says which ones are a program's: a "run" of those of
-    its group; of packed ones a "cut" (`kernels.forward.cuts`), whose size is `run`; a share of the "candidates"
+    its group; of packed ones a "split" (`kernels.forward.splits`), whose size is `run`; a share of the "candidates"
     [candidates[group], candidates[group + 1]) of its group, of which there are one for each query; or a run of
     `n_documents` that are "listed" for each group by their numbers, -1 for none. Of candidates, sums are
-    [groups per query, Nd]. Under `in_pieces`, documents of more than `whole` tokens are in pieces.
+    [groups per query, Nd]. Under `in_segments`, documents of more than `whole` tokens are in segments.
     """
     EMBEDDING: tl.constexpr = config.size
     BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
@@ -110,9 +110,9 @@ def _stacked_kernel(
     row_block = tl.program_id(0) % n_row_blocks
     run_index = (tl.program_id(0) // n_row_blocks) % n_runs
     group = tl.program_id(0) // (n_row_blocks * n_runs)
-    if config.documents == "cut":
-        cut_start = run_index.to(tl.int64) * run
-        first, last = documents_of_cut(cu_seqlens_ptr, n_documents, cut_start, run)
+    if config.documents == "split":
+        split_start = run_index.to(tl.int64) * run
+        first, last = documents_of_split(cu_seqlens_ptr, n_documents, split_start, run)
     elif config.documents == "candidates":
         first = tl.load(candidates_ptr + group).to(tl.int32)
         last = tl.load(candidates_ptr + group + 1).to(tl.int32)
@@ -122,9 +122,9 @@ def _stacked_kernel(
     else:
         first = run_index * run
         last = tl.minimum(first + run, n_documents)
-    if config.in_pieces:
+    if config.in_segments:
         first_whole = first
-        first -= reaches_into(cu_seqlens_ptr, first - 1, cut_start, whole)
+        first -= reaches_into(cu_seqlens_ptr, first - 1, split_start, whole)
 
     if config.quantize_rows:
         leave_values(
@@ -195,14 +195,14 @@ def _stacked_kernel(
             length = tl.where(listed < 0, 0, length)
         if config.has_documents_mask:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        if config.in_pieces:
-            # From here on, a piece is a document.
-            first_token, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, run, whole)
+        if config.in_segments:
+            # From here on, a segment is a document.
+            first_token, length = tokens_of_segment(cu_seqlens_ptr, document, split_start, run, whole)
             base += first_token.to(tl.int64) * stride_document_token
             flat += first_token
         # Under `soft`, the largest exponent so far, and the sum of exponentials relative to it.
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
+        key = tl.full([BLOCK_ROWS], NO_ARGMAX, tl.int32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             positions = start + tl.arange(0, BLOCK_TOKENS)
@@ -253,19 +253,19 @@ def _stacked_kernel(
                 similarities = tl.where((positions < length)[None, :], similarities, float("-inf"))
                 best, total = add_exponentials(similarities, row_factor, best, total)
             else:
-                best, key = with_maxima(similarities, tokens, best, key, config.with_winners)
+                best, key = with_maxima(similarities, tokens, best, key, config.with_argmax)
 
         stored = row_exists
-        if config.in_pieces:
+        if config.in_segments:
             # Looked up again, as the loop has no registers to keep it in.
             is_whole = document_position(cu_seqlens_ptr, document)[1] <= whole
             stored = row_exists & is_whole
             if is_whole == 0:
                 slot = 2 * run_index + (document >= first_whole).to(tl.int32)
-                piece_row = (slot * n_row_blocks + row_block).to(tl.int64) * BLOCK_ROWS
-                tl.store(pieces_ptr + piece_row + tl.arange(0, BLOCK_ROWS), best)
-                if config.with_winners:
-                    tl.store(keys_ptr + piece_row + tl.arange(0, BLOCK_ROWS), key)
+                segment_row = (slot * n_row_blocks + row_block).to(tl.int64) * BLOCK_ROWS
+                tl.store(segments_ptr + segment_row + tl.arange(0, BLOCK_ROWS), best)
+                if config.with_argmax:
+                    tl.store(keys_ptr + segment_row + tl.arange(0, BLOCK_ROWS), key)
         counted = row_active & (length > 0)
         flat_row = flat_document * n_queries * query_length + query.to(tl.int64) * query_length + token
         if config.soft:
@@ -274,13 +274,13 @@ def _stacked_kernel(
                 tl.store(lse_ptr + flat_row, lse, mask=row_exists)
             best = lse / beta
         else:
-            winner = winner_of(key, best)
+            argmax = argmax_of(key, best)
             if config.zero_masked:
                 first_masked = tl.load(bounds_ptr + 2 * flat_document + 1)
-                best, winner = with_masked_zeros(best, winner, first_masked, document_length)
-            if config.with_winners:
-                winner = tl.where(counted, winner, -1)
-                tl.store(winners_ptr + flat_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
+                best, argmax = with_masked_zeros(best, argmax, first_masked, document_length)
+            if config.with_argmax:
+                argmax = tl.where(counted, argmax, -1)
+                tl.store(argmax_ptr + flat_row, argmax.to(argmax_ptr.dtype.element_ty), mask=stored)
             if config.scale_rows:
                 best *= row_scale
         if config.weighted:
@@ -297,7 +297,7 @@ def _stacked_kernel(
             sums_row = group * n_queries * groups_per_query + sum_row
         sums_offset = sums_row.to(tl.int64) * n_documents + place
         sum_exists = sum_row < n_queries * groups_per_query
-        if config.in_pieces:
+        if config.in_segments:
             sum_exists = sum_exists & is_whole
         tl.store(sums_ptr + sums_offset, sums, mask=sum_exists)
 
@@ -307,7 +307,7 @@ def score_stacked(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, 
     _stacked_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (*tensors[:10], sums, *tensors[10:20]),
-        (*numbers_of(problem, plan), plan.cuts.whole),
+        (*numbers_of(problem, plan), plan.splits.whole),
         plan.strides,
         (plan.config,),
         plan.config.warps,

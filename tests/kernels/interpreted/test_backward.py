@@ -174,7 +174,7 @@ def test_strides(way: str) -> None:
     queries = problem.queries.transpose(0, 1).contiguous().transpose(0, 1)
     documents = problem.documents.transpose(1, 2).contiguous().transpose(1, 2)
     grad_scores = problem.grad_scores.t().contiguous().t()
-    strided = Case(grad_scores, queries, documents, problem.winners)
+    strided = Case(grad_scores, queries, documents, problem.argmax)
     assert all(torch.equal(a, b) for a, b in zip(strided.run(way), expected, strict=True))
 
 
@@ -182,7 +182,7 @@ def test_strides(way: str) -> None:
 def test_not_a_number_stays_where_it_belongs(way: str) -> None:
     """In a query row, a document token and a score: only what they meet becomes NaN."""
     problem = dense((3, 4), (1, 2, 6), 8, "uniform")
-    problem.winners[:] = torch.arange(12) % 5
+    problem.argmax[:] = torch.arange(12) % 5
     problem.queries[0, 1, 2] = torch.nan
     problem.queries[2, 3, 0] = torch.inf
     problem.documents[0, 1, 3, 4] = torch.nan
@@ -205,8 +205,8 @@ def test_a_masked_token_that_is_not_a_number_gets_no_gradient(n_queries: int, wa
         packed((n_queries, 4), [6, 6, 6, 6], 8, "uniform", normalize=True),
         weighted(dense((n_queries, 4), (1, 5, 6), 8, "uniform", True)),
     ):
-        case.winners[case.winners == 2] = 3
-        case.winners.view(-1, n_queries, 4)[:, :, 1] = -1
+        case.argmax[case.argmax == 2] = 3
+        case.argmax.view(-1, n_queries, 4)[:, :, 1] = -1
         expected = case.run(way)
         case.queries[:, 1] = torch.nan
         tokens = case.documents.view(-1, 6, 8)
@@ -223,7 +223,7 @@ def test_a_masked_token_that_is_not_a_number_gets_no_gradient(n_queries: int, wa
 @pytest.mark.parametrize("way", WAYS)
 def test_not_a_number_in_scores_reaches_all_that_chose(way: str) -> None:
     case = dense((2, 3), (1, 2, 4), 8, "uniform", True)
-    case.winners[:] = 1
+    case.argmax[:] = 1
     case.grad_scores[:] = torch.nan
     of_queries, of_documents = case.run(way)
     assert of_queries.isnan().all()
@@ -277,7 +277,7 @@ def test_gradients_lend_their_memory(
 def test_every_sum_has_the_error_of_its_own_rows() -> None:
     """A token of few and small rows keeps its precision beside one of many large ones."""
     problem = dense((6, 8), (1, 1, 4), 8, "one token")
-    problem.winners[..., 0] = 0
+    problem.argmax[..., 0] = 0
     problem.queries[0, 0] *= 1e-4
     for way in WAYS:
         (_, found), (_, expected) = problem.run(way), problem.expected()

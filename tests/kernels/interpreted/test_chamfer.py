@@ -43,7 +43,7 @@ def test_packed_sets_are_masked_ones(case: tuple) -> None:
     check_packed(*case, "triton")
 
 
-def winners(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor, ...]:
+def argmax(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor, ...]:
     return compute_chamfer(sets, ChamferOptions(0, 0, metric, "mean", 0.0, implementation))
 
 
@@ -63,8 +63,8 @@ def test_the_same_points_win_in_all_tiles(size: int, metric: str, monkeypatch: p
     assert found_plan.n_shares > 1
     assert found_plan.row_blocks == 3
     assert found_plan.split is (size == 300)
-    scores, *found = winners(sets, metric, "triton")
-    expected, *right = winners(sets, metric, "blocked")
+    scores, *found = argmax(sets, metric, "triton")
+    expected, *right = argmax(sets, metric, "blocked")
     torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(found[0], right[0])
     assert torch.equal(found[1], right[1])
@@ -76,22 +76,22 @@ def test_nan_wins_where_it_is(size: int, metric: str) -> None:
     """In tiles of which it is neither the first row nor the first column; the first of several."""
     x, y = torch.randn(2, 35, size), torch.randn(2, 100, size)
     y[0, 75, 1] = y[0, 90, 0] = x[1, 21] = torch.nan
-    scores, *found = winners(Sets(x, y), metric, "triton")
+    scores, *found = argmax(Sets(x, y), metric, "triton")
     assert scores.isnan().all()
     assert (found[0][0] == 75).all()
     assert (found[1][1] == 21).all()
     assert found[1][0, 75] == found[0][1, 21] == 0
-    _, *right = winners(Sets(x, y), metric, "blocked")
+    _, *right = argmax(Sets(x, y), metric, "blocked")
     assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
 
 
 def test_what_is_infinitely_far_wins_nothing() -> None:
     x, y = torch.randn(1, 3, 2), torch.randn(1, 4, 2)
     y[0, 2, 0] = torch.inf
-    scores, x_winners, y_winners = winners(Sets(x, y), "sqeuclidean", "triton")
+    scores, x_argmax, y_argmax = argmax(Sets(x, y), "sqeuclidean", "triton")
     assert scores.item() == torch.inf
-    assert (y_winners == -1).tolist() == [[False, False, True, False]]
-    assert (x_winners >= 0).all()
+    assert (y_argmax == -1).tolist() == [[False, False, True, False]]
+    assert (x_argmax >= 0).all()
 
 
 def test_a_point_that_many_chose() -> None:

@@ -173,14 +173,14 @@ def test_varlen_gradients(case: tuple) -> None:
 
 
 @pytest.fixture
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of more than 70 tokens are cut into pieces of at most 70."""
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of more than 70 tokens are split into segments of at most 70."""
 
-    def cuts(problem: Problem, *_: int, **__: int) -> plan.Cuts:
+    def splits(problem: Problem, *_: int, **__: int) -> plan.Splits:
         work = problem.n_tokens + problem.n_documents * tables.DOCUMENT_COST
-        return plan.Cuts(70, 70, -(-work // 70))
+        return plan.Splits(70, 70, -(-work // 70))
 
-    monkeypatch.setattr(plan, "cuts_of", cuts)
+    monkeypatch.setattr(plan, "splits_of", splits)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([2, 0, 1], [0, 2, 3, 7], True),
     ],
 )
-def test_long_documents_in_pieces(query_lengths, candidates, normalize: bool, small_cuts: None) -> None:
-    """Documents of one, two and many pieces, and empty ones between them."""
+def test_long_documents_in_segments(query_lengths, candidates, normalize: bool, small_splits: None) -> None:
+    """Documents of one, two and many segments, and empty ones between them."""
     torch.manual_seed(0)
     lengths = [71, 0, 30, 220, 0, 6, 141]
     # Small integers: a tie is exact whatever the order in which numpy sums a product.
@@ -207,18 +207,18 @@ def test_long_documents_in_pieces(query_lengths, candidates, normalize: bool, sm
     longest = max(query_lengths), 220
     tensors = Tensors(queries, documents, None, None, queries_bounds, documents_bounds, candidates)
     options = Options(*longest, 4, normalize, empty_score=-5.0)
-    scores, winners = compute(tensors, options._replace(implementation="triton"), True)
-    expected, expected_winners = compute(tensors, options._replace(implementation="blocked"), True)
+    scores, argmax = compute(tensors, options._replace(implementation="triton"), True)
+    expected, expected_argmax = compute(tensors, options._replace(implementation="blocked"), True)
     torch.testing.assert_close(scores, expected, equal_nan=True)
     assert scores.isnan().any()
     if not normalize:
-        assert torch.equal(winners, expected_winners)
-    without_winners, _ = compute(tensors, options._replace(implementation="triton"), False)
-    assert torch.equal(without_winners.nan_to_num(), scores.nan_to_num())
+        assert torch.equal(argmax, expected_argmax)
+    without_argmax, _ = compute(tensors, options._replace(implementation="triton"), False)
+    assert torch.equal(without_argmax.nan_to_num(), scores.nan_to_num())
 
 
 @pytest.mark.parametrize("n_documents", [1, 256, 257])
-def test_programs_walk_each_document_once(n_documents: int, small_cuts: None) -> None:
+def test_programs_walk_each_document_once(n_documents: int, small_splits: None) -> None:
     """Whatever the number of entries that a search narrows down, and however many documents are empty."""
     lengths = torch.randint(0, 3, (n_documents,), generator=torch.Generator().manual_seed(0))
     lengths[n_documents // 2 :] = 0
@@ -281,7 +281,7 @@ def test_autocast_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.float16):
         scores = kernel(queries, documents)
         assert len(launched) == 1
-        # These are not one piece of memory.
+        # These are not one stretch of memory.
         strided = kernel(queries, documents.transpose(0, 1).contiguous().transpose(0, 1))
     assert len(launched) == 1
     expected = kernel(queries.half(), documents.half())

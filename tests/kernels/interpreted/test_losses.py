@@ -87,9 +87,9 @@ def check_step(case: LossCase) -> None:
 @pytest.mark.parametrize(
     ("queries", "documents", "lists", "loss_reduction"),
     [
-        ((5, 4, 8), (7, 6, 8), False, "mean"),  # winners compared with each other
+        ((5, 4, 8), (7, 6, 8), False, "mean"),  # entries of the argmax compared with each other
         ((5, 4, 8), (7, 6, 8), False, "sum"),
-        ((6, 16, 8), (8, 6, 8), True, "mean"),  # lists of winners, in the memory of the gradients or not
+        ((6, 16, 8), (8, 6, 8), True, "mean"),  # lists of the argmax, in the memory of the gradients or not
         ((6, 16, 64), (8, 24, 64), True, "mean"),
         ((3, 4, 8), (3, 5, 6, 8), False, "mean"),
         ((2, 140, 8), (2, 3, 6, 8), True, "sum"),  # several sums for a query, one after the other
@@ -123,7 +123,7 @@ def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dty
     case = problem(loss, (5, 4, 8), documents, False, "queries documents", scoring, **options)
     embeddings = (tensor.to(dtype) for tensor in case.case.tensors)
     case = replace(case, case=Case(*embeddings, *list(case.case.keywords.values())[:2], scoring), packed=packed)
-    # What a score takes: itself, its gradient, the sums of its tokens, and their winners with their lists.
+    # What a score takes: itself, its gradient, the sums of its tokens, and their argmax with its lists.
     found = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 4 + 4 * 3))
     check_results(found, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
 

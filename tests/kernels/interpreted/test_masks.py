@@ -69,15 +69,15 @@ def test_empty_score(padded: tuple, masking: str, reduction: str) -> None:
 @pytest.mark.parametrize(
     ("query_lengths", "candidates"), [([5], None), ([3, 0, 20], None), ([4, 4], None), ([3, 70, 1], [0, 2, 2, 5])]
 )
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, reduction: str, monkeypatch) -> None:
-    if in_pieces:
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_packed(in_segments: bool, query_lengths, candidates, normalize: bool, reduction: str, monkeypatch) -> None:
+    if in_segments:
 
-        def cuts(problem: Problem, *_: int, **__: int) -> plan.Cuts:
+        def splits(problem: Problem, *_: int, **__: int) -> plan.Splits:
             work = problem.n_tokens + problem.n_documents * tables.DOCUMENT_COST
-            return plan.Cuts(70, 70, -(-work // 70))
+            return plan.Splits(70, 70, -(-work // 70))
 
-        monkeypatch.setattr(plan, "cuts_of", cuts)
+        monkeypatch.setattr(plan, "splits_of", splits)
     generator = torch.Generator().manual_seed(0)
     queries, documents = (
         pack([torch.randn(n, 8, generator=generator) for n in sizes]) for sizes in (query_lengths, [71, 0, 30, 150, 0])
@@ -86,4 +86,4 @@ def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, red
     owned = None if candidates is None else torch.tensor(candidates)
     options = {"candidates_cu_seqlens": owned, "normalize": normalize, "reduction": reduction}
     function = partial(maxsim_varlen, implementation="triton")
-    assert check_packed(function, arguments, options, rtol=2e-6, atol=1e-5).in_pieces == in_pieces
+    assert check_packed(function, arguments, options, rtol=2e-6, atol=1e-5).in_segments == in_segments

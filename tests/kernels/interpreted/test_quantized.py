@@ -73,7 +73,7 @@ def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: p
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
     monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
     monkeypatch.setattr(tables, "SHORT_QUANTIZED_TOKENS", 0)
-    monkeypatch.setattr(tables, "SMALLEST_CUT", 64)
+    monkeypatch.setattr(tables, "SMALLEST_SPLIT", 64)
     torch.manual_seed(0)
     queries, lengths = torch.randn(n_queries, 11, size), torch.tensor([0, 5, 40, 0, 33, 64, 1, 20, 0])
     options = {"normalize": True, "queries_mask": torch.rand(n_queries, 11)}

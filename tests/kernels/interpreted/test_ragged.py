@@ -23,9 +23,9 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     compute = ragged.compute
 
-    def noted(tensors, options, with_winners, offsets):
+    def noted(tensors, options, with_argmax, offsets):
         found.append(offsets.unit)
-        return compute(tensors, options, with_winners, offsets)
+        return compute(tensors, options, with_argmax, offsets)
 
     monkeypatch.setattr(ragged, "compute", noted)
     return found
@@ -77,8 +77,8 @@ def expected_of(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> t
 
 
 @pytest.mark.parametrize("n_queries", [1, 3])
-def test_a_document_in_pieces(n_queries: int, units: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "SMALLEST_CUT", 128)
+def test_a_document_in_segments(n_queries: int, units: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "SMALLEST_SPLIT", 128)
     monkeypatch.setattr(tables, "LONGEST_WHOLE", 100)
     queries, documents = sequences(*[40] * n_queries), apart(sequences(3, 700, 0, 90, 120), 0)
     found = maxsim_ragged(queries, documents, implementation="triton")

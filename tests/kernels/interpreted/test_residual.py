@@ -111,7 +111,7 @@ def test_short_queries_in_8_bits(
     """Documents that end anywhere in a step, several in one, none, and candidates; by several programs."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
     monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
-    monkeypatch.setattr(tables, "SMALLEST_CUT", 64)
+    monkeypatch.setattr(tables, "SMALLEST_SPLIT", 64)
     torch.manual_seed(0)
     documents = residual_codes([0, 5, 40, 0, 16, 33, 64, 1, 20, 0], shape[-1], nbits)
     queries = torch.nn.functional.normalize(torch.randn(shape), dim=-1).to(dtype)

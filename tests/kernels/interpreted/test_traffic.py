@@ -70,13 +70,13 @@ def test_the_backward(skewed: bool, counted: Counted, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
     random = torch.Generator().manual_seed(0)
     queries, documents = (torch.randn(*shape, generator=random).bfloat16() for shape in ((5, 8, 16), (3, 13, 16)))
-    winners = torch.randint(0, 13, (3, 40), generator=random, dtype=torch.int16)
+    argmax = torch.randint(0, 13, (3, 40), generator=random, dtype=torch.int16)
     if skewed:
-        winners[torch.rand(winners.shape, generator=random) < 0.9] = 4
+        argmax[torch.rand(argmax.shape, generator=random) < 0.9] = 4
     tensors = Tensors(queries, documents)
     grad_scores = torch.randn(5, 3, generator=random)
-    maxsim_backward(problem_of(tensors, Options(), True), tensors, grad_scores, winners, True, True)
-    expected = traffic.expected(problem_of(tensors, Options(), True), winners)
+    maxsim_backward(problem_of(tensors, Options(), True), tensors, grad_scores, argmax, True, True)
+    expected = traffic.expected(problem_of(tensors, Options(), True), argmax)
     del expected["_hopper_kernel"]
     for kernel in expected.keys() - {"_sum_kernel"}:
         assert counted.traffic(kernel) == expected[kernel], kernel
