@@ -47,7 +47,7 @@ __all__ = ["EMPTY_SCORE", "Flat", "IndexInfo", "ModelRecord"]
 SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
 
 
-class Flat(Recorded, Base):
+class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which every caller takes, not nested lists
     """Exact MaxSim search over all documents, as they are kept: no clustering, no candidates missed.
 
     Embeddings are kept packed (no padding) in flat files on the disk; see `pylate_flash.index` for the
@@ -74,7 +74,8 @@ class Flat(Recorded, Base):
         each element. Then this package's scorer quantizes queries as well, as `maxsim_varlen` does, and those of other
         packages score what was kept, dequantized. Or as residual codes, as in PLAID, of 4 or 2 bits for each element
         and 8 bytes: "residual4" or "residual2", whose scores are those of `maxsim_residual`. Their codec is trained by
-        `train_codec`, or else on the first addition.
+        `train_codec`, or else on the first addition. What is kept in fewer bits may be kept in 16 as well, on the disk
+        or in memory of the CPU, from where `rescore` reads it: "residual4+bfloat16", "int8+float16" and so on.
     scorer
         "pylate_flash" (or "auto"): this package's kernels. For comparison, with equal scores up to rounding: PyLate's
         "torch", "flash" or "lik"; without PyLate, "torch" is `util.maxsim` of sentence-transformers.
@@ -139,6 +140,7 @@ class Flat(Recorded, Base):
         place = None if index_folder is None else Path(index_folder) / index_name
         self._store = PackedStore(place, dtype=dtype, override=override, device=self.device)
         ranks = None if group is None else Ranks(group)
+        self._again: Search | None = None
         self._search = Search(self._store, self.device, checked_memory(device_memory), self._linear(layer), ranks)
 
     def _linear(self, layer: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None] | None:
@@ -366,6 +368,7 @@ class Flat(Recorded, Base):
         subset: Sequence[Sequence[str]] | Sequence[str] | None = None,
         matches: bool = False,
         where: Where | None = None,
+        rescore: int | None = None,
     ) -> list[list[SearchResult]]:
         """Return the `k` best documents of every query.
 
@@ -385,6 +388,9 @@ class Flat(Recorded, Base):
             "year >= 2020 and lang = 'en'", or with parameters ("year >= ?", [2020]). It may come from a stranger: it
             reads metadata and calls plain functions, such as `lower` and `date`, and ends after ten seconds. A document
             without a key has NULL there. Documents that another process has removed meanwhile are left out.
+        rescore
+            Score so many of the best of each query, at least `k`, once more by what is kept in 16 bits beside fewer,
+            and return the best of these, with the new scores.
 
         Returns
         -------
@@ -400,27 +406,33 @@ class Flat(Recorded, Base):
             If queries are not of a floating dtype, or `subset` or `where` is neither of its forms.
         ValueError
             If the index is empty, `k` is less than 1, an embedding size differs from the index's, a query holds NaN or
-            infinite values, there are not as many subsets as queries, `where` is no expression over metadata, a file of
+            infinite values, there are not as many subsets as queries, `rescore` is less than `k` or the index does not
+            keep 16 bits beside fewer, `where` is no expression over metadata, a file of
             the index has been truncated or holds other values than were written, or a score is not finite, as where
             products of embeddings overflow.
         RuntimeError
             If another process of the group could not search.
         """
         if self._search.ranks is None:
-            asked = self._asked(queries_embeddings, k, subset, matches, where)
+            asked = self._asked(queries_embeddings, k, subset, matches, where, rescore)
         else:
             asked = self._search.ranks.agreed(
-                lambda: self._asked(queries_embeddings, k, subset, matches, where, on_host=True)
+                lambda: self._asked(queries_embeddings, k, subset, matches, where, rescore, on_host=True)
             )
         if asked is None:
             return []
-        queries = asked["queries"]
-        search, scorer, matches = self._search, self._search.scorer(self.scorer), asked.pop("matches")
+        queries, search, scorer = asked["queries"], self._search, self._search.scorer(self.scorer)
+        matches, rescore, k = asked.pop("matches"), asked.pop("rescore"), asked["k"]
+        asked["k"] = rescore or k
         results: list[list[SearchResult]] = []
         with torch.no_grad():
             found: Iterable[Hits] = search.found(scorer=scorer, show_progress=self.show_progress, **asked)
             if search.ranks is not None:
                 found = [search.ranks.merged(found, asked["k"])]
+            if rescore is not None:
+                search = self._again = self._again or Search(self._store, self.device, 0, None, beside=True)
+                scorer = search.scorer(self.scorer)
+                found = search.again(queries, k, scorer, found)
             for some in found:
                 asking = queries[len(results) : len(results) + len(some.scores)]
                 results += search.results(some, asking, scorer, matches)
@@ -436,6 +448,7 @@ class Flat(Recorded, Base):
         subset: Any,
         matches: bool,
         where: Where | None,
+        rescore: int | None,
         on_host: bool = False,
     ) -> dict[str, Any] | None:
         """What is searched for, checked; None if nothing is."""
@@ -444,6 +457,14 @@ class Flat(Recorded, Base):
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
         if not isinstance(matches, bool):
             raise TypeError(f"matches must be True or False, got {matches!r:.100}")
+        if rescore is not None:
+            if isinstance(rescore, bool) or not isinstance(rescore, (int, np.integer)) or rescore < k:
+                raise ValueError(f"rescore must be an integer of at least k = {k}, got {rescore!r:.100}")
+            if self._store.layout.beside is None:
+                raise ValueError(
+                    f"rescore: the index in {self.index_path} keeps {self._store.layout.kept_as!r} alone; one of "
+                    f'"residual4+bfloat16", for example, keeps what is scored again'
+                )
         if not len(self):
             raise ValueError(f"the index in {self.index_path} is empty: add documents before searching")
         shared, subsets = subsets_of(subset, len(queries))
@@ -459,41 +480,7 @@ class Flat(Recorded, Base):
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
         device = torch.device("cpu") if on_host else self.device
         packed = checked_queries(queries, size, self.index_path, device, self._store.layout.asked)
-        return {"queries": packed, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches}
-
-    def get_documents_embeddings(  # type: ignore[override]  # tensors, which every caller takes, not nested lists
-        self, documents_ids: Sequence[Sequence[str]]
-    ) -> list[list[Tensor]]:
-        """Return the embeddings of documents, as `rank.rerank` takes them.
-
-        Parameters
-        ----------
-        documents_ids
-            Lists of ids of documents in the index, for example one list per query.
-
-        Returns
-        -------
-        list[list[Tensor]]
-            For every id a float32 tensor [L_i, d] on the CPU, projected and normalised if the index has a projection.
-
-        Raises
-        ------
-        TypeError
-            If an id is not a string.
-        ValueError
-            If an id is not in the index.
-        """
-        found, scorer = [], self._search.scorer(self.scorer)
-        for i, ids in enumerate(documents_ids):
-            positions = self._positions(f"documents_ids[{i}]", ids_of(f"documents_ids[{i}]", ids))
-            device = torch.device("cpu") if self.projection is None else self.device
-            read = (self._store.read(positions[j : j + 1]).to(device) for j in range(len(positions)))
-            found.append([scorer.embeddings(rows).to("cpu", torch.float32) for rows in read])
-        return found
-
-    def _positions(self, name: str, ids: list[str]) -> np.ndarray:
-        positions = self._store.positions_of(ids)
-        if (positions < 0).any():
-            unknown = ids[int(np.argmin(positions))]
-            raise ValueError(f"{name}: {unknown!r:.100} is not in the index in {self.index_path}")
-        return positions
+        return {
+            "queries": packed, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches,
+            "rescore": rescore,
+        }  # fmt: skip

@@ -49,7 +49,7 @@ def test_it_does_what_one_on_the_disk_does(tmp_path: Path, dtype: str, monkeypat
         assert answers(indexes[0]) == answers(indexes[1])
     assert os.listdir(tmp_path) == ["there"]
     assert indexes[0].info().bytes == sum(len(document) for document in documents_of([0, 1, 2, 5, 4], 24)) * (
-        indexes[0]._store.layout.nbytes
+        indexes[0]._store.layout.all_nbytes
     )
 
 

@@ -109,7 +109,8 @@ class Change:
         numbers = np.concatenate([part.numbers[some] for part, some in zip(parts, places, strict=True)])
         lengths = np.concatenate([part.lengths[some] for part, some in zip(parts, places, strict=True)])
         ids = [id_ for part, some in zip(parts, places, strict=True) for id_ in part.ids.some(some).to_list()]
-        live = (rows for part in parts for rows in _live_rows(part))
+        all_rows = [*parts, *(beside for part in parts if (beside := part.beside))]
+        live = (rows for part in all_rows for rows in _live_rows(part))
         place = self._write(parts[0].layout, live, int(lengths.sum()))
         self._replace(parts, [Part.of(parts[0].layout, numbers, ids, lengths, **place)])
 
@@ -153,16 +154,15 @@ class Change:
         self._connection.execute(_INSERT, part.to_row())
 
     def _write(self, layout: Layout, rows: Iterable[Held], count: int) -> dict[str, Any]:
-        """Append so many rows to the segment of the last part, or to a new one if it is full; where they are."""
+        """Append so many rows to the segment of the last part, or to a new one if it is full; where they are.
+
+        Where there are rows beside, they come after all others.
+        """
         if self._in_memory:
-            # A copy, as a piece may be the caller's own; there are never two of all.
-            memory, end = layout.empty(0, torch.device("cpu")), 0
-            for some in rows:
-                if len(memory) < count:
-                    memory = layout.empty(count, some.device)
-                copy_rows(memory[end : end + len(some)], some)
-                end += len(some)
-            return {"memory": memory, "sums": Sums().values()}
+            pieces = (some for some in rows if len(some))
+            memory = _together(layout, pieces, count)
+            beside = None if layout.beside is None else _together(layout.beside, pieces, count)
+            return {"memory": memory, "memory_beside": beside, "sums": Sums().values()}
         if self._open is None:
             last = next((part.segment for part in reversed(self.parts) if part.segment is not None), None)
             if last is None:
@@ -172,7 +172,7 @@ class Change:
                 self._undo.callback(_cut, last.written, os.fstat(last.written).st_size)
         segment, descriptor = self._opened()
         # A writer that was killed may have left half a row.
-        offset = -(-os.fstat(descriptor).st_size // layout.nbytes) * layout.nbytes
+        offset = -(-os.fstat(descriptor).st_size // layout.all_nbytes) * layout.all_nbytes
         if offset >= self._segment_bytes:
             self._open_new()
             (segment, descriptor), offset = self._opened(), 0
@@ -205,6 +205,18 @@ class Change:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._undo.callback(path.unlink, missing_ok=True)
         self._open, self._made = Segment(path, descriptor), True
+
+
+def _together(layout: Layout, pieces: Iterator[Held], count: int) -> Held:
+    """The next so many rows. A copy, as a piece may be the caller's own; there are never two of all."""
+    memory, end = layout.empty(0, torch.device("cpu")), 0
+    while end < count:
+        some = next(pieces)
+        if not end:
+            memory = layout.empty(count, some.device)
+        copy_rows(memory[end : end + len(some)], some)
+        end += len(some)
+    return memory
 
 
 def _cut(descriptor: int, end: int) -> None:

@@ -3,7 +3,8 @@
 A row of 8 bits begins with the scale and the offset of the token (float32, an offset of 0 where there is none) and 8
 bytes of zeros, then come the values (`ops.quantization`), and zeros up to a multiple of 16 bytes. So the rows are read,
 copied and merged like any others, and the kernels take the values from where they lie, 16 bytes at a time. Those of
-residual codes are told in `codes`.
+residual codes are told in `codes`. Behind the rows of a part, those of 16 bits may lie (`Layout.beside`), of which a
+search reads the few that it scores again.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ __all__ = ["DTYPES", "Layout", "is_finite"]
 
 # Bits of an element of residual codes.
 _CODES = {"residual4": 4, "residual2": 2}
+# In 16 bits beside them, embeddings in fewer bits may be kept as well.
+_BESIDE = ("float16", "bfloat16")
+_FEWER = {**PRECISIONS, **dict.fromkeys(_CODES, torch.uint8)}
 DTYPES = {
-    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, **PRECISIONS,
-    **dict.fromkeys(_CODES, torch.uint8),
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, **_FEWER,
+    **{f"{name}+{beside}": dtype for name, dtype in _FEWER.items() for beside in _BESIDE},
 }  # fmt: skip
 # Bytes before the values of a token in 8 bits; rows are multiples of as many.
 _HEAD = 16
@@ -45,12 +49,28 @@ class Layout:
     @property
     def quantized(self) -> bool:
         """Whether a row holds 8 bits or fewer for each element of an embedding."""
-        return self.kept_as in PRECISIONS or bool(self.nbits)
+        return self.scored in _FEWER
+
+    @property
+    def scored(self) -> str:
+        """What `kept_as` says of the rows that a search scores."""
+        return self.kept_as.partition("+")[0]
+
+    @property
+    def beside(self) -> Layout | None:
+        """The rows that are kept beside these, to score few documents again; or None."""
+        *_, name = self.kept_as.partition("+")
+        return Layout(name, self.size) if name else None
+
+    @functools.cached_property
+    def all_nbytes(self) -> int:
+        """Bytes of a row, and of the one beside it."""
+        return self.nbytes + (self.beside.nbytes if self.beside else 0)
 
     @property
     def nbits(self) -> int:
         """Bits of an element of residual codes, 0 of what is none."""
-        return _CODES.get(self.kept_as, 0)
+        return _CODES.get(self.scored, 0)
 
     @functools.cached_property
     def width(self) -> int:
@@ -86,7 +106,7 @@ class Layout:
             return embeddings
         if self.codec is not None:
             return self.codec.rows(embeddings)
-        found = quantize(embeddings, self.kept_as)
+        found = quantize(embeddings, self.scored)
         rows = torch.zeros(len(embeddings), self.width, dtype=torch.uint8, device=embeddings.device)
         numbers = rows[:, :8].view(torch.float32)
         numbers[:, 0] = found.scales
@@ -104,7 +124,7 @@ class Layout:
         if not self.quantized:
             return rows
         numbers = _numbers(rows)
-        offsets = numbers[:, 1] if self.kept_as == "uint8" else None
+        offsets = numbers[:, 1] if self.scored == "uint8" else None
         return QuantizedEmbeddings(rows[:, _HEAD : _HEAD + self.size], numbers[:, 0], offsets)
 
 

@@ -11,7 +11,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,12 @@ class Part:
     offset: int = 0
     # The rows, if they are in no segment, on whatever device. Shape: [T, width].
     memory: Held | None = None
+    # And those beside them, on the CPU.
+    memory_beside: Held | None = None
 
     def __post_init__(self) -> None:
         self.documents, self.rows = len(self.lengths), int(self.lengths.sum())
-        self.nbytes = self.rows * self.layout.nbytes
+        self.nbytes = self.rows * self.layout.all_nbytes
         self.crc = 0
         self._checked = CheckedBlocks(self.sums, self.offset, self.end)
 
@@ -92,6 +94,16 @@ class Part:
     def end(self) -> int:
         """Where the rows end in the segment."""
         return self.offset + self.nbytes
+
+    @property
+    def beside(self) -> Part | None:
+        """The same documents in the rows that are kept beside these, behind them; what was checked is of both."""
+        if self.layout.beside is None:
+            return None
+        offset = self.offset + self.rows * self.layout.nbytes
+        part = replace(self, layout=self.layout.beside, offset=offset, memory=self.memory_beside)
+        part._checked = self._checked
+        return part
 
     @classmethod
     def of(
@@ -153,8 +165,8 @@ class Part:
             )
             if len(part.sums) != part._checked.blocks:
                 raise ValueError(f"it has {len(part.sums)} checksums for {part.nbytes} bytes")
-            if offset % max(1, layout.nbytes):
-                raise ValueError(f"its rows of {layout.nbytes} bytes begin at byte {offset}")
+            if offset % max(1, layout.all_nbytes):
+                raise ValueError(f"its rows of {layout.all_nbytes} bytes begin at byte {offset}")
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"its part of the documents from number {first!r:.100} on: {error}") from None
         part.crc = crc
@@ -162,11 +174,7 @@ class Part:
 
     def without(self, places: np.ndarray) -> Part:
         """The same part, of which the documents at some more places count as removed; they share what was checked."""
-        removed = np.union1d(self.removed, places).astype(np.int64)
-        part = Part(
-            self.layout, self.numbers, self.lengths, self.ids, removed, self.sums, self.segment, self.offset,
-            self.memory,
-        )  # fmt: skip
+        part = replace(self, removed=np.union1d(self.removed, places).astype(np.int64))
         part._checked, part.crc = self._checked, self.crc
         return part
 
@@ -174,6 +182,7 @@ class Part:
         """Whether its rows do, in the same segment, and no document of both is removed."""
         return (
             self.segment is not None
+            and self.layout.beside is None
             and (self.segment, self.offset) == (other.segment, other.end)
             and not len(self.removed) + len(other.removed)
         )
@@ -288,6 +297,10 @@ class Part:
         If they are others than were written, or one is NaN or infinite, it raises a ValueError that names the file.
         """
         self._checked = CheckedBlocks(self.sums, self.offset, self.end)
+        for part in filter(None, (self, self.beside)):
+            part._verify_rows(path)
+
+    def _verify_rows(self, path: Path) -> None:
         step = max(1, _VERIFIED_AT_A_TIME // self.layout.nbytes)
         for start in range(0, self.rows, step):
             values = torch.empty(min(step, self.rows - start), self.layout.width, dtype=self.layout.dtype)

@@ -1,15 +1,18 @@
-"""What an index remembers: the model and the codec of its embeddings, and the corpora that were added."""
+"""What an index remembers: embeddings, the model and the codec that made them, and the corpora that were added."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ..encoding.model_record import ModelRecord, places_of, relative_to
-from .arguments import Embeddings, sequences_of
+from .arguments import Embeddings, ids_of, sequences_of
 from .search import Search
 from .store import PackedStore
 
@@ -25,6 +28,7 @@ class Recorded:
     _store: PackedStore
     _search: Search
     show_progress: bool
+    device: torch.device
 
     @property
     def index_path(self) -> Path:
@@ -150,3 +154,38 @@ class Recorded:
         """
         self._store.train(sequences_of("documents_embeddings", documents_embeddings), self.show_progress)
         return self
+
+    def get_documents_embeddings(self, documents_ids: Sequence[Sequence[str]]) -> list[list[Tensor]]:
+        """Return the embeddings of documents, as `rank.rerank` takes them.
+
+        Parameters
+        ----------
+        documents_ids
+            Lists of ids of documents in the index, for example one list per query.
+
+        Returns
+        -------
+        list[list[Tensor]]
+            For every id a float32 tensor [L_i, d] on the CPU, projected and normalised if the index has a projection.
+
+        Raises
+        ------
+        TypeError
+            If an id is not a string.
+        ValueError
+            If an id is not in the index.
+        """
+        found, scorer = [], self._search.scorer("pylate_flash")
+        for i, ids in enumerate(documents_ids):
+            positions = self._positions(f"documents_ids[{i}]", ids_of(f"documents_ids[{i}]", ids))
+            device = torch.device("cpu") if self.projection is None else self.device
+            read = (self._store.read(positions[j : j + 1]).to(device) for j in range(len(positions)))
+            found.append([scorer.embeddings(rows).to("cpu", torch.float32) for rows in read])
+        return found
+
+    def _positions(self, name: str, ids: list[str]) -> np.ndarray:
+        positions = self._store.positions_of(ids)
+        if (positions < 0).any():
+            unknown = ids[int(np.argmin(positions))]
+            raise ValueError(f"{name}: {unknown!r:.100} is not in the index in {self.index_path}")
+        return positions

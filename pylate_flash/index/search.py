@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypedDict
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ..ops import QuantizedEmbeddings
 from .arguments import check_finite
 from .graphs import Graphs
+from .layout import Layout
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Hits, Ranks
@@ -60,7 +61,8 @@ class Search:
     """How to search a store on a device, of whose memory rows may take as much as `indexes.Flat` says.
 
     With a `projection`, its weight [d, d_model] and bias [d] (or None) on the device in the type that the store keeps,
-    documents are hidden states. `ranks` are processes that search together, each its share of the documents.
+    documents are hidden states. `ranks` are processes that search together, each its share of the documents. With `beside`,
+    the rows that are kept beside those of the store are scored.
     """
 
     def __init__(
@@ -70,16 +72,25 @@ class Search:
         memory: int | str,
         projection: tuple[Tensor, Tensor | None] | None,
         ranks: Ranks | None = None,
+        beside: bool = False,
     ) -> None:
         self.store, self.device, self.projection, self.ranks = store, device, projection, ranks
         self.rows, self._graphs = Rows(device, memory), Graphs(device)
+        self._beside = beside
         self._generation: int | None = None
         self._following = threading.Lock()
         self._first = 0  # slot of the first of its documents
 
+    @property
+    def layout(self) -> Layout:
+        """That of the rows which are scored."""
+        layout = self.store.layout.beside if self._beside else self.store.layout
+        assert layout is not None
+        return layout
+
     def scorer(self, name: str) -> Scorer:
         """What scores rows of the store."""
-        return Scorer(name, self.store.layout, self.projection)
+        return Scorer(name, self.layout, self.projection)
 
     def found(
         self,
@@ -164,7 +175,8 @@ class Search:
             for own, count in zip(scores.tolist(), counts.tolist(), strict=True)
         ]
         if matches:
-            self._add_matches(scorer, replace(queries, device=self.device), found, results)
+            queries = replace(queries, device=self.device, dtype=self.layout.asked)
+            self._add_matches(scorer, queries, found, results)
         return results
 
     def _checked(
@@ -190,9 +202,11 @@ class Search:
             if self._generation == self.store.state.generation:
                 return
             parts = self.store.documents.parts
+            if self._beside:
+                parts = [part.beside for part in parts]  # type: ignore[misc]
             first, last = (0, len(parts)) if self.ranks is None else self.ranks.share(parts)
             self._graphs.forget()
-            self.rows.follow(parts[first:last], self.store.layout, show_progress)
+            self.rows.follow(parts[first:last], self.layout, show_progress)
             self._first = sum(part.documents for part in parts[:first])
             self._generation = self.store.state.generation
 
@@ -214,17 +228,51 @@ class Search:
         in_place: bool,
     ) -> Iterator[Hits]:
         """For every query among documents of its own, of those at some positions."""
+        allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
+
+        def looked_up(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            return self._slots_of(subsets[first:last], first, allowed)
+
+        return self._among_slots(queries, k, scorer, looked_up, show_progress, in_place)
+
+    def again(self, queries: Queries, k: int, scorer: Scorer, found: Iterable[Found]) -> Iterator[Found]:
+        """The `k` best, by these scores, of what was found for some of the queries after the others."""
+        self._follow(False)
+        queries = replace(queries, device=self.device, dtype=self.layout.asked)
+        for some in found:
+            yield from self._best_again(queries[: len(some.slots)], k, scorer, some)
+            queries = queries[len(some.slots) :]
+
+    def _best_again(self, queries: Queries, k: int, scorer: Scorer, found: Found) -> Iterator[Found]:
+        there = np.arange(found.slots.shape[1]) < found.counts[:, None]
+        # In the order of the documents, before what only fills the places of queries with fewer.
+        slots = np.sort(np.where(there, found.slots, np.iinfo(np.int64).max), axis=1)
+
+        def own(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+            return slots[first:last][there[first:last]], found.counts[first:last]
+
+        return self._among_slots(queries, k, scorer, own, False, False)
+
+    def _among_slots(
+        self,
+        queries: Queries,
+        k: int,
+        scorer: Scorer,
+        slots_of: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+        show_progress: bool,
+        in_place: bool,
+    ) -> Iterator[Found]:
+        """For every query among documents of its own: of queries from one to another, their slots and how many each."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
 
         def next_one() -> Hits:
             copy, slots, counts = waiting.pop(0)
             return self._checked(queries, copy.get(), slots, counts)
 
-        allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
         # While a GPU scores some, ids of the next ones are looked up, by this thread: another would wait for Python's
         # lock, and have this one wait for it.
         for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
-            slots, counts = self._slots_of(subsets[first:last], first, allowed)
+            slots, counts = slots_of(first, last)
             some = queries[first:last]
             if not len(slots):
                 while waiting:
@@ -301,7 +349,7 @@ class Search:
         """The documents at some slots, at most so many at a time, gathered or `in_place`."""
         nbytes = _GATHERED_BYTES_CUDA if self.device.type == "cuda" else _GATHERED_BYTES_CPU
         bounds = np.concatenate([[0], self.rows.lengths[slots].cumsum()])
-        stretches = cuts(bounds, documents, None if in_place else max(1, nbytes // self.store.token_bytes))
+        stretches = cuts(bounds, documents, None if in_place else max(1, nbytes // self.layout.nbytes))
         for start, stop in tqdm(stretches, "Searching", unit="block", disable=not show_progress or len(stretches) < 2):
             yield Block(self.rows.some(slots[start:stop], int(bounds[stop] - bounds[start]), in_place), start, None)
 
@@ -313,7 +361,7 @@ class Search:
         """
         if self.device.type != "cuda":
             return blocks(queries.lengths, _QUERY_TOKENS)
-        if self.rows.streams or self.store.layout.nbits:
+        if self.rows.streams or self.layout.nbits:
             # What is read, or decompressed, is so for each.
             return cuts(np.arange(len(queries) + 1), _MOST_QUERIES)
         sizes: list[int] = []
@@ -325,9 +373,9 @@ class Search:
     def _refuse(self, slot: int) -> None:
         name = f"the score of document {self.store.documents.ids_of(np.array([slot]))[0]!r:.100}"
         start, stop = self.rows.bounds[slot - self._first :][:2].tolist()
-        rows = torch.empty(stop - start, self.store.layout.width, dtype=self.store.layout.dtype)
+        rows = torch.empty(stop - start, self.layout.width, dtype=self.layout.dtype)
         self.rows.read([(start, stop)], rows)
-        kept = self.store.layout.embeddings(rows)
+        kept = self.layout.embeddings(rows)
         if torch.isfinite(kept.dequantize() if isinstance(kept, QuantizedEmbeddings) else kept).all():
             raise ValueError(
                 f"{name} of the index in {self.store.path} is not finite, though its embeddings are: products of them "

@@ -243,13 +243,15 @@ class PackedStore:
         layout = Layout(self.state.dtype, size, self._codec)
         if layout.nbits and (self._codec is None or self._codec.size != size):
             layout = Layout(layout.kept_as, size, trained(documents, layout.nbits, self._encodes_on, show_progress))
-        with tqdm(total=len(documents), desc="Adding documents", unit="doc", disable=not show_progress) as progress:
+        forms = [(layout, self._device)] + ([(layout.beside, torch.device("cpu"))] if layout.beside else [])
+        with tqdm(None, "Adding documents", len(forms) * len(documents), unit="doc", disable=not show_progress) as bar:
 
             def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
-                for begin in range(start, stop, batch_size):
-                    end = min(begin + batch_size, stop)
-                    yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], layout, self._device)
-                    progress.update(end - begin)
+                for form, device in forms:
+                    for begin in range(start, stop, batch_size):
+                        some = slice(begin, min(begin + batch_size, stop))
+                        yield joined(ids[some], documents[some], lengths[some], form, device)
+                        bar.update(some.stop - begin)
 
             self.append(ids, lengths, layout, converted, replace, metadata)
 
@@ -273,7 +275,7 @@ class PackedStore:
         """As `add`, of documents of `lengths` [N] whose rows, of some from one to another, `rows` yields in pieces."""
         if not ids:
             return
-        first, nbytes = self.state.next_number, int(lengths.sum()) * layout.nbytes
+        first, nbytes = self.state.next_number, int(lengths.sum()) * layout.all_nbytes
         with self._changing(
             nbytes >= _FLUSHED_BYTES, embedding_size=layout.size, next_number=first + len(ids)
         ) as change:
@@ -283,7 +285,7 @@ class PackedStore:
                 there = self.positions_of(ids)
                 self._remove(change, there[there >= 0])
             # In memory, those of one addition are searched where they lie, and so are not cut.
-            pieces = [(0, len(ids))] if self.in_memory else blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes))
+            pieces = [(0, len(ids))] if self.in_memory else blocks(lengths, max(1, SEGMENT_BYTES // layout.all_nbytes))
             for start, stop in pieces:
                 own = metadata and metadata[start:stop]
                 change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop), own)
@@ -341,7 +343,7 @@ class PackedStore:
         groups: list[list[Part]] = [[]]
         size = 0
         for parts in self._by_segment():
-            live = sum(part.nbytes - int(part.lengths[part.removed].sum()) * part.layout.nbytes for part in parts)
+            live = sum(int(part.lengths[part.live].sum()) * part.layout.all_nbytes for part in parts)
             if size + live > SEGMENT_BYTES:
                 groups.append([])
                 size = 0
