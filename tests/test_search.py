@@ -298,8 +298,7 @@ def test_the_first_and_the_last_queries_that_a_gpu_scores_together_are_few(
     queries: int, k: int, sizes: list[int]
 ) -> None:
     asked = Queries([torch.ones(2, 4)] * queries, torch.device("cuda"), torch.float32)
-    store = SimpleNamespace(layout=Layout("float32", 4))
-    index = SimpleNamespace(device=asked.device, rows=SimpleNamespace(streams=False), store=store)
+    index = SimpleNamespace(device=asked.device, rows=SimpleNamespace(streams=False), layout=Layout("float32", 4))
     ranges = search.Search._ranges(index, asked, k)
     assert [stop - start for start, stop in ranges] == sizes
     assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()

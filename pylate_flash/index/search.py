@@ -61,8 +61,8 @@ class Search:
     """How to search a store on a device, of whose memory rows may take as much as `indexes.Flat` says.
 
     With a `projection`, its weight [d, d_model] and bias [d] (or None) on the device in the type that the store keeps,
-    documents are hidden states. `ranks` are processes that search together, each its share of the documents. With `beside`,
-    the rows that are kept beside those of the store are scored.
+    documents are hidden states. `ranks` are processes that search together, each its share of the documents. With
+    `beside`, the rows that are kept beside those of the store are scored.
     """
 
     def __init__(
