@@ -343,6 +343,7 @@ def _is_short(problem: Problem, nbits: int) -> bool:
     plain = not (kind.with_argmax or problem.has_candidates or kind.documents_mask is not None or kind.offset_unit)
     elements = size * config.single_columns(problem.query_length)
     few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
+    few &= size <= tables.SHORT_MAX_SIZE
     # A row has four threads, and each of them whole words, of 8 bits two times.
     fits = size % (64 if nbits == 2 else 32) == 0 and problem.n_tokens < config.INT32_MAX
     return follows and plain and few and fits and (nbits > 0 or (problem.aligned and row % 4 == 0))

@@ -221,8 +221,10 @@ SHORT_ROWS = 32
 SHORT_REGISTERS = 168
 SHORT_PER_SM = 12
 SHORT_STAGES = 3
-# Query tokens, and elements of a query that registers hold with the rest.
+# Query tokens, elements of a token, of which sums of products stay below 2**22, and elements of a query that registers
+# hold with the rest.
 SHORT_MAX_LENGTH = 64
+SHORT_MAX_SIZE = 256
 SHORT_MAX_ELEMENTS = 8192
 # Tokens of documents in 8 bits from which on it serves them, as programs of one warp hide little of what few of them
 # wait for: int8 0.0116 ms in place of 0.0087 at 1 x 100 (32 x 180), and 0.0241 of 0.0264 at 1 x 1000 (32 x 300). Not of

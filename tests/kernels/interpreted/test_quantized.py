@@ -66,6 +66,15 @@ def test_tile_boundaries(
     torch.testing.assert_close(found.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
 
 
+@pytest.mark.parametrize("size", [256, 384])
+def test_sums_of_short_queries_at_their_largest(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 of 1.5 * 2**23 and such a sum is exact below 2**22."""
+    monkeypatch.setattr(tables, "SHORT_QUANTIZED_TOKENS", 0)
+    queries, documents = torch.ones(1, 2, size), quantize(torch.full((2, 40, size), 3.0), "int8")
+    scores = maxsim(queries, documents, implementation="triton")
+    torch.testing.assert_close(scores, torch.full((1, 2), 6.0 * size), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("precision", ["int8", "uint8"])
 @pytest.mark.parametrize(("n_queries", "size"), [(1, 128), (1, 96), (3, 64)])
 def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
