@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pylate_flash import ResidualCodes, maxsim_residual, train_residual_codec
+from pylate_flash import ResidualCodes, maxsim_residual, maxsim_varlen, train_residual_codec
+from pylate_flash.kernels import tables
 from pylate_flash.ops.residual import maxsim_residual_reference
 from tests.gpu.tools import DTYPES, memory_of, on_gpu, unit
 from tests.ops.cases import relative_error
@@ -116,9 +117,29 @@ def test_nan_and_a_long_document() -> None:
     assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, True]]
 
 
-def test_memory_is_that_of_scores() -> None:
-    documents, queries = residual_codes([180] * 2000, 128, 4).to("cuda"), unit(32, 32, 128, dtype=torch.bfloat16)
-    assert memory_of(lambda: maxsim_residual(queries, documents))[0] < 2 * 4 * 32 * 2000
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (128, torch.float16), (72, torch.bfloat16)])
+def test_blocks_of_documents_decompressed_to_memory(
+    nbits: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By permutes of bytes, to the bit: scores are those of embeddings, and those of blocks the same."""
+    documents = residual_codes([(37 * index) % 301 for index in range(300)], size, nbits).to("cuda")
+    queries, bounds = unit(16, 32, size, dtype=dtype), torch.arange(17, device="cuda", dtype=torch.int32) * 32
+    embeddings, length = documents.decompress(dtype), 300
+    expected = maxsim_varlen(
+        queries.flatten(0, 1), embeddings, bounds, documents.cu_seqlens.int(), max_query_length=32,
+        max_document_length=length,
+    )  # fmt: skip
+    assert torch.equal(by_kernels(queries, documents), expected)
+    monkeypatch.setattr(tables, "RESIDUAL_SCRATCH", 1 << 20)
+    assert torch.equal(by_kernels(queries, documents), expected)
+
+
+def test_memory_is_that_of_scores_and_of_a_block() -> None:
+    documents, queries = residual_codes([180] * 8000, 128, 4).to("cuda"), unit(32, 32, 128, dtype=torch.bfloat16)
+    assert documents.codes.numel() * 256 > tables.RESIDUAL_SCRATCH
+    most = tables.RESIDUAL_SCRATCH + 3 * 4 * 32 * 8000
+    assert memory_of(lambda: maxsim_residual(queries, documents))[0] < most
 
 
 def test_trained_and_compressed_here() -> None:
