@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import DocumentOffsets, Options, Tensors
-from .checks import check_boundaries, check_tensor, checked_flag
+from ..kernels.plan import choose
+from ..problem import DocumentOffsets, Options, Tensors, rounded_total
+from .checks import FLOATING, check_boundaries, check_tensor, checked_flag, is_readable
 from .compute import compute
 from .maxsim_operator import call_of, reference_scores, scores_of, scores_of_arguments, with_lengths
+from .operator import is_plain, needs_gradient
 from .quantization import QuantizedEmbeddings
 from .quantized import scores_of_quantized
 
@@ -87,10 +89,10 @@ def maxsim_varlen(
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
     arguments = queries, documents, *others, implementation
     one = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.numel() == 2
-    if one or max_query_length is not None:
+    if (one or max_query_length is not None) and not is_readable(documents_cu_seqlens):
         # On a GPU, none of the boundaries is read.
         return scores_of_arguments(arguments, "maxsim_varlen", _with_lengths)
-    return scores_of_arguments(_with_lengths(arguments), "maxsim_varlen")
+    return scores_of_arguments(_beside(_with_lengths(arguments), max_document_length is None), "maxsim_varlen")
 
 
 def _with_lengths(arguments: tuple) -> tuple:
@@ -99,6 +101,24 @@ def _with_lengths(arguments: tuple) -> tuple:
     check_tensor("queries", tensors.queries, {2: "[Tq, d]"})
     check_tensor("documents", tensors.documents, {2: "[Td, d]"})
     return *tensors, *with_lengths(tensors, options, options.max_query_length, options.max_document_length)
+
+
+def _beside(arguments: tuple, found_out: bool) -> tuple:
+    """The arguments with boundaries, checked by now, beside embeddings on a GPU, where kernels look for them.
+
+    So the call is one that is repeated; and for more lengths, if that of the longest document was `found_out`, as a
+    bound on it does without gradients.
+    """
+    tensors, options = call_of(arguments)
+    queries, documents, *_ = tensors
+    asked, dtype = options.implementation, queries.dtype
+    plain = asked in ("auto", "triton") and dtype in FLOATING and queries.is_cuda and is_plain(*tensors)
+    if plain and choose(asked, queries.device, dtype, queries.shape[-1]) == "triton":
+        bounds = [None if one is None else one.to(queries.device, non_blocking=True) for one in tensors[4:]]
+        if found_out and not needs_gradient(queries, documents):
+            options = options._replace(max_document_length=rounded_total(options.max_document_length))
+        return *tensors[:4], *bounds, *options
+    return arguments
 
 
 def maxsim_in_place(

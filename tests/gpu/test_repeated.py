@@ -123,6 +123,35 @@ def test_boundaries_are_looked_at_anew(implementation: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
+def repeats() -> int:
+    return sum(type(entry) is tuple for entry in [*repeated._newer.values(), *repeated._older.values()])
+
+
+def test_boundaries_on_the_host_are_looked_at_and_the_call_is_repeated() -> None:
+    """Documents of other lengths each time, as many, and of as many tokens in all."""
+    queries, documents = unit(4 * 32, 128, dtype=torch.bfloat16), unit(1600, 128, dtype=torch.bfloat16, seed=1)
+    bounds, candidates = torch.arange(5, dtype=torch.int32) * 32, torch.tensor([0, 4, 9, 9, 16], dtype=torch.int32)
+    repeated.forget()
+    with torch.no_grad():
+        for seed in range(4):
+            # The longest ones are planned for alike.
+            longest, generator = 600 - seed, torch.Generator().manual_seed(seed)
+            cuts = torch.randint(longest, 1500, (13,), generator=generator).sort().values.tolist()
+            offsets = torch.tensor([0, longest, *cuts, 1500, 1600], dtype=torch.int32)
+            options = {"candidates_cu_seqlens": candidates, "empty_score": -7.0}
+            found = maxsim_varlen(queries, documents, bounds, offsets, **options)
+            padded = [document.float() for document in documents.cpu().split(offsets.diff().tolist())]
+            owner = torch.arange(4).repeat_interleave(candidates.diff())
+            expected = [
+                (queries.cpu().float().view(4, 32, 128)[query] @ document.T).amax(-1).sum() if len(document) else -7.0
+                for query, document in zip(owner.tolist(), padded, strict=True)
+            ]
+            torch.testing.assert_close(found.cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    assert repeats() == 1
+    with pytest.raises(ValueError, match="documents_cu_seqlens must rise"):
+        maxsim_varlen(queries, documents, bounds, offsets.flip(0), candidates_cu_seqlens=candidates)
+
+
 def test_packed_totals_share_what_is_repeated() -> None:
     """Totals that are planned for alike, of other lengths each time."""
     queries, bounds = unit(8 * 32, 128, dtype=torch.bfloat16), torch.arange(9, device="cuda") * 32
@@ -141,4 +170,4 @@ def test_packed_totals_share_what_is_repeated() -> None:
             with mock.patch.object(operator, "repeated", operator._Repeated(0)):
                 expected = call(max_query_length=32, max_document_length=180)
         assert torch.equal(found, expected)
-    assert any(type(entry) is tuple for entry in [*repeated._newer.values(), *repeated._older.values()])
+    assert repeats()
