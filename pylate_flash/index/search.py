@@ -141,7 +141,7 @@ class Search:
                 if not block.first:
                     # While a GPU scores those before.
                     chunks.append(queries[start:stop].packed())
-                found = _best(scorer, chunks[i], given, block.removed, k)
+                found = _best(scorer(chunks[i], given), block.removed, k)
                 if not block.first:
                     best.append(found)
                 else:
@@ -159,7 +159,7 @@ class Search:
         def best(values: Tensor) -> Tensor:
             (block,) = self.rows.walk(self.rows.documents)
             given = scorer.prepared(block.documents)
-            scores, places = _best(scorer, Packed(values, bounds, len(values)), given, block.removed, k)
+            scores, places = _best(scorer(Packed(values, bounds, len(values)), given), block.removed, k)
             return _together(scores + _poison(values), places)
 
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
@@ -410,8 +410,7 @@ def _together(scores: Tensor, places: Tensor) -> Tensor:
     return torch.stack([scores.view(torch.int32), places.to(torch.int32)])
 
 
-def _best(scorer: Scorer, queries: Packed, documents: Packed, removed: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    scores = scorer(queries, documents)
+def _best(scores: Tensor, removed: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     if removed is not None:
         scores = scores.masked_fill(removed, -torch.inf)
     return k_best(scores, k)
