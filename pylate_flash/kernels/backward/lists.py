@@ -187,6 +187,7 @@ def _sum_and_gather(
     for_queries: BackwardTensors,
 ) -> None:
     """Both gradients, of documents that are listed beside the gather, which spares a launch."""
+    assert destination.queries is not None
     number, length, device = problem.all_documents, problem.document_length, problem.device
     ends, rows, parts = number * (length + 1), number * problem.rows, 8 * number * plan.n_segments * problem.size
     nbytes = ends * plan.starts_dtype.itemsize + rows * plan.list_dtype.itemsize + parts + tables.SLACK
