@@ -168,50 +168,143 @@ def _by_sixteen_bytes(ROWS: int, EMBEDDING: int) -> gl.DistributedLinearLayout:
     )  # fmt: skip
 
 
+# Of a document, that `_finish_kernel` reads at once.
+_PARTS_AT_ONCE = tl.constexpr(4)
+# Of a program of `_finish_kernel`.
+_BLOCK_DOCUMENTS = 8
+
+
 @gluon.jit
-def _store(arguments, config: gl.constexpr, PART: gl.constexpr):
-    """Project one part of every tile, and write the embeddings, and one over the norms that they were divided by."""
-    bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, n_tiles, n_tokens = arguments
+def _project_and_score(arguments, config: gl.constexpr, PART: gl.constexpr):
+    """Project one part of every tile, and write the embeddings, and one over the norms that they were divided by; or,
+    with `blocks` of query rows, leave the maxima of its documents: best[document + part, query row].
+    """
+    (
+        queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, embeddings_ptr, scales_ptr, states, weights, queries,
+        full, empty, ready, n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query,
+        stride_query_token,
+    ) = arguments  # fmt: skip
     PART_ROWS: gl.constexpr = states.shape[1]
     EMBEDDING: gl.constexpr = weights.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
-    stored: gl.constexpr = _by_sixteen_bytes(PART_ROWS, EMBEDDING)
-    dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, stored))
+    if config.blocks == 0:
+        product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
+        stored: gl.constexpr = _by_sixteen_bytes(PART_ROWS, EMBEDDING)
+        stored_dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, stored))
+    else:
+        COLUMNS: gl.constexpr = queries.shape[1]
+        similarity: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+        operand: gl.constexpr = gl.DotOperandLayout(0, similarity, 2)
+        by_row: gl.constexpr = gl.SliceLayout(1, similarity)
+        by_column: gl.constexpr = gl.SliceLayout(0, similarity)
+        if PART == 0:
+            # While the first states are on their way.
+            LANES: gl.constexpr = EMBEDDING // 8
+            loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+            dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, loaded))
+            for block in gl.static_range(config.blocks):
+                query_rows = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, loaded))
+                offset = (query_rows // query_length).to(gl.int64) * stride_query
+                offset += query_rows % query_length * stride_query_token
+                exists = (query_rows < n_rows)[:, None] & (dims < config.size)[None, :]
+                values = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
+                if config.normalize:
+                    values = scaled(values, inverse_norms(values))
+                queries.index(block).store(values)
+            fence_async_shared()
+            mbarrier.arrive(ready, count=1)
+        columns = gl.arange(0, COLUMNS, layout=by_column)
+        no_similarities = gl.zeros([PART_ROWS, COLUMNS], gl.float32, similarity)
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, EMBEDDING, config)
+    if cu_seqlens_ptr is not None:
+        n_tokens = gl.minimum(n_tokens, gl.load(cu_seqlens_ptr + n_documents).to(gl.int32))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
+        part = tile * PARTS + PART
+        first = part * PART_ROWS
         embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, config, PART)
         if bias_ptr is not None:
             embeddings += bias[None, :]
+        # Rounded as by a linear layer.
         rounded = embeddings.to(states.dtype)
-        first = (tile * PARTS + PART) * PART_ROWS
-        if scales_ptr is not None:
+        if config.normalize:
             scale = inverse_norms(rounded)
             rounded = scaled(rounded, scale)
-            rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
-            gl.store(scales_ptr + rows, scale, mask=rows < n_tokens)
-        rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, stored))
-        mask = (rows < n_tokens)[:, None] & (dims < config.size)[None, :]
-        offset = rows.to(gl.int64)[:, None] * config.size + dims[None, :]
-        gl.store(embeddings_ptr + offset, gl.convert_layout(rounded, stored), mask=mask)
+        if config.blocks == 0:
+            if config.normalize:
+                rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, product))
+                gl.store(scales_ptr + rows, scale, mask=rows < n_tokens)
+            stored_rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, stored))
+            mask = (stored_rows < n_tokens)[:, None] & (stored_dims < config.size)[None, :]
+            offset = stored_rows.to(gl.int64)[:, None] * config.size + stored_dims[None, :]
+            gl.store(embeddings_ptr + offset, gl.convert_layout(rounded, stored), mask=mask)
+        else:
+            rows = first + gl.arange(0, PART_ROWS, layout=by_row)
+            if mask_ptr is not None:
+                active = gl.load(mask_ptr + rows, mask=rows < n_tokens, other=0) != 0
+            rounded = gl.convert_layout(rounded, operand)
+            end = gl.minimum(first + PART_ROWS, n_tokens)
+            if cu_seqlens_ptr is not None:
+                document = find_document(cu_seqlens_ptr, n_documents, first.to(gl.int64) + 1, 0) - 1
+            else:
+                document = first // document_length
+            mbarrier.wait(ready, 0)
+            for block in gl.static_range(config.blocks):
+                similarities = warpgroup_mma(
+                    rounded, queries.index(block).permute((1, 0)), no_similarities, use_acc=False, is_async=True
+                )
+                similarities = warpgroup_mma_wait(0, deps=[similarities])
+                if mask_ptr is not None:
+                    similarities = gl.where(active[:, None], similarities, 0.0 if config.zero_masked else float("-inf"))
+                current = document
+                start = first
+                while start < end:
+                    stop = (current + 1) * document_length
+                    if cu_seqlens_ptr is not None:
+                        stop = gl.load(cu_seqlens_ptr + current + 1).to(gl.int32)
+                    inside = (rows >= start) & (rows < gl.minimum(stop, end))
+                    best = gl.reduce(gl.where(inside[:, None], similarities, float("-inf")), 0, larger)
+                    target = best_ptr + (current + part).to(gl.int64) * (config.blocks * COLUMNS) + block * COLUMNS
+                    gl.store(target + columns, best, mask=(columns >= 0) & (stop > start))
+                    start = gl.maximum(start, stop)
+                    current += 1
 
 
-@kernel(jit=gluon.jit, config="size d_model stages")
-def _project_kernel(hidden_desc, weight_desc, bias_ptr, embeddings_ptr, scales_ptr, n_tokens, config: gl.constexpr):
-    """embeddings [n_tokens, size], over their norms if there are scales [n_tokens], one over these, to be written.
+@kernel(jit=gluon.jit, config="size d_model columns blocks stages zero_masked normalize")
+def _fused_kernel(
+    hidden_desc, weight_desc, queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, embeddings_ptr, scales_ptr,
+    n_rows, query_length, n_tokens, n_documents, document_length,
+    stride_query, stride_query_token, config: gl.constexpr,
+):  # fmt: skip
+    """best [documents + parts of tiles, blocks * columns], see above; columns are the query rows [Nq * Lq].
 
-    Grid and the rest as in `_fused_kernel`.
+    Without `blocks`, embeddings [n_tokens, size] instead, and under `normalize` one over their norms, [n_tokens].
+
+    Grid: n programs, which take every n-th tile, so that what all of them read at a time lies together: where each took
+    a run of tiles, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, d_model] and weight [size, d_model] are
+    contiguous.
     """
     n_tiles = gl.cdiv(n_tokens, hidden_desc.block_type.shape[0] * PARTS)
     states, weights, full, empty = allocate(hidden_desc, weight_desc, config.stages)
-    arguments = bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, n_tiles, n_tokens
+    queries, ready = states, full
+    if config.blocks > 0:
+        shape: gl.constexpr = [config.blocks, config.columns, weights.shape[1]]
+        queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape[1:], states.dtype)
+        queries = gl.allocate_shared_memory(states.dtype, shape, queries_layout)
+        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready, count=1)
+    # A tuple that has a name, like these two, turns constants into values, so constants are not among them.
+    arguments = (
+        queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, embeddings_ptr, scales_ptr, states, weights, queries,
+        full, empty, ready, n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query,
+        stride_query_token,
+    )  # fmt: skip
     copied = hidden_desc, weight_desc, states, weights, full, empty, n_tiles
     gl.warp_specialize(
         [
-            (_store, (arguments, config, gl.constexpr(0))),
-            (_store, (arguments, config, gl.constexpr(1))),
+            (_project_and_score, (arguments, config, gl.constexpr(0))),
+            (_project_and_score, (arguments, config, gl.constexpr(1))),
             (copy_chunks, (copied, config)),
         ],
         [4, 1],
@@ -228,142 +321,14 @@ def project(
     that of one query row. What is read is contiguous, and hidden states and weight begin at multiples of 16 bytes.
     """
     size, d_model = weight.shape
-    _project_kernel(
+    _fused_kernel(
         (plan.programs, 1, 1),
-        (hidden, weight, bias, embeddings, scales),
-        (plan.n_tokens,),
-        (),
-        (size, d_model, plan.tile.num_stages),
+        (hidden, weight, None, bias, None, None, None, embeddings, scales),
+        (0, 1, plan.n_tokens, 0, 0),
+        (0, 0),
+        (size, d_model, 0, 0, plan.tile.num_stages, False, scales is not None),
         (4, 1, None),
         described(plan.n_tokens, weight, plan.tile),
-    )
-
-
-# Of a document, that `_finish_kernel` reads at once.
-_PARTS_AT_ONCE = tl.constexpr(4)
-# Of a program of `_finish_kernel`.
-_BLOCK_DOCUMENTS = 8
-
-
-@gluon.jit
-def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
-    """Project one part of every tile, and leave the maxima of its documents: best[document + part, query row]."""
-    (
-        queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
-        n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query, stride_query_token,
-    ) = arguments  # fmt: skip
-    PART_ROWS: gl.constexpr = states.shape[1]
-    BLOCKS: gl.constexpr = queries.shape[0]
-    COLUMNS: gl.constexpr = queries.shape[1]
-    EMBEDDING: gl.constexpr = queries.shape[2]
-    similarity: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, similarity, 2)
-    by_row: gl.constexpr = gl.SliceLayout(1, similarity)
-    by_column: gl.constexpr = gl.SliceLayout(0, similarity)
-    dtype: gl.constexpr = states.dtype
-
-    if PART == 0:
-        # While the first states are on their way.
-        LANES: gl.constexpr = EMBEDDING // 8
-        loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, loaded))
-        for block in gl.static_range(BLOCKS):
-            query_rows = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, loaded))
-            offset = (query_rows // query_length).to(gl.int64) * stride_query
-            offset += query_rows % query_length * stride_query_token
-            exists = (query_rows < n_rows)[:, None] & (dims < config.size)[None, :]
-            values = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
-            if config.normalize:
-                values = scaled(values, inverse_norms(values))
-            queries.index(block).store(values)
-        fence_async_shared()
-        mbarrier.arrive(ready, count=1)
-
-    columns = gl.arange(0, COLUMNS, layout=by_column)
-    no_similarities = gl.zeros([PART_ROWS, COLUMNS], gl.float32, similarity)
-    if bias_ptr is not None:
-        bias = load_bias(bias_ptr, EMBEDDING, config)
-    if cu_seqlens_ptr is not None:
-        n_tokens = gl.minimum(n_tokens, gl.load(cu_seqlens_ptr + n_documents).to(gl.int32))
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
-        part = tile * PARTS + PART
-        first = part * PART_ROWS
-        embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, config, PART)
-        if bias_ptr is not None:
-            embeddings += bias[None, :]
-        # Rounded as by a linear layer.
-        rounded = embeddings.to(dtype)
-        if config.normalize:
-            rounded = scaled(rounded, inverse_norms(rounded))
-        rows = first + gl.arange(0, PART_ROWS, layout=by_row)
-        if mask_ptr is not None:
-            active = gl.load(mask_ptr + rows, mask=rows < n_tokens, other=0) != 0
-        rounded = gl.convert_layout(rounded, operand)
-
-        end = gl.minimum(first + PART_ROWS, n_tokens)
-        if cu_seqlens_ptr is not None:
-            document = find_document(cu_seqlens_ptr, n_documents, first.to(gl.int64) + 1, 0) - 1
-        else:
-            document = first // document_length
-        mbarrier.wait(ready, 0)
-        for block in gl.static_range(BLOCKS):
-            similarities = warpgroup_mma(
-                rounded, queries.index(block).permute((1, 0)), no_similarities, use_acc=False, is_async=True
-            )
-            similarities = warpgroup_mma_wait(0, deps=[similarities])
-            if mask_ptr is not None:
-                similarities = gl.where(active[:, None], similarities, 0.0 if config.zero_masked else float("-inf"))
-            current = document
-            start = first
-            while start < end:
-                stop = (current + 1) * document_length
-                if cu_seqlens_ptr is not None:
-                    stop = gl.load(cu_seqlens_ptr + current + 1).to(gl.int32)
-                inside = (rows >= start) & (rows < gl.minimum(stop, end))
-                best = gl.reduce(gl.where(inside[:, None], similarities, float("-inf")), 0, larger)
-                target = best_ptr + (current + part).to(gl.int64) * (BLOCKS * COLUMNS) + block * COLUMNS
-                gl.store(target + columns, best, mask=(columns >= 0) & (stop > start))
-                start = gl.maximum(start, stop)
-                current += 1
-
-
-@kernel(jit=gluon.jit, config="size d_model columns blocks stages zero_masked normalize")
-def _fused_kernel(
-    hidden_desc, weight_desc, queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
-    n_rows, query_length, n_tokens, n_documents, document_length,
-    stride_query, stride_query_token, config: gl.constexpr,
-):  # fmt: skip
-    """best [documents + parts of tiles, blocks * columns], see above; columns are the query rows [Nq * Lq].
-
-    Grid: n programs, which take every n-th tile, so that what all of them read at a time lies together: where each took
-    a run of tiles, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, d_model] and weight [size, d_model] are
-    contiguous.
-    """
-    n_tiles = gl.cdiv(n_tokens, hidden_desc.block_type.shape[0] * PARTS)
-    states, weights, full, empty = allocate(hidden_desc, weight_desc, config.stages)
-    dtype: gl.constexpr = states.dtype
-    EMBEDDING: gl.constexpr = weights.shape[1]
-    queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([config.columns, EMBEDDING], dtype)
-    queries = gl.allocate_shared_memory(dtype, [config.blocks, config.columns, EMBEDDING], queries_layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-
-    # A tuple that has a name, like these two, turns constants into values, so constants are not among them.
-    arguments = (
-        queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
-        n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query, stride_query_token,
-    )  # fmt: skip
-    copied = hidden_desc, weight_desc, states, weights, full, empty, n_tiles
-    gl.warp_specialize(
-        [
-            (_score, (arguments, config, gl.constexpr(0))),
-            (_score, (arguments, config, gl.constexpr(1))),
-            (copy_chunks, (copied, config)),
-        ],
-        [4, 1],
-        [232, 40],
     )
 
 
@@ -450,7 +415,7 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
     best = queries.new_empty(n_documents + plan.n_tiles * PARTS.value, columns, dtype=torch.float32)
     _fused_kernel(
         (plan.programs, 1, 1),
-        (hidden, weight, queries, bias, documents_mask, cu_seqlens, best),
+        (hidden, weight, queries, bias, documents_mask, cu_seqlens, best, None, None),
         (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
         queries.stride()[:2],
         (*weight.shape, tile.columns, tile.blocks, tile.num_stages, options.masking == "zero", options.normalize),

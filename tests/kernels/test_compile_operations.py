@@ -487,7 +487,7 @@ def test_projection(size: int, d_model: int, normalize: bool, capability: int) -
     plan = plan_operations.fused_plan(1, 300, weight.shape, weight.dtype, weight.device)
     assert plan is not None
     given = weight[:, 0].contiguous(), states.new_empty(300, size), torch.empty(300) if normalize else None
-    found = compiled(lambda: hidden.project(plan, states, weight, *given), "project", capability)
-    ptx = found["project"].asm["ptx"]
+    found = compiled(lambda: hidden.project(plan, states, weight, *given), "fused", capability)
+    ptx = found["fused"].asm["ptx"]
     assert "wgmma" in ptx
     assert set(re.findall(r"st\.global\.(\S+)", ptx)) <= {"v4.b32", "b32"}, "embeddings leave by 16 bytes, norms by 4"
