@@ -80,6 +80,7 @@ def test_every_segment_has_one_rank(rows: list[int], world: int, monkeypatch: py
         for i, n in enumerate(rows)
     ]
     monkeypatch.setattr(dist, "get_world_size", lambda group: world)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
     shares = []
     for rank in range(world):
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)

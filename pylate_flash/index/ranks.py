@@ -119,15 +119,18 @@ class Ranks:
         return Hits(scores, slots, np.minimum(counts.sum(axis=1), k))
 
 
-@cache
 def _of_hosts(group: Any) -> Any:
-    """A group of the same processes, with the same timeout, whose collectives go over the hosts.
+    """The processes of a group, as one whose collectives go over the hosts.
 
     What ranks give each other is on the host already. Over NCCL it would be copied to a GPU and back, and a process
     that waits there for one that has ended is aborted by a watchdog, where gloo raises an error.
     """
-    if "cpu:" in dist.get_backend_config(group):
-        return group
+    return group if "cpu:" in dist.get_backend_config(group) else _over_gloo(group)
+
+
+@cache
+def _over_gloo(group: Any) -> Any:
+    """A group of the same processes, with the same timeout."""
     timeout = group._get_backend(torch.device("cuda")).options._timeout
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
