@@ -29,19 +29,33 @@ def corpus(tmp_path):
 
 
 @pytest.fixture
-def index(corpus, tmp_path, tiny_colbert_path):
+def build(corpus, tmp_path, tiny_colbert_path):
+    """Build the folder `index` of the corpus, with more options."""
+
+    def run(*options, data=corpus, model=tiny_colbert_path, index=tmp_path / "index"):
+        return invoke("index", "--data", data, "--model", model, "--index", index, *CPU, *options)
+
+    return run
+
+
+def done(result):
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.stdout
+
+
+@pytest.fixture
+def index(build, tmp_path):
     """An index of the corpus."""
-    succeed("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
+    done(build())
     return tmp_path / "index"
 
 
 # build
 
 
-def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(corpus, tmp_path, tiny_colbert_path):
-    printed = succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
-    assert f"{tmp_path / 'i'} holds 3 documents" in printed
-    flat = indexes.Flat(tmp_path, "i", device="cpu")
+def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(build, tmp_path, tiny_colbert_path):
+    assert f"{tmp_path / 'index'} holds 3 documents" in done(build())
+    flat = indexes.Flat(tmp_path, "index", device="cpu")
     assert flat.documents_ids == ["a", "b", "c"]
     model = models.ColBERT(tiny_colbert_path, device="cpu")
     texts = [f"the text of {id_}" for id_ in "abc"]
@@ -50,21 +64,19 @@ def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(corpus, tmp_pa
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
 
 
-def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(tmp_path, tiny_colbert_path):
+def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(build, tmp_path):
     (tmp_path / "notes" / "travel").mkdir(parents=True)
     (tmp_path / "notes" / "travel" / "trains.md").write_text("# Trains\n\nNight trains to the sea.\n")
     (tmp_path / "notes" / "bread.txt").write_text("Flour, water, salt.\n")
-    data, index = ("--data", tmp_path / "notes"), ("--index", tmp_path / "index")
-    succeed("index", *data, "--model", tiny_colbert_path, *index, *CPU)
+    done(build(data=tmp_path / "notes"))
     assert ids_in(tmp_path / "index") == ["bread.txt", "travel/trains.md"]
-    printed = succeed("search", "trains", *data, *index, *CPU)
+    printed = succeed("search", "trains", "--data", tmp_path / "notes", "--index", tmp_path / "index", *CPU)
     assert "\ttravel/trains.md\t# Trains Night trains to the sea.\n" in printed
 
 
-def test_a_build_goes_on_with_the_documents_that_are_missing(index, corpus, tiny_colbert_path, monkeypatch):
-    build = ("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
+def test_a_build_goes_on_with_the_documents_that_are_missing(build, index, corpus, monkeypatch):
     before = files_in(index)
-    assert f"Nothing to do: {index} holds the 3 documents of {corpus}" in succeed(*build)
+    assert f"Nothing to do: {index} holds the 3 documents of {corpus}" in done(build())
     assert files_in(index) == before
 
     write_corpus(corpus, "new", "a", "b", "c", "d")
@@ -73,40 +85,33 @@ def test_a_build_goes_on_with_the_documents_that_are_missing(index, corpus, tiny
     monkeypatch.setattr(
         models.ColBERT, "encode", lambda self, texts, **options: encoded.extend(texts) or encode(self, texts, **options)
     )
-    assert f"Going on: {index} holds 3 of the 5 documents" in succeed(*build)
+    assert f"Going on: {index} holds 3 of the 5 documents" in done(build())
     assert ids_in(index) == ["a", "b", "c", "new", "d"]
     # The words of one letter are the trial of the model.
     assert [text for text in encoded if len(text) > 1] == ["the text of new", "the text of d"]
 
 
-def test_a_build_leaves_an_index_of_other_documents_or_of_another_model(
-    index, corpus, tmp_path, tiny_colbert_path, other_colbert_path
-):
+def test_a_build_leaves_an_index_of_other_documents_or_of_another_model(build, index, tmp_path, other_colbert_path):
     before = files_in(index)
-    build = ("index", "build", "--index", index, *CPU)
     other = write_corpus(tmp_path / "other.jsonl", "a", "b")
-    result = invoke(*build, "--data", other, "--model", tiny_colbert_path)
-    assert_one_clear_sentence(result, index, "the document 'c'", "not in", other, "--overwrite")
-    result = invoke(*build, "--data", corpus, "--model", other_colbert_path)
-    assert_one_clear_sentence(result, index, "is another one", "weights")
-    result = invoke(*build, "--data", corpus, "--model", tiny_colbert_path, "--document-length", 8)
-    assert_one_clear_sentence(result, index, "is another one", "document_length")
+    assert_one_clear_sentence(build(data=other), index, "the document 'c'", "not in", other, "--overwrite")
+    assert_one_clear_sentence(build(model=other_colbert_path), index, "is another one", "weights")
+    assert_one_clear_sentence(build("--document-length", 8), index, "is another one", "document_length")
     assert files_in(index) == before
 
-    succeed(*build, "--data", other, "--model", other_colbert_path, "--overwrite")
+    done(build("--overwrite", data=other, model=other_colbert_path))
     assert ids_in(index) == ["a", "b"]
-    assert_one_clear_sentence(invoke(*build, "--data", other, "--model", tiny_colbert_path), "is another one")
+    assert_one_clear_sentence(build(data=other), "is another one")
 
 
-def test_an_index_without_a_model_is_not_added_to(corpus, tmp_path, tiny_colbert_path):
+def test_an_index_without_a_model_is_not_added_to(build, corpus, tmp_path):
     indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [np.eye(2, 32, dtype="float32")])
-    here = ("--data", corpus, "--index", tmp_path / "index")
-    result = invoke("index", "build", *here, "--model", tiny_colbert_path, *CPU)
-    assert_one_clear_sentence(result, tmp_path / "index", "does not say which model", "--overwrite")
-    assert_one_clear_sentence(invoke("index", "add", *here), "does not say which model", "--model")
+    assert_one_clear_sentence(build(), tmp_path / "index", "does not say which model", "--overwrite")
+    result = invoke("index", "add", "--data", corpus, "--index", tmp_path / "index")
+    assert_one_clear_sentence(result, "does not say which model", "--model")
 
 
-def test_a_build_writes_on_the_way(tmp_path, tiny_colbert_path, monkeypatch):
+def test_a_build_writes_on_the_way(build, tmp_path, monkeypatch):
     monkeypatch.setattr(indexing, "SECONDS_BETWEEN_WRITES", 0.0)
     monkeypatch.setattr(indexing, "SECONDS_BETWEEN_NOTES", 0.0)
     sizes = []
@@ -117,28 +122,15 @@ def test_a_build_writes_on_the_way(tmp_path, tiny_colbert_path, monkeypatch):
         lambda self, ids, *rest, **options: sizes.append(len(ids)) or add(self, ids, *rest, **options),
     )
     corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(20)))
-    here = ("--model", tiny_colbert_path, "--index", tmp_path / "index", "--batch-size", 1, *CPU)
-    result = invoke("index", "--data", corpus, *here)
+    result = build("--batch-size", 1, data=corpus)
     assert sizes == [8, 8, 4]
     for part in ("\n8 of 20 documents, ", " documents/s, 00:00 left\n", "\nEncoded 20 documents in "):
         assert part in result.stderr
 
 
-def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(tmp_path, tiny_colbert_path, monkeypatch):
+def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(build, tmp_path, monkeypatch):
     monkeypatch.setattr(indexing, "SECONDS_BETWEEN_WRITES", 0.0)
     corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(20)))
-    build = (
-        "index",
-        "--data",
-        corpus,
-        "--model",
-        tiny_colbert_path,
-        "--index",
-        tmp_path / "i",
-        "--batch-size",
-        1,
-        *CPU,
-    )
     encode = models.ColBERT.encode
 
     def interrupted(self, texts, **options):
@@ -148,30 +140,27 @@ def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(tmp_path, tiny_
 
     with monkeypatch.context() as patch:
         patch.setattr(models.ColBERT, "encode", interrupted)
-        result = invoke(*build)
+        result = build("--batch-size", 1, data=corpus)
     assert result.exit_code == 130
-    assert f"8 of 20 documents are in {tmp_path / 'i'}; the same command goes on\n" in result.stderr
-    succeed(*build)
-    assert ids_in(tmp_path / "i") == [f"d{i}" for i in range(20)]
+    assert f"8 of 20 documents are in {tmp_path / 'index'}; the same command goes on\n" in result.stderr
+    done(build("--batch-size", 1, data=corpus))
+    assert ids_in(tmp_path / "index") == [f"d{i}" for i in range(20)]
 
 
-def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(tmp_path, tiny_colbert_path):
+def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(build, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "long.txt").write_text("word " * 30)
     (tmp_path / "texts" / "short.txt").write_text("word " * 29)
-    result = invoke(
-        "index", "--data", tmp_path / "texts", "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU
-    )
+    result = build(data=tmp_path / "texts")
     # The 32 tokens of a document are [CLS], a marker, 29 words and [SEP].
     assert "Note: 1 of the first 2 documents are longer than the 32 tokens" in result.stderr
 
 
-def test_a_build_keeps_the_type_that_was_asked_for(corpus, tmp_path, tiny_colbert_path):
-    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
-    succeed(*here, "--dtype", "float16")
-    assert json.loads(succeed("index", "info", "--index", tmp_path / "i", "--json"))["dtype"] == "float16"
-    succeed(*here)
-    assert_one_clear_sentence(invoke(*here, "--dtype", "bfloat16"), "bfloat16", "float16")
+def test_a_build_keeps_the_type_that_was_asked_for(build, tmp_path):
+    done(build("--dtype", "float16"))
+    assert json.loads(succeed("index", "info", "--index", tmp_path / "index", "--json"))["dtype"] == "float16"
+    done(build())
+    assert_one_clear_sentence(build("--dtype", "bfloat16"), "bfloat16", "float16")
 
 
 def test_a_build_keeps_8_bits_that_are_searched(corpus, tmp_path, tiny_colbert_path):
@@ -228,47 +217,44 @@ def test_what_cannot_be_built_leaves_nothing_behind(what, corpus, tmp_path, tiny
     assert not (tmp_path / "index").exists()
 
 
-def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(index, corpus, tiny_colbert_path):
+def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(build, index):
     before = files_in(index)
     with written_by_another(index):
-        result = invoke(
-            *("index", "--data", corpus, "--model", tiny_colbert_path, "--index", index, "--overwrite", *CPU)
-        )
+        result = build("--overwrite")
     assert_one_clear_sentence(result, "another process is writing to the index", index)
     assert files_in(index) == before
 
 
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
-def test_a_name_that_not_every_system_takes_is_refused(corpus, tmp_path, options):
+def test_a_name_that_not_every_system_takes_is_refused(build, tmp_path, options):
     # The model is not looked for.
-    result = invoke("index", "--data", corpus, "--model", "no-such/name", "--index", tmp_path / "a:b", *options, *CPU)
+    result = build(*options, model="no-such/name", index=tmp_path / "a:b")
     assert_one_clear_sentence(result, "--index: ", tmp_path / "a:b", "colon", "got 'a:b'")
     assert "index_name" not in result.stderr
     assert not (tmp_path / "a:b").exists()
 
 
-def test_another_type_than_the_index_has_is_refused_in_words_of_the_command_line(index, corpus, tiny_colbert_path):
+def test_another_type_than_the_index_has_is_refused_in_words_of_the_command_line(build, index):
     before = files_in(index)
-    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
-    result = invoke(*here, "--dtype", "int8")
+    result = build("--dtype", "int8")
     assert_one_clear_sentence(result, "--dtype int8", f"the index in {index} keeps float32", "--overwrite")
     assert "override" not in result.stderr
     assert files_in(index) == before
-    succeed(*here, "--dtype", "float32")
+    done(build("--dtype", "float32"))
 
 
-def test_an_index_that_was_emptied_takes_a_model_of_another_size(corpus, tmp_path, tiny_colbert_path):
+def test_an_index_that_was_emptied_takes_a_model_of_another_size(build, tmp_path):
     old = indexes.Flat(tmp_path, "index", device="cpu").add_documents(["x"], [np.eye(2, 5, dtype="float32")])
     old.remove_documents(["x"])
-    succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
+    done(build())
     assert ids_in(tmp_path / "index") == ["a", "b", "c"]
 
 
-def test_a_build_goes_on_after_an_interrupted_first_write(corpus, tmp_path, tiny_colbert_path):
+def test_a_build_goes_on_after_an_interrupted_first_write(build, tmp_path):
     (tmp_path / "index").mkdir()
     for name in ("catalog.sqlite", "committed"):
         (tmp_path / "index" / name).touch()
-    succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
+    done(build())
     assert ids_in(tmp_path / "index") == ["a", "b", "c"]
 
 
