@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.plan import IMPLEMENTATIONS, choose
 from ..problem import DocumentOffsets, Options, Tensors, rounded_total
-from .checks import FLOATING, check_boundaries, check_tensor, checked_flag, is_readable
+from .checks import FLOATING, check_boundaries, check_choice, check_tensor, checked_flag, is_readable
 from .compute import compute
 from .maxsim_operator import call_of, reference_scores, scores_of, scores_of_arguments, with_lengths
 from .operator import is_plain, needs_gradient
@@ -112,8 +112,10 @@ def _beside(arguments: tuple, found_out: bool) -> tuple:
     tensors, options = call_of(arguments)
     queries, documents, *_ = tensors
     asked, dtype = options.implementation, queries.dtype
-    plain = asked in ("auto", "triton") and dtype in FLOATING and queries.is_cuda and is_plain(*tensors)
-    if plain and choose(asked, queries.device, dtype, queries.shape[-1]) == "triton":
+    if not (queries.is_cuda and dtype in FLOATING and is_plain(*tensors)):
+        return arguments
+    check_choice("implementation", asked, IMPLEMENTATIONS)
+    if choose(asked, queries.device, dtype, queries.shape[-1]) == "triton":
         bounds = [None if one is None else one.to(queries.device, non_blocking=True) for one in tensors[4:]]
         if found_out and not needs_gradient(queries, documents):
             options = options._replace(max_document_length=rounded_total(options.max_document_length))
