@@ -29,7 +29,8 @@ def filled(path: Path, dtype: str) -> Path:
         for number, documents in enumerate((40, 20, 3, 20)):
             lengths = [(7 * i + number) % 11 + 1 for i in range(documents)]
             lengths[1] = 0 if number else 5
-            patch.setattr(store, "SEGMENT_BYTES", sum(lengths) * Layout(dtype, 24).all_nbytes if number < 2 else 1 << 30)
+            nbytes = sum(lengths) * Layout(dtype, 24).all_nbytes
+            patch.setattr(store, "SEGMENT_BYTES", nbytes if number < 2 else 1 << 30)
             ids = [f"doc-{number}{i:02}" for i in range(documents)]
             metadata = [{"name": id_, "place": i} for i, id_ in enumerate(ids)]
             index.add_documents(ids, documents_of(lengths, 24, number), metadata=metadata)

@@ -235,7 +235,7 @@ class Search:
 
         return self._among_slots(queries, k, scorer, looked_up, show_progress, in_place)
 
-    def again(self, queries: Queries, k: int, scorer: Scorer, found: Iterable[Found]) -> Iterator[Found]:
+    def again(self, queries: Queries, k: int, scorer: Scorer, found: Iterable[Hits]) -> Iterator[Hits]:
         """The `k` best, by these scores, of what was found for some of the queries after the others."""
         self._follow(False)
         queries = replace(queries, device=self.device, dtype=self.layout.asked)
@@ -243,7 +243,7 @@ class Search:
             yield from self._best_again(queries[: len(some.slots)], k, scorer, some)
             queries = queries[len(some.slots) :]
 
-    def _best_again(self, queries: Queries, k: int, scorer: Scorer, found: Found) -> Iterator[Found]:
+    def _best_again(self, queries: Queries, k: int, scorer: Scorer, found: Hits) -> Iterator[Hits]:
         there = np.arange(found.slots.shape[1]) < found.counts[:, None]
         # In the order of the documents, before what only fills the places of queries with fewer.
         slots = np.sort(np.where(there, found.slots, np.iinfo(np.int64).max), axis=1)
@@ -261,7 +261,7 @@ class Search:
         slots_of: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
         show_progress: bool,
         in_place: bool,
-    ) -> Iterator[Found]:
+    ) -> Iterator[Hits]:
         """For every query among documents of its own: of queries from one to another, their slots and how many each."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
 
