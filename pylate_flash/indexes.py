@@ -303,6 +303,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             documents=len(self),
             tokens=self._store.tokens,
             bytes=self._store.nbytes,
+            scored_bytes=self._store.tokens * self._store.token_bytes,
             dtype=state.dtype,
             embedding_size=state.embedding_size,
             segments=len(self._store.segments),

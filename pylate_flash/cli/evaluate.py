@@ -126,7 +126,8 @@ def evaluate(
         typer.Option(
             metavar="SYSTEMS",
             help="Compare exact search with other indexes of the same embeddings: `plaid` (PyLate's), how our index "
-            "keeps embeddings (`int8`, `fp8`, ...), or a file of a TREC run; several between commas.",
+            "keeps embeddings (`int8`, `residual4`, `residual4+bfloat16`, ...), or a file of a TREC run; several "
+            "between commas.",
         ),
     ] = None,
     repeat: Annotated[

@@ -76,17 +76,11 @@ app = typer.Typer(
 )
 
 
-class Dtype(str, Enum):
-    """How embeddings are kept."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    int8 = "int8"
-    uint8 = "uint8"
-    fp8 = "fp8"
-    residual4 = "residual4"
-    residual2 = "residual2"
+# How embeddings are kept: the keys of `index.layout.DTYPES`, whose import takes seconds.
+_FEWER_BITS = ("int8", "uint8", "fp8", "residual4", "residual2")
+_BESIDE = tuple(f"{fewer}+{beside}" for fewer in _FEWER_BITS for beside in ("float16", "bfloat16"))
+DTYPES = ("float32", "float16", "bfloat16", *_FEWER_BITS, *_BESIDE)
+Dtype = Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]  # not written one by one
 
 
 Index = Annotated[Path, typer.Option(help="Folder of the index.")]
@@ -116,8 +110,9 @@ def build(
         Dtype | None,
         typer.Option(
             metavar="TYPE",
-            help=f"How embeddings are kept: {', '.join(Dtype)}. 16 bits halve the index, 8 about halve it again, and "
-            "residual codes (4 or 2 bits) once and twice more. Default: float32.",
+            help=f"How embeddings are kept: {', '.join(DTYPES[:8])}. 16 bits halve the index, 8 about halve it again, "
+            "and residual codes (4 or 2 bits) once and twice more. `residual4+bfloat16`, and so on, keeps 16 bits too, "
+            "for `search --rescore`. Default: float32.",
         ),
     ] = None,
     device: Device = None,
@@ -138,7 +133,8 @@ def build(
     check_encoding_host("pylate-flash index build")
     be_quiet()
     with together() as ranks:
-        _build(data, model, index_path(index), batch_size, query_length, document_length, dtype, device, overwrite,
+        kept_as = dtype and dtype.value
+        _build(data, model, index_path(index), batch_size, query_length, document_length, kept_as, device, overwrite,
                trust_remote_code, ranks)  # fmt: skip
 
 
@@ -149,14 +145,13 @@ def _build(
     batch_size: int,
     query_length: int | None,
     document_length: int | None,
-    dtype: Dtype | None,
+    dtype: str | None,
     device: str | None,
     overwrite: bool,
     trust_remote_code: bool,
     ranks: Ranks | None,
 ) -> None:
     """As `build`: on several ranks, of which the first has the index, and the others encode for it."""
-    kept_as = None if dtype is None else dtype.value
     flat: Flat | None = None
 
     def check() -> tuple[Corpus, list[str]]:
@@ -169,14 +164,14 @@ def _build(
             check_place(place)
         else:
             # Before the model is loaded, which takes longer.
-            flat = open_flat(place, device, dtype=kept_as)
+            flat = open_flat(place, device, dtype=dtype)
             _check_belongs(flat, corpus, set(ids))
         return corpus, ids
 
     def record() -> set[str]:
         nonlocal flat
         if overwrite:
-            flat = open_flat(place, device, dtype=kept_as, override=True)
+            flat = open_flat(place, device, dtype=dtype, override=True)
         assert flat is not None
         with explained(kinds=INDEX_ERRORS):
             # Refuses another model than that of the documents which are there.
@@ -306,6 +301,7 @@ def info(
         "documents": f"{described['documents']:,}",
         "tokens": f"{described['tokens']:,}",
         "embeddings": f"{described['embedding_size']} numbers each, {described['dtype']}",
+        "searched": f"{decimal(described['scored_bytes'])}, which a search of all documents reads",
         "size": f"{decimal(described['bytes'])} in {counted(described['files'], 'file')}",
         "texts": ", ".join(described["corpora"]) or "unknown",
         "model": "unknown" if model is None else model["name"] or "known by its weights only",
@@ -384,6 +380,7 @@ def _describe(store: PackedStore) -> dict[str, Any]:
         "documents": len(store),
         "tokens": store.tokens,
         "bytes": store.nbytes,
+        "scored_bytes": store.tokens * store.token_bytes,
         "files": 1 + len(store.segments),
         "dtype": state.dtype,
         "embedding_size": state.embedding_size,

@@ -93,6 +93,14 @@ def search(
             help="Only documents whose metadata fulfil an expression of SQLite: `year >= 2020 and lang = 'en'`.",
         ),
     ] = None,
+    rescore: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Score the N best once more by the 16 bits that an index keeps beside fewer (`index --dtype "
+            "residual4+bfloat16`).",
+        ),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -130,10 +138,10 @@ def search(
     corpora = [] if data is None else [open_corpus(data)]
     be_quiet()
     flat = open_flat(place, device)
-    if where is not None:
-        # What is wrong with it is known before the model is loaded, and what it finds is kept for the search.
+    if where is not None or rescore is not None:
+        # What is wrong with them is known before the model is loaded, and what is found is kept for the search.
         with explained():
-            flat([], where=where)
+            flat([], k=k, where=where, rescore=rescore)
     if data is None:
         corpora = _known_corpora(flat)
     encoder = load_model_of(flat, model, device, trust_remote_code)
@@ -144,7 +152,7 @@ def search(
         some = asked[start : start + _QUERIES_AT_A_TIME]
         words = [text for _, text in some]
         with explained():
-            results = flat(encode(encoder, words, is_query=True), k=k, where=where, matches=explain)
+            results = flat(encode(encoder, words, is_query=True), k=k, where=where, matches=explain, rescore=rescore)
         try:
             texts = _texts(corpora, {result["id"] for documents in results for result in documents})
         except UserError as error:

@@ -22,8 +22,10 @@ class IndexInfo:
         How many it holds.
     bytes
         Of all its files.
+    scored_bytes
+        Of the rows that a search of all documents scores.
     dtype
-        How embeddings are kept: "float32", "float16", "bfloat16", "int8", "uint8" or "fp8".
+        How embeddings are kept: the `dtype` of `indexes.Flat`.
     embedding_size
         Elements of an embedding (or of a hidden state); None if there are no documents.
     segments
@@ -40,6 +42,7 @@ class IndexInfo:
     documents: int
     tokens: int
     bytes: int
+    scored_bytes: int
     dtype: str
     embedding_size: int | None
     segments: int

@@ -13,6 +13,8 @@ import pytest
 
 from pylate_flash import indexes, models
 from pylate_flash.cli import indexing
+from pylate_flash.cli.index import DTYPES
+from pylate_flash.index import store
 from tests.cli.commands import CPU, assert_one_clear_sentence, ids_in, invoke, succeed, write_corpus
 from tests.stores import written_by_another
 
@@ -190,6 +192,22 @@ def test_a_build_trains_its_codec_on_texts_from_the_whole_corpus(tmp_path, tiny_
     assert "Nothing to do" in succeed(*here)
     assert sizes == [150]
     assert_one_clear_sentence(invoke(*here, "--dtype", "residual2"), "residual2", "residual4")
+
+
+def test_a_build_keeps_16_bits_by_which_a_search_scores_again(corpus, tmp_path, tiny_colbert_path):
+    assert set(DTYPES) == set(store.DTYPES)
+    here = ("index", "--data", corpus, "--model", tiny_colbert_path, *CPU)
+    for dtype in ("int8+float16", "float16"):
+        succeed(*here, "--index", tmp_path / dtype, "--dtype", dtype)
+    described = json.loads(succeed("index", "info", "--index", tmp_path / "int8+float16", "--json"))
+    assert (described["dtype"], described["scored_bytes"]) == ("int8+float16", described["tokens"] * 48)
+    asked = ("search", "the text of b", "-k", 2, "--json", *CPU, "--index")
+    found = json.loads(succeed(*asked, tmp_path / "int8+float16", "--rescore", 3))["results"]
+    wanted = json.loads(succeed(*asked, tmp_path / "float16"))["results"]
+    assert [hit["id"] for hit in found] == [hit["id"] for hit in wanted]
+    assert [hit["score"] for hit in found] == pytest.approx([hit["score"] for hit in wanted], rel=1e-5)
+    assert_one_clear_sentence(invoke(*asked, tmp_path / "int8+float16", "--rescore", 1), "rescore", "k = 2")
+    assert_one_clear_sentence(invoke(*asked, tmp_path / "float16", "--rescore", 3), "rescore", "'float16' alone")
 
 
 @pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
