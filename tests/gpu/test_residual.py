@@ -122,7 +122,7 @@ def test_nan_and_a_long_document() -> None:
 def test_blocks_of_documents_decompressed_to_memory(
     nbits: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By permutes of bytes, to the bit: scores are those of embeddings, and those of blocks the same."""
+    """Scores are those of embeddings, to the bit, and those of blocks the same."""
     documents = residual_codes([(37 * index) % 301 for index in range(300)], size, nbits).to("cuda")
     queries, bounds = unit(16, 32, size, dtype=dtype), torch.arange(17, device="cuda", dtype=torch.int32) * 32
     embeddings, length = documents.decompress(dtype), 300

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pylate_flash.kernels.forward import codes, few_bits
+from pylate_flash.kernels.forward import few_bits
 
 WORD = 0xFFFFFFFF
 
@@ -68,21 +68,3 @@ def test_bytes_of_indices(seed: int) -> None:
     for part, first in enumerate((0, 2, 16, 18)):
         expected = words([table[indices >> first + 4 * place & 3] for place in range(4)], 8)
         assert [found[f"${part}"]] == expected
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("nbits", [2, 4])
-def test_weights_of_16_bits(nbits: int, seed: int) -> None:
-    """The first element of a byte of indices is in its highest bits."""
-    drawn = random.Random(seed)
-    table = [drawn.getrandbits(16) for _ in range(1 << nbits)]
-    indices = drawn.getrandbits(8 * nbits)
-    lower, upper = words([value & 0xFF for value in table], 8), words([value >> 8 for value in table], 8)
-    operands = {f"${5 + place}": word for place, word in enumerate(lower)}
-    operands |= {f"${9 + place}": word for place, word in enumerate(upper)}
-    ptx = codes.WEIGHTS_OF_FOUR_BITS if nbits == 4 else codes.WEIGHTS_OF_TWO_BITS
-    found = run(ptx, {"$4": indices, **operands})
-    in_byte = 8 // nbits
-    places = [nbits * (place // in_byte * in_byte + in_byte - 1 - place % in_byte) for place in range(8)]
-    expected = words([table[indices >> place & ((1 << nbits) - 1)] for place in places], 16)
-    assert [found[f"w{pair}"] for pair in range(4)] == expected

@@ -18,9 +18,10 @@ _LARGEST_VALUE = tl.constexpr(127.0)
 # Centroids of a program of the table.
 _CENTROIDS = 64
 # Bucket weights in bytes are tried in so many units, from the largest weight / 126 on, each with so many roundings.
+# More of these leave errors up to a tenth smaller, and every query waits for the program that tries them.
 _LARGEST_BYTE = tl.constexpr(126)
 _UNITS = tl.constexpr(32)
-_ROUNDINGS = tl.constexpr(16)
+_ROUNDINGS = tl.constexpr(2)
 
 # Of the eight indices of 4 bits in a word, the bytes of the first four, from its lowest, and of the last four. Both
 # halves of the table are looked up; which one counts are the highest bits of indices, each made a byte's sign first.
