@@ -49,7 +49,9 @@ MOST_BUILT, MOST_FILTERED = 60_000, 400_000
 BLOCK, ROOM = 1 << 20, 0.9
 FAST_PLAID = Peer("fast-plaid", "fast_plaid", device=None)
 # Errors of scores in fewer bits, of queries and documents, at most, relative to the largest.
-ERRORS = {"int8": 0.02, "fp8": 0.05}
+ERRORS = {"int8": 0.02, "fp8": 0.05, "residual4": 0.05, "residual2": 0.2}
+# Centroids of residual codes, and tokens by which their buckets are cut.
+CENTROIDS, BUCKETED = 4096, 1 << 14
 # Bytes of the store on the disk.
 STORED_BYTES = 8 << 30
 
@@ -125,6 +127,8 @@ class Corpus:
 
         if dtype not in self._indexes:
             layout = Layout(dtype, self.d)
+            if layout.nbits:
+                layout = Layout(dtype, self.d, self._codec(layout.nbits))
             if self.device.type == "cuda" and self.tokens * layout.nbytes > ROOM * torch.cuda.mem_get_info()[0]:
                 raise Unavailable(f"there is no room for {self.tokens * layout.nbytes / 1e9:.0f} GB")
             index = Flat(None, dtype=dtype, device=self.device, show_progress=False)
@@ -136,6 +140,19 @@ class Corpus:
             index._store.append(self.ids, self.lengths.numpy(), layout, rows, metadata=metadata)
             self._indexes[dtype] = index
         return self._indexes[dtype]
+
+    def _codec(self, nbits: int) -> Any:
+        """What makes codes: of vectors without clusters, any centroids are as good as those of k-means."""
+        from pylate_flash.index.codes import Codec
+
+        generator = torch.Generator(self.device).manual_seed(1)
+        centroids = unit_vectors(CENTROIDS, self.d, generator=generator, dtype=torch.float32)
+        sample = next(self.blocks())[:BUCKETED].float()
+        left = (sample - centroids[(sample @ centroids.T).argmax(dim=1)]).flatten().sort().values
+        buckets = 1 << nbits
+        cutoffs, weights = torch.arange(1, buckets) / buckets, (torch.arange(buckets) + 0.5) / buckets
+        cut = [left[(at * (len(left) - 1)).long().to(left.device)].half() for at in (cutoffs, weights)]
+        return Codec(pylate_flash.ResidualCodec(centroids.half(), *cut), self.device)
 
     @property
     def documents(self) -> torch.Tensor:

@@ -1,0 +1,124 @@
+"""Quality beside cost of an index in fewer bits, with and without scoring its best again by 16, and of PLAID beside it.
+
+    python docs/benchmarks/few_bits.py MODEL RESULTS.json PICTURE.png FOLDER...
+
+Of every BEIR folder: nDCG@10, the share of exact search's best 100 that is found, milliseconds a query and bytes that a
+search reads of a token, of embeddings that the model has made once. A codec is trained on every fourth document.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from pylate_flash.beir import evaluate_run, load_beir_folder, recall_of
+from pylate_flash.cli.models import load_model
+from pylate_flash.encoding.texts import encode
+from pylate_flash.indexes import Flat
+
+K, RESCORED = 100, 200
+FEWER = ("int8", "fp8", "residual4", "residual2")
+
+
+def measured(search: Callable[..., Any], asked: list[Any], **options: int) -> tuple[Any, float]:
+    """What is found, and milliseconds a query: the best of three, after one that loads."""
+    found, times = search(asked, k=K, **options), []
+    for _ in range(3):
+        started = time.perf_counter()
+        found = search(asked, k=K, **options)
+        times.append(1e3 * (time.perf_counter() - started) / len(asked))
+    return found, min(times)
+
+
+def rows(model: Any, folder: Path) -> dict[str, Any]:
+    """What was measured of a collection."""
+    documents, queries, qrels = load_beir_folder(folder)
+    ids, embeddings = [d["id"] for d in documents], encode(model, [d["text"] for d in documents], is_query=False)
+    asked = encode(model, [queries[query] for query in qrels], is_query=True)
+    best, found = None, []
+
+    def add(name: str, search: Callable[..., Any], nbytes: float | None, **options: int) -> None:
+        nonlocal best
+        hits, milliseconds = measured(search, asked, **options)
+        best = best or hits
+        metrics, _ = evaluate_run(dict(zip(qrels, hits, strict=True)), qrels)
+        row = {"system": name, "ndcg@10": metrics["ndcg@10"], "exact@100": recall_of(hits, best, K)}
+        found.append({**row, "milliseconds": milliseconds, "bytes": nbytes})
+        print(folder.name, found[-1], file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as place:
+        for dtype in ("float32", "bfloat16", *FEWER):
+            kept_as = f"{dtype}+bfloat16" if dtype in FEWER else dtype
+            index = Flat(place, dtype, dtype=kept_as, device=str(model.device), show_progress=False)
+            if dtype.startswith("residual"):
+                index.train_codec(embeddings[::4])
+            index.add_documents(ids, embeddings)
+            info = index.info()
+            add(dtype, index, info.scored_bytes / info.tokens)
+            if dtype in FEWER:
+                more = RESCORED / len(ids) * 2 * (info.embedding_size or 0)
+                add(f"{dtype}, {RESCORED} again", index, info.scored_bytes / info.tokens + more, rescore=RESCORED)
+        try:
+            from pylate import indexes
+
+            plaid = indexes.PLAID(place, "plaid", override=True, device=str(model.device), show_progress=False)
+            plaid.add_documents(documents_ids=ids, documents_embeddings=embeddings)
+            add("PLAID", plaid, None)
+        except ImportError:
+            pass
+    return {"collection": folder.name, "documents": len(ids), "queries": len(asked), "rows": found}
+
+
+def table(collections: list[dict[str, Any]]) -> str:
+    """The same in Markdown."""
+    lines = ["| | nDCG@10 | of the exact 100 | ms a query | bytes a token |", "|---|---|---|---|---|"]
+    for one in collections:
+        lines.append(f"| **{one['collection']}**, {one['documents']:,} documents | | | | |")
+        for row in one["rows"]:
+            nbytes = "" if row["bytes"] is None else f"{row['bytes']:.0f}"
+            numbers = f"{row['ndcg@10']:.4f} | {row['exact@100']:.4f} | {row['milliseconds']:.2f} | {nbytes}"
+            lines.append(f"| {row['system']} | {numbers} |")
+    return "\n".join(lines)
+
+
+def draw(collections: list[dict[str, Any]], path: Path) -> None:
+    """Quality against time, a panel for each collection; a dot is as large as a token's bytes."""
+    figure = Figure(figsize=(6.4 * len(collections), 4.4), layout="constrained", facecolor="white")
+    for axes, one in zip(figure.subplots(1, len(collections), squeeze=False)[0], collections, strict=True):
+        for i, row in enumerate(one["rows"]):
+            again = "again" in row["system"]
+            axes.scatter(
+                row["milliseconds"], row["exact@100"], s=20 + (row["bytes"] or 40), alpha=0.8, color=f"C{i % 10}",
+                marker="^" if again else "o", label=f"{row['system']}: nDCG@10 {row['ndcg@10']:.3f}",
+            )  # fmt: skip
+        axes.set(xscale="log", xlabel="milliseconds a query", ylabel="of the exact best 100")
+        axes.set_title(f"{one['collection']}, {one['documents']:,} documents", loc="left")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    model, results, picture, *folders = sys.argv[1:]
+    loaded = load_model(model, device="cuda" if torch.cuda.is_available() else "cpu")
+    collections = []
+    for folder in folders:
+        collections.append(rows(loaded, Path(folder)))
+        # What there is, if it ends.
+        machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+        about = {"machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        Path(results).write_text(json.dumps({**about, "collections": collections}, indent=1) + "\n")
+        draw(collections, Path(picture))
+    print(table(collections))
+
+
+if __name__ == "__main__":
+    main()
