@@ -71,8 +71,8 @@ def maxsim_residual(
         Score of a document without tokens, and of no document. A query with no active token scores 0 against others.
     precision
         "int8": on a GPU, where there is no gradient to take, short queries and bucket weights may be rounded to 8 bits,
-        and products of centroids to 16, which is several times faster. On Cranfield it changes scores by 1.2e-4 of them
-        on average with 4 bits (weights by 9e-5, queries by 7e-5, centroids by 3e-5) and 7e-5 with 2, by 1.3e-3 and 6e-4
+        and products of centroids to 16, which is several times faster. On Cranfield it changes scores by 1.3e-4 of them
+        on average with 4 bits (weights by 1e-4, queries by 7e-5, centroids by 3e-5) and 7e-5 with 2, by 9e-4 and 6e-4
         at most. Decompressed, embeddings rounded to bfloat16 change them by up to 6e-4 as well.
         "full": what the decompressed embeddings score.
     queries_mask, reduction, implementation
