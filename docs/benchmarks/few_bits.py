@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pylate_flash.beir import evaluate_run, load_beir_folder, recall_of
 from pylate_flash.cli.models import load_model
@@ -42,7 +44,8 @@ def measured(search: Callable[..., Any], asked: list[Any], **options: int) -> tu
 def rows(model: Any, folder: Path) -> dict[str, Any]:
     """What was measured of a collection."""
     documents, queries, qrels = load_beir_folder(folder)
-    ids, embeddings = [d["id"] for d in documents], encode(model, [d["text"] for d in documents], is_query=False)
+    ids = [document["id"] for document in documents]
+    embeddings: list[Any] = encode(model, [document["text"] for document in documents], is_query=False)
     asked = encode(model, [queries[query] for query in qrels], is_query=True)
     best, found = None, []
 
@@ -94,13 +97,21 @@ def draw(collections: list[dict[str, Any]], path: Path) -> None:
     """Quality against time, a panel for each collection; a dot is as large as a token's bytes."""
     figure = Figure(figsize=(6.4 * len(collections), 4.4), layout="constrained", facecolor="white")
     for axes, one in zip(figure.subplots(1, len(collections), squeeze=False)[0], collections, strict=True):
-        for i, row in enumerate(one["rows"]):
-            again = "again" in row["system"]
+        # An index and its best scored again have one color; PLAID, of which no bytes are known, is black.
+        systems = list(dict.fromkeys(row["system"].split(",")[0] for row in one["rows"]))
+        for row in one["rows"]:
+            system, *again = row["system"].split(",")
+            color = "black" if row["bytes"] is None else colormaps["tab10"](systems.index(system))
             axes.scatter(
-                row["milliseconds"], row["exact@100"], s=20 + (row["bytes"] or 40), alpha=0.8, color=f"C{i % 10}",
+                row["milliseconds"], row["exact@100"], s=20 + (row["bytes"] or 40), alpha=0.8, color=color,
                 marker="^" if again else "o", label=f"{row['system']}: nDCG@10 {row['ndcg@10']:.3f}",
             )  # fmt: skip
-        axes.set(xscale="log", xlabel="milliseconds a query", ylabel="of the exact best 100")
+        axes.set(xlabel="milliseconds a query", ylabel="of the exact best 100")
+        times = [row["milliseconds"] for row in one["rows"]]
+        if max(times) > 5 * min(times):
+            axes.set_xscale("symlog", linthresh=2 * min(times))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(f"{one['collection']}, {one['documents']:,} documents", loc="left")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
