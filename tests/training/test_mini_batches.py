@@ -105,11 +105,11 @@ def test_only_what_is_scored_is_kept(model: ColBERT, expansion: bool, monkeypatc
     columns = batch(model)
     masks = extract_skiplist_mask(columns, model.skiplist)
     losses.CachedContrastive(model, mini_batch_size=2)(columns).backward()
-    (((queries,), options),) = scored
+    ((_, options),) = scored
     assert len(options["documents"]) == masks[1].sum() + masks[2].sum() < columns[1]["attention_mask"].sum() * 2
     assert options["documents"].shape[1] == (32 if model[0].get_word_embedding_dimension() == 32 else 16)
     assert options["max_document_length"] == max(mask.sum(dim=1).max() for mask in masks[1:])
-    assert queries.shape[1] == (columns[0]["input_ids"].shape[1] if expansion else masks[0].sum(dim=1).max())
+    assert options["queries"].shape[1] == (columns[0]["input_ids"].shape[1] if expansion else masks[0].sum(dim=1).max())
 
 
 def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
