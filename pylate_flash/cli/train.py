@@ -29,7 +29,7 @@ from .common import (
     note,
     say,
 )
-from .files import check_file, other_files, writable_folder
+from .files import check_file, writable_folder
 from .models import (
     SENTENCE_TRANSFORMERS,
     check_encoding_host,
@@ -41,13 +41,7 @@ from .models import (
 from .ranks import device_of_rank, together
 from .training.checkpoints import CHECKPOINTS, Checkpoints
 from .training.hosts import USED_BY, Loss, make_loss, make_trainer
-from .training.output import (
-    UNFINISHED,
-    first_non_finite,
-    holds_model,
-    saved_elsewhere,
-    write_model,
-)
+from .training.output import check_output, first_non_finite, saved_elsewhere, write_model
 
 if TYPE_CHECKING:
     from ..data.training import TrainingData
@@ -210,7 +204,7 @@ def train(
     with together() as ranks:
         first = ranks is None or not ranks.rank
         with explained(kinds=(ValueError, OSError, RuntimeError)):
-            checked = lambda: _check_output(output, checkpoints, overwrite, resume)  # noqa: E731
+            checked = lambda: check_output(output, checkpoints, overwrite, resume)  # noqa: E731
             _ = ranks.agreed(checked) if ranks else checked()
         loading(str(data))
         host = host_of(model, trust_remote_code)
@@ -350,31 +344,6 @@ def _check_options(
     for path in (data, eval_data):
         if path is not None:
             check_file(path)
-
-
-def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume: bool) -> None:
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; name a folder")
-    interrupted = checkpoints.exist()
-    if holds_model(output):
-        if not overwrite and not (resume and interrupted):
-            hint = ", --resume continues the run that was interrupted" if interrupted else ""
-            raise UserError(f"there is a model in {output} already; --overwrite replaces it{hint}")
-        return
-    others = other_files(output, checkpoints.folder.name)
-    cut_short = [name for name in others if name.startswith(UNFINISHED)]
-    if cut_short:
-        raise UserError(
-            f"a model was being written to {output} when the program was killed: it is in {output / cut_short[0]}, and "
-            "so is the one that was there before; move them away first"
-        )
-    if others:
-        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        raise UserError(f"{output} holds files that are no model ({names}); name another folder")
-    if interrupted and not overwrite and not resume:
-        raise UserError(
-            f"{checkpoints.folder} is of an interrupted run; --resume continues it, --overwrite starts a new one"
-        )
 
 
 def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common import UserError, note
+from ..files import other_files
 
 if TYPE_CHECKING:
     from ..models import Model
+    from .checkpoints import Checkpoints
 
 # What models consist of, by the names that sentence-transformers, transformers and tokenizers read.
 _OF_A_MODEL = re.compile(
@@ -43,6 +45,32 @@ def first_non_finite(model: Model) -> str | None:
         if tensor.is_floating_point() and not tensor.isfinite().all():
             return name
     return None
+
+
+def check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume: bool) -> None:
+    """Refuse an output folder in which a model, or an interrupted run, is not to be replaced or continued."""
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; name a folder")
+    interrupted = checkpoints.exist()
+    if holds_model(output):
+        if not overwrite and not (resume and interrupted):
+            hint = ", --resume continues the run that was interrupted" if interrupted else ""
+            raise UserError(f"there is a model in {output} already; --overwrite replaces it{hint}")
+        return
+    others = other_files(output, checkpoints.folder.name)
+    cut_short = [name for name in others if name.startswith(UNFINISHED)]
+    if cut_short:
+        raise UserError(
+            f"a model was being written to {output} when the program was killed: it is in {output / cut_short[0]}, and "
+            "so is the one that was there before; move them away first"
+        )
+    if others:
+        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise UserError(f"{output} holds files that are no model ({names}); name another folder")
+    if interrupted and not overwrite and not resume:
+        raise UserError(
+            f"{checkpoints.folder} is of an interrupted run; --resume continues it, --overwrite starts a new one"
+        )
 
 
 def write_model(model: Model, folder: Path) -> list[str]:
