@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,12 @@ def seconds(call: Callable[[], Any], together: bool) -> tuple[float, Any]:
     return taken.item(), found
 
 
+def told(text: str) -> None:
+    """Say how far it is, on the first rank."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def measured(
     index: Flat, queries: list[torch.Tensor], steps: int, together: bool
 ) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
@@ -95,6 +102,7 @@ def compare(folder: Path, documents: int, queries_number: int, steps: int) -> di
         written = opened()
         result["added"], _ = seconds(partial(written.add_documents, batches(documents, device)), False)
         result["bytes"] = written.info().bytes
+        told(f"{result['bytes'] / 1e9:.1f} GB added in {result['added']:.1f} s")
         del written
     dist.barrier()
     generator = torch.Generator(device).manual_seed(1)
@@ -103,6 +111,7 @@ def compare(folder: Path, documents: int, queries_number: int, steps: int) -> di
     index = opened(group=dist.group.WORLD)
     row, lists = measured(index, queries, steps, together=True)
     result["rows"] = [{"ranks": world, **row}]
+    told(f"all ranks: {row}")
     del index
     if on_gpu:
         torch.cuda.empty_cache()
