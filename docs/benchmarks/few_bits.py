@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from pylate_flash.beir import evaluate_run, load_beir_folder, recall_of
 from pylate_flash.cli.models import load_model
@@ -107,11 +107,10 @@ def draw(collections: list[dict[str, Any]], path: Path) -> None:
                 marker="^" if again else "o", label=f"{row['system']}: nDCG@10 {row['ndcg@10']:.3f}",
             )  # fmt: skip
         axes.set(xlabel="milliseconds a query", ylabel="of the exact best 100")
-        times = [row["milliseconds"] for row in one["rows"]]
-        if max(times) > 5 * min(times):
-            axes.set_xscale("symlog", linthresh=2 * min(times))
-        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_title(f"{one['collection']}, {one['documents']:,} documents", loc="left")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
