@@ -40,8 +40,8 @@ def together() -> Iterator[Ranks | None]:
             yield ranks
     except RankError as error:
         raise UserError(str(error)) from error
-    except UserError:
-        if ranks.rank:
+    except UserError as error:
+        if ranks.rank and error is ranks.heard:
             # The first says so.
             raise typer.Exit(2) from None
         raise

@@ -36,6 +36,8 @@ class Ranks:
 
     def __init__(self, group: Any) -> None:
         self._group = _of_hosts(group)
+        # The error of the first rank that all of them have.
+        self.heard: Exception | None = None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def share(self, parts: Sequence[Part]) -> tuple[int, int]:
@@ -62,6 +64,7 @@ class Ranks:
                 made[1] = error
         self._do(dist.broadcast_object_list, made, dist.get_global_rank(self._group, 0))
         if made[1] is not None:
+            self.heard = made[1]
             raise made[1]
         return made[0]
 
