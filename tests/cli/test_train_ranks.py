@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from pylate_flash.cli.common import UserError
 from pylate_flash.cli.training.run import Progress
 from tests.cli.commands import CPU, assert_one_clear_sentence, invoke
 from tests.ranks import run_ranks
@@ -18,7 +19,7 @@ pytest.importorskip("pylate")
 WORLD = 2
 
 
-def train_as_rank(rank, world, port, arguments, folder, signalled):
+def train_as_rank(rank, world, port, arguments, folder, signalled, failing):
     """Run the command; one rank may get a signal at the end of the third step, which torchrun then gives to both."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
@@ -26,6 +27,8 @@ def train_as_rank(rank, world, port, arguments, folder, signalled):
 
     def interrupted(self, args, state, control, **kwargs):
         on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == 3 and rank in failing:
+            raise UserError("out of memory")
         if state.global_step == 3 and rank in signalled:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
@@ -40,13 +43,13 @@ def by_two(tmp_path, tiny_colbert_path, pairs):
     """Train to a folder of a name, and return exit codes, and what was said on standard output and error."""
     options = ["--batch-size", 2, "--epochs", 3, "--lr", 1e-3, "--loss", "contrastive"]
 
-    def run(name, *more, signalled=()):
+    def run(name, *more, signalled=(), failing=()):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         arguments = ["train", "--data", pairs, "--model", tiny_colbert_path, "--output", tmp_path / name, *CPU]
         arguments = [str(argument) for argument in (*arguments, *options, *more)]
-        run_ranks(train_as_rank, (WORLD, port, arguments, tmp_path, signalled), WORLD)
+        run_ranks(train_as_rank, (WORLD, port, arguments, tmp_path, signalled, failing), WORLD)
         found = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(WORLD)]
         return tmp_path / name, arguments, *zip(*found, strict=True)
 
@@ -73,3 +76,10 @@ def test_a_run_of_two_that_is_stopped_resumes_to_the_same_weights(by_two):
     assert codes == (0, 0), notes
     assert "6 of 6 steps are done" in said[0]
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_an_error_of_one_process_is_said_by_it_and_ends_the_other(by_two):
+    _, _, codes, _, notes = by_two("out", failing=(1,))
+    assert codes[1] == 2
+    assert notes[1] == "pylate-flash: out of memory\n"
+    assert codes[0] != 0
