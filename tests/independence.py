@@ -125,6 +125,13 @@ def _renamed(before: dict[str, dict[str, Any]]) -> Iterator[str]:
                 yield f"{module}.{name}"
 
 
+def _forget_compiled() -> None:
+    """Let Dynamo compile anew: a function that was compiled for too many shapes runs uncompiled ever after."""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    if convert_frame is not None and convert_frame.input_codes.seen:
+        torch._dynamo.reset()
+
+
 _of_modules: dict[str, list[Held]] = {}
 _of_fixtures: dict[pytest.FixtureDef, list[Held]] = {}
 
@@ -159,6 +166,7 @@ def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
             changed.append(setting)
     for (_, write), value in zip(TAKEN_BACK, others, strict=True):
         write(value)
+    _forget_compiled()
     changed += [held.name for some in (_of_modules[name], *_of_fixtures.values()) for held in some if held.is_changed()]
     if changed:
         pytest.fail(f"the test has changed {', '.join(changed)}, which other tests read", pytrace=False)

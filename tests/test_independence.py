@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ from tests.independence import seed
 
 pytest_plugins = ["pytester"]
 
-CONFTEST = "from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, unchanged"
 TESTS = """
     import os
     import sys
@@ -86,10 +87,24 @@ TESTS = """
 """
 
 
-def test_a_test_that_changes_what_others_read_fails(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(TESTS)
-    found = pytester.runpytest_inprocess("-p", "no:xdist")
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], pytest.RunResult]:
+    """Runs the tests of a source, in a process of their own: one that shared this one's would import torch's modules
+    that are not imported here yet, and take them out again."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    pytester.makeconftest(
+        "from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, unchanged"
+    )
+
+    def run(tests: str) -> pytest.RunResult:
+        pytester.makepyfile(tests)
+        return pytester.runpytest_subprocess("-p", "no:xdist", "-p", "no:random_order")
+
+    return run
+
+
+def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.RunResult]) -> None:
+    found = run(TESTS)
     found.assert_outcomes(passed=13, errors=8)
     for test, name in (
         ("view", "NUMBERS"),
@@ -103,6 +118,31 @@ def test_a_test_that_changes_what_others_read_fails(pytester: pytest.Pytester) -
     ):
         place = next(n for n, line in enumerate(found.outlines) if f"ERROR at teardown of test_{test} " in line)
         assert found.outlines[place + 1] == f"the test has changed {name}, which other tests read"
+
+
+COMPILES = """
+    import torch
+
+    def twice(numbers, times):
+        return numbers * times, torch.compiler.is_compiling()
+
+    def is_compiled(times):
+        return torch.compile(twice, backend="eager", dynamic=False)(torch.ones(2), times)[1]
+
+    def test_too_often():
+        for times in range(torch._dynamo.config.recompile_limit):
+            assert is_compiled(0.5 + times)
+        assert not is_compiled(0.25)
+
+    def test_another():
+        assert is_compiled(0.25)
+"""
+
+
+def test_what_was_compiled_too_often_in_one_test_is_compiled_in_the_next(
+    run: Callable[[str], pytest.RunResult],
+) -> None:
+    run(COMPILES).assert_outcomes(passed=2)
 
 
 def draw() -> tuple[float, ...]:

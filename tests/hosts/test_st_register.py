@@ -231,7 +231,6 @@ def test_unknown_host():
 
 
 def test_compiled_functions_follow():
-    torch._dynamo.reset()
     compiled = torch.compile(maxsim, fullgraph=True, backend="eager")
     plain = compiled(QUERIES, DOCUMENTS)
     with registered(HOST):
