@@ -35,7 +35,7 @@ def kept(store: PackedStore, positions: np.ndarray) -> ResidualCodes:
     """Documents of a store as codes."""
     codec, rows = store.layout.codec, store.read(positions)
     assert codec is not None
-    bounds = torch.from_numpy(np.concatenate([[0], store.lengths[positions].cumsum()]))
+    bounds = torch.from_numpy(np.concatenate([[0], store.documents.lengths[positions].cumsum()]))
     size = codec.size * codec.nbits // 8
     numbers, scales = rows[:, 4:8].contiguous().view(torch.int32)[:, 0], rows[:, :4].contiguous().view(torch.float32)
     found = codec.on(torch.device("cpu"))
@@ -47,7 +47,7 @@ def kept(store: PackedStore, positions: np.ndarray) -> ResidualCodes:
 def assert_finds(index: Flat, queries: list[torch.Tensor], among: list[list[int]], **call) -> None:
     """The best of these documents, by what decompressed codes score."""
     for query, places, found in zip(queries, among, index(queries, k=200, **call), strict=True):
-        documents = kept(index._store, np.array(places, dtype=np.int64))
+        documents = kept(index._store, index._store.documents.live[np.array(places, dtype=np.int64)])
         scores = maxsim_residual_reference(query.half().unsqueeze(0), documents, empty_score=EMPTY_SCORE)[0]
         ids = index.documents_ids
         wanted = {ids[place]: score for place, score in zip(places, scores.tolist(), strict=True)}

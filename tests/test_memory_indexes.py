@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pylate_flash.index.pieces import Loader, Pieces
+from pylate_flash.index.documents import Documents
+from pylate_flash.index.loading import Loader
 from pylate_flash.indexes import Flat
 from tests.stores import EACH_DTYPE, documents_of
 
@@ -90,4 +91,4 @@ def test_embeddings_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (part.memory.device.type, tuple(part.memory.shape)) == ("meta", (6, 4))
     # Nor on their way to a search.
     values = torch.empty(6, 4, device="meta")
-    Loader(Pieces([part]), torch.device("cpu")).start([(0, 6)], values).wait()
+    Loader(Documents([part]), torch.device("cpu")).start([(0, 6)], values).wait()

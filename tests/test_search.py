@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,12 +17,12 @@ from hypothesis import strategies as st
 
 from pylate_flash.index import ids as ids_module
 from pylate_flash.index import merging, resident, search
-from pylate_flash.index.ids import IdTable, packed_ids
+from pylate_flash.index.documents import Documents
+from pylate_flash.index.ids import packed_ids
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
 from pylate_flash.index.parts import Part
 from pylate_flash.index.scorers import Queries
-from pylate_flash.index.tables import Documents
 from pylate_flash.indexes import Flat
 from pylate_flash.ops.quantization import PRECISIONS, quantize
 from pylate_flash.ops.quantized import query_precision
@@ -242,44 +241,22 @@ def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: 
         # Of fewer bits, many have the same.
         mixed, mask = ids_module._mixed, np.uint64(((1 << bits) - 1) << (64 - bits))
         patch.setattr(ids_module, "_mixed", lambda numbers: mixed(numbers) & mask)
-        documents = Documents([part(7, names[:first])] if first else [])
+        parts = [part(7, names[:first]), part(7 + first, names[first:])]
         for known in (names[:first], names):
-            if known is names and first < len(names):
-                documents.append(part(7 + first, names[first:]))
+            documents = Documents(part for part in parts[: 1 if known is not names else 2] if part.documents)
             asked = data.draw(st.lists(st.sampled_from([*names, "", "none", "a" * 20, "no other"]), max_size=30))
             wanted = [known.index(id_) if id_ in known else -1 for id_ in asked]
-            assert documents.positions_of(asked).tolist() == wanted
+            assert documents.find([asked])[0].tolist() == wanted
             there = np.array([place for place in wanted if place >= 0], np.int64)
-            assert documents.ids_at(there) == [known[place] for place in there.tolist()]
+            assert documents.ids.some(there).to_list() == [known[place] for place in there.tolist()]
         lists = [asked[:3], [], asked[3:]]
         packed, counts = packed_ids(lists)
         assert (packed.to_list(), counts.tolist()) == (asked, [len(own) for own in lists])
 
 
-@given(names=st.lists(NAMES, unique=True, max_size=60), alike=st.booleans(), data=st.data())
-def test_ids_of_many_lists_are_found_in_c(names: list[str], alike: bool, data: st.DataObject) -> None:
-    pytest.importorskip("triton")
-    lists = data.draw(st.lists(st.lists(st.sampled_from([*names, "", "none", "a" * 20]), max_size=30), max_size=4))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ids_module, "_MANY", 0)
-        if alike:
-            # All long ids have one key, and all ids one place in the table.
-            patch.setattr(ids_module, "_FACTORS", np.zeros(2, np.uint64))
-        table = IdTable()
-        table.extend(packed_ids([names])[0])
-        patch.setattr(ids_module, "packed_ids", Mock(side_effect=AssertionError))
-        found = [names.index(id_) if id_ in names else -1 for ids in lists for id_ in ids]
-        if any("\ud800" in id_ for ids in lists for id_ in ids):
-            # Half of a surrogate pair is no UTF-8.
-            patch.setattr(ids_module, "packed_ids", packed_ids)
-        numbers, counts = table.find_all(lists)
-    assert (numbers.tolist(), counts.tolist()) == (found, [len(ids) for ids in lists])
-
-
-def test_ids_of_many_lists_that_are_none_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids_module, "_MANY", 0)
+def test_what_is_no_id_is_named() -> None:
     with pytest.raises(TypeError, match=r"subset\[8\]\[1\] must be a string, got 3 of type int"):
-        IdTable().find_all([["a"], ["b", 3]], first=7)
+        Documents().find([["a"], ["b", 3]], first=7)
 
 
 @pytest.mark.parametrize(

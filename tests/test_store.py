@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from pylate_flash.index import catalog, checksums, store
 from pylate_flash.index.catalog import Catalog
+from pylate_flash.index.documents import blocks
 from pylate_flash.index.parts import Part
 from pylate_flash.index.store import PackedStore
-from pylate_flash.index.tables import blocks
 from tests.stores import assert_content, content, documents_of, segments_in, store_of_two_segments, written_by_another
 
 

@@ -29,7 +29,7 @@ def document(id_):
 
 def expect(opened, ids):
     assert opened.ids == ids, (opened.ids, ids)
-    for i, id_ in enumerate(ids):
+    for i, id_ in zip(opened.positions_of(ids).tolist(), ids, strict=True):
         assert torch.equal(opened.read(np.array([i])), document(id_)), id_
         assert opened.positions_where(("name = ?", [id_])).tolist() == [i]
 
@@ -90,7 +90,7 @@ def write(pick, number):
             metadata = [{"name": id_, pick.choice("xyz"): call} for id_ in new]
             opened.add(new, [document(id_) for id_ in new], replace=operation == "replace", metadata=metadata)
         elif operation in ("remove", "erase"):
-            opened.remove(np.array(gone, dtype=np.int64), erase=operation == "erase")
+            opened.remove(opened.documents.live[np.array(gone, dtype=np.int64)], erase=operation == "erase")
         else:
             opened.compact()
         expect(opened, ids)
@@ -183,7 +183,7 @@ def document(id_):
 
 def look(opened):
     ids = opened.ids
-    for i, id_ in enumerate(ids):
+    for i, id_ in zip(opened.positions_of(ids).tolist(), ids, strict=True):
         assert torch.equal(opened.read(np.array([i])), document(id_)), id_
     return ids
 
@@ -199,7 +199,7 @@ for number in range(8):
     while not seen or "last" not in seen[-1]:
         opened = PackedStore(folder)
         seen.append(look(opened))
-        assert set(opened.positions_where("even").tolist()) <= set(range(len(opened)))
+        assert set(opened.positions_where("even").tolist()) <= set(opened.documents.live.tolist())
     # It stays what it was.
     assert look(opened) == seen[-1]
     states = [json.loads(line) for line in open(said)]
@@ -223,7 +223,7 @@ for call in range(80):
         metadata = [{"even": call % 2}] * len(new)
         opened.add(new, [document(id_) for id_ in new], replace=operation == "replace", metadata=metadata)
     elif gone:
-        opened.remove(np.array(sorted(gone)), erase=operation == "erase")
+        opened.remove(opened.documents.live[gone], erase=operation == "erase")
     elif operation == "compact":
         opened.compact()
     assert opened.ids == after

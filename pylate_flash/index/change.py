@@ -33,7 +33,7 @@ _SMALL = 1024
 class Change:
     """What becomes of an index, while its catalog is being written: `parts` that there will be, and `dropped` ones.
 
-    `codec` is what will make codes from now on, if that is new.
+    `codec` is what will make codes from now on, if that is new. `undo` takes back what was appended.
     `written` are segments to which this change or ones before appended rows that may not be on the disk yet.
     """
 
@@ -50,7 +50,7 @@ class Change:
         self._folder, self._connection, self._segment_bytes = folder, connection, segment_bytes
         self._in_memory = in_memory
         self.codec: Codec | None = None
-        self._undo = contextlib.ExitStack()
+        self.undo = contextlib.ExitStack()
         self._open: Segment | None = None  # what is appended to
         self._made = False  # whether there is a new segment
 
@@ -84,19 +84,27 @@ class Change:
         self._connection.execute("DELETE FROM codec")
         self._connection.execute("INSERT INTO codec VALUES (?)", (codec.content,))
 
-    def remove(self, part: Part, places: np.ndarray) -> None:
-        """Mark documents of a part as removed; what is left of the part, if anything, takes its place."""
-        numbers = ((number,) for number in part.numbers[places].tolist())
-        self._connection.executemany('DELETE FROM documents WHERE "#number" = ?', numbers)
-        less = part.without(places)
-        if len(less.removed) == less.documents:
-            self._replace([part], [])
-            return
-        self._connection.execute(
-            "INSERT OR REPLACE INTO removed VALUES (?, ?)", (int(part.numbers[0]), less.removed_bytes)
-        )
-        self.parts[self.parts.index(part)] = less
-        self.dropped.append(part)
+    def remove_ids(self, ids: Iterable[str]) -> None:
+        """Mark the documents of these ids as removed, as far as there are any."""
+        query = 'SELECT "#number" FROM documents WHERE "#id" = ?'
+        there = [row for id_ in ids for row in self._connection.execute(query, (encoded_id(id_),))]
+        self.remove(np.sort(np.array(there, np.int64).reshape(-1)))
+
+    def remove(self, numbers: np.ndarray) -> None:
+        """Mark the documents of these numbers, which ascend, as removed; a part of which nothing is left is dropped."""
+        self._connection.executemany('DELETE FROM documents WHERE "#number" = ?', ((i,) for i in numbers.tolist()))
+        for at, part in reversed([*enumerate(self.parts)]):
+            low, high = np.searchsorted(numbers, (part.numbers[0], part.numbers[-1] + 1))
+            if low == high:
+                continue
+            less = part.without(np.searchsorted(part.numbers, numbers[low:high]))
+            if len(less.removed) == less.documents:
+                self._replace([part], [])
+                continue
+            row = int(part.numbers[0]), less.removed_bytes
+            self._connection.execute("INSERT OR REPLACE INTO removed VALUES (?, ?)", row)
+            self.parts[at] = less
+            self.dropped.append(part)
 
     def move(self, parts: list[Part], fresh: bool = False) -> None:
         """Write the documents of neighbouring parts that are not removed to a segment, with `fresh` to a new one."""
@@ -131,14 +139,6 @@ class Change:
         if self._made:
             fsync_folder(self._folder)
 
-    def keep(self) -> None:
-        """Let stand what was appended."""
-        self._undo.pop_all()
-
-    def undo(self) -> None:
-        """Take back what was appended."""
-        self._undo.close()
-
     def _replace(self, old: list[Part], new: list[Part]) -> None:
         """Put parts in the place of neighbouring ones."""
         at = self.parts.index(old[0])
@@ -169,7 +169,7 @@ class Change:
                 self._open_new()
             else:
                 self._open = last
-                self._undo.callback(_cut, last.written, os.fstat(last.written).st_size)
+                self.undo.callback(_cut, last.written, os.fstat(last.written).st_size)
         segment, descriptor = self._opened()
         # A writer that was killed may have left half a row.
         offset = -(-os.fstat(descriptor).st_size // layout.all_nbytes) * layout.all_nbytes
@@ -203,7 +203,7 @@ class Change:
     def _open_new(self) -> None:
         path = self._folder / SEGMENT_NAME.replace("*", secrets.token_hex(6))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._undo.callback(path.unlink, missing_ok=True)
+        self.undo.callback(path.unlink, missing_ok=True)
         self._open, self._made = Segment(path, descriptor), True
 
 

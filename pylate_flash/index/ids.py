@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .lookup import find
-
-__all__ = ["Growing", "IdTable", "Ids", "encoded_id", "packed_ids"]
+__all__ = ["IdTable", "Ids", "encoded_id", "packed_ids"]
 
 # Bytes of an id that are compared at a time, and masks of the first 0 to 8 of them.
 _WORD = 8
 _MASKS = np.array([(1 << 8 * length) - 1 for length in range(_WORD + 1)], np.uint64)
 # Of this process, so that nobody can choose ids that meet in one place.
 _FACTORS = np.array([secrets.randbits(64) | 1 for _ in range(2)], np.uint64)
-# Ids that are worth a function in C, which is compiled at the first use.
-_MANY = 4096
 # Marks the key of an id that is longer than a key holds.
 _LONG = np.uint64(1 << 63)
 
@@ -30,29 +26,6 @@ def encoded_id(id_: str) -> bytes:
 
 def _decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogatepass")
-
-
-class Growing:
-    """A one-dimensional array with room to grow, so that n appended values cost n on average."""
-
-    def __init__(self, dtype: type = np.int64) -> None:
-        self._room: np.ndarray = np.zeros(0, dtype=dtype)
-        self._size = 0
-
-    @property
-    def values(self) -> np.ndarray:
-        """What has been appended, as a view that stays as it is when more follows."""
-        return self._room[: self._size]
-
-    def extend(self, values: np.ndarray) -> None:
-        """Append values."""
-        size = self._size + len(values)
-        if size > len(self._room):
-            room = np.empty(max(size, 2 * len(self._room)), dtype=self._room.dtype)
-            room[: self._size] = self.values
-            self._room = room
-        self._room[self._size : size] = values
-        self._size = size
 
 
 class Ids(NamedTuple):
@@ -67,6 +40,21 @@ class Ids(NamedTuple):
         """Ids that follow one another, of which each ends there."""
         edges = np.append(0, ends)
         return cls(np.frombuffer(text + bytes(_WORD), np.uint8), edges[:-1], edges[1:])
+
+    @classmethod
+    def encoded(cls, ids: Iterable[str]) -> Ids:
+        """Those of strings."""
+        encoded = [encoded_id(id_) for id_ in ids]
+        return cls.of(b"".join(encoded), np.cumsum([len(id_) for id_ in encoded], dtype=np.int64))
+
+    @classmethod
+    def joined(cls, several: Sequence[Ids]) -> Ids:
+        """All of those that `of` has made."""
+        if len(several) == 1:
+            return several[0]
+        begins = np.cumsum([0, *(len(ids.text) - _WORD for ids in several)])
+        ends = [begin + ids.ends for begin, ids in zip(begins.tolist(), several, strict=False)]
+        return cls.of(b"".join(ids.content for ids in several), np.concatenate([begins[:0], *ends]))
 
     @property
     def content(self) -> bytes:
@@ -150,84 +138,53 @@ def packed_ids(lists: Sequence[Sequence[str]], first: int = 0) -> tuple[Ids, np.
         begins = np.concatenate([[0], ends[:-1] + 1])
     else:
         # None, or some hold what is between them here.
-        encoded = [encoded_id(id_) for ids in lists for id_ in ids]
-        return Ids.of(b"".join(encoded), np.cumsum([len(id_) for id_ in encoded], dtype=np.int64)), counts
+        return Ids.encoded(id_ for ids in lists for id_ in ids), counts
     return Ids(raw, begins, ends), counts
 
 
 class IdTable:
-    """A hash table (open addressing, linear probing) of distinct ids: some 30 bytes for each beside its own."""
+    """A hash table (open addressing, linear probing) of those of `ids` at some places, distinct: some 20 bytes each."""
 
-    def __init__(self) -> None:
-        self._text, self._begins, self._ends = Growing(np.uint8), Growing(), Growing()
-        self._keys = Growing(np.uint64)
-        self._resize(2)
-
-    def extend(self, ids: Ids) -> None:
-        """Take in more ids."""
-        shift, size = len(self._text.values), len(self._keys.values)
-        self._text.extend(ids.text)
-        self._begins.extend(ids.begins + shift)
-        self._ends.extend(ids.ends + shift)
-        self._keys.extend(ids.keys())
-        numbers = np.arange(size, size + len(ids.begins), dtype=np.int32)
-        if 2 * (size + len(numbers)) > len(self._table):
-            self._resize(4 * (size + len(numbers)))
-            numbers = np.arange(size + len(numbers), dtype=np.int32)
-        places = self._places(self._keys.values[numbers])
-        while len(numbers):
-            free = self._table[places] < 0
+    def __init__(self, ids: Ids, places: np.ndarray) -> None:
+        self._ids, self._keys = ids, ids.keys()
+        bits = (4 * len(places) + 1).bit_length()
+        self._table, self._shift = np.full(1 << bits, -1, np.int32), np.uint64(64 - bits)
+        left = places.astype(np.int32)
+        begins = self._begins(self._keys[left])
+        while len(left):
+            free = self._table[begins] < 0
             # Of several for one place, the last stays there.
-            self._table[places[free]] = numbers[free]
-            others = self._table[places] != numbers
-            numbers, places = numbers[others], (places[others] + 1) & (len(self._table) - 1)
+            self._table[begins[free]] = left[free]
+            others = self._table[begins] != left
+            left, begins = left[others], self._next(begins[others])
 
     def find(self, ids: Ids) -> np.ndarray:
-        """Which was taken in as the how manieth, -1 of none. Shape: [N], int32."""
-        keys, known = ids.keys(), Ids(self._text.values, self._begins.values, self._ends.values)
-        if not len(known.begins):
-            return np.full(len(keys), -1, np.int32)
-        places = self._places(keys)
-        found = self._table[places]
-        wrong = np.flatnonzero(self._differ(found, slice(None), keys, known, ids) & (found >= 0))
-        while len(wrong):
-            places[wrong] = (places[wrong] + 1) & (len(self._table) - 1)
-            found[wrong] = self._table[places[wrong]]
-            wrong = wrong[found[wrong] >= 0]
-            wrong = wrong[self._differ(found[wrong], wrong, keys, known, ids)]
+        """At which place each is, -1 if at none. Shape: [N], int32."""
+        keys = ids.keys()
+        begins = self._begins(keys)
+        found = self._table[begins]
+        if not len(self._keys):
+            return found
+        left = np.flatnonzero(self._differ(found, keys, ids) & (found >= 0))
+        while len(left):
+            begins[left] = self._next(begins[left])
+            found[left] = self._table[begins[left]]
+            left = left[found[left] >= 0]
+            left = left[self._differ(found[left], keys[left], ids.some(left))]
         return found
 
-    def find_all(self, lists: Sequence[Sequence[str]], first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """As `find`, of the ids of all lists, one list after the other, and how many each has: `packed_ids`."""
-        counts = np.array([len(ids) for ids in lists], np.int64)
-        total, found = int(counts.sum()), None
-        if total >= _MANY:
-            arrays = self._keys.values, self._begins.values, self._ends.values, self._text.values, _FACTORS
-            addresses = [array.ctypes.data for array in arrays]
-            found = find(lists, total, self._table.ctypes.data, int(self._shift), *addresses)
-        if found is not None:
-            return np.frombuffer(found, np.int32), counts
-        ids, counts = packed_ids(lists, first)
-        return self.find(ids), counts
-
-    def _differ(
-        self, found: np.ndarray, which: np.ndarray | slice, keys: np.ndarray, known: Ids, ids: Ids
-    ) -> np.ndarray:
-        """Whether those that were found for some ids are others."""
-        own = keys[which]
-        differ = self._keys.values[found] != own
-        long = np.flatnonzero((own >= _LONG) & ~differ & (found >= 0))
-        if len(long):
-            asked = long if isinstance(which, slice) else which[long]
-            differ[long] = ~known.equal(found[long], ids, asked)
+    def _differ(self, found: np.ndarray, keys: np.ndarray, ids: Ids) -> np.ndarray:
+        """Whether those that were found for ids with these keys are others."""
+        differ = self._keys[found] != keys
+        long = np.flatnonzero((keys >= _LONG) & ~differ & (found >= 0))
+        differ[long] = ~self._ids.equal(found[long], ids, long)
         return differ
 
-    def _resize(self, least: int) -> None:
-        bits = max(2, (least - 1).bit_length())
-        self._table, self._shift = np.full(1 << bits, -1, np.int32), np.uint64(64 - bits)
-
-    def _places(self, keys: np.ndarray) -> np.ndarray:
+    def _begins(self, keys: np.ndarray) -> np.ndarray:
         return (_mixed(keys) >> self._shift).astype(np.int64)
+
+    def _next(self, places: np.ndarray) -> np.ndarray:
+        return (places + 1) & (len(self._table) - 1)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 
 from .catalog import Catalog
 from .codes import Codec
+from .documents import Documents
 from .parts import SEGMENT_NAME, Part, Segment
-from .tables import Documents
 
 __all__ = ["loss", "opened"]
 
@@ -32,7 +32,7 @@ def opened(catalog: Catalog, device: torch.device) -> tuple[Documents, list[Part
             if state.layout.nbits and rows and catalog.codec is None:
                 raise ValueError("the codec of its residual codes is missing")
             codec = None if catalog.codec is None else Codec.parse(catalog.codec, device)
-            count = sum(part.documents - len(part.removed) for part in parts)
+            count = Documents(parts).count
             if count != state.documents:
                 raise ValueError(f"it holds {count} documents, and says {state.documents}")
             lost = _lost(catalog, parts)

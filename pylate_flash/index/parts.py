@@ -22,7 +22,7 @@ import torch
 from .checksums import CheckedBlocks, Sums, block_begin, block_of
 from .codes import Columns, Held, copy_rows
 from .files import open_named, open_regular, read_exactly
-from .ids import Ids, encoded_id
+from .ids import Ids
 from .layout import Layout, is_finite
 
 __all__ = ["COLUMNS", "SEGMENT_NAME", "Part", "Segment", "bytes_of"]
@@ -115,9 +115,7 @@ class Part:
         **place: Any,
     ) -> Part:
         """A part of which no document counts as removed; `place` is where its rows are, and their `sums`."""
-        encoded = [encoded_id(id_) for id_ in ids]
-        packed = Ids.of(b"".join(encoded), np.cumsum([len(id_) for id_ in encoded], dtype=np.int64))
-        return cls(layout, numbers, lengths, packed, np.zeros(0, np.int64), **place)
+        return cls(layout, numbers, lengths, Ids.encoded(ids), np.zeros(0, np.int64), **place)
 
     def to_row(self) -> tuple:
         """As the catalog keeps it, in the order of COLUMNS."""
@@ -192,9 +190,7 @@ class Part:
         """One part in the place of some, of which each follows the one before it. Their rows stay where they are."""
         first = parts[0]
         lengths, numbers = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "numbers"))
-        bases = np.cumsum([0, *(len(part.ids.content) for part in parts[:-1])])
-        ends = np.concatenate([base + part.ids.ends for base, part in zip(bases, parts, strict=True)])
-        ids = Ids.of(b"".join(part.ids.content for part in parts), ends)
+        ids = Ids.joined([part.ids for part in parts])
         # Of a block that two share, the later one has the checksum of what both have there.
         solid = [part for part in parts if part.nbytes]
         blocks = [block_of(part.offset) for part in solid]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .codes import Columns, Held
+from .documents import Documents, cuts, runs_of
 from .layout import Layout
-from .parts import Part
-from .pieces import STAGED_BYTES, Loader, Loading, Pieces, runs_of
-from .tables import cuts
+from .loading import STAGED_BYTES, Loader, Loading
 
 __all__ = ["Block", "Packed", "Rows", "free_memory", "on_device"]
 
@@ -56,7 +55,7 @@ class Block(NamedTuple):
 
 
 class Rows:
-    """The documents of some parts, those that count as removed among them, in the order of the parts.
+    """The rows of documents, of those that count as removed among them.
 
     The first ones stay on the device, in one allocation, as many as `memory` bytes hold: "auto" is most of a GPU's
     free memory, and nothing on a CPU. `removed` are places, ascending; `bounds` [documents + 1] say with which row each
@@ -66,18 +65,18 @@ class Rows:
     def __init__(self, device: torch.device, memory: int | str) -> None:
         self.device, self.memory = device, memory
         self.layout = Layout("float32", 0)
-        self._pieces = Pieces([])
+        self._documents = Documents()
         self._values: Held | None = None
         self._loaded = 0  # rows in it
         self.kept = 0
         self._describe()
 
-    def follow(self, parts: Sequence[Part], layout: Layout, show_progress: bool = False) -> None:
-        """Hold the documents of these parts; what they share with those before stays. It raises what reading does."""
-        before, self._pieces = self._pieces, Pieces(parts)
+    def follow(self, documents: Documents, layout: Layout, show_progress: bool = False) -> None:
+        """Hold these documents; what they share with those before stays. It raises what reading does."""
+        before, self._documents = self._documents, documents
         if layout != self.layout:
-            before, self.layout, self._values = Pieces([]), layout, None
-        self._loaded = min(self._loaded, self._pieces.shared_with(before))
+            before, self.layout, self._values = Documents(), layout, None
+        self._loaded = min(self._loaded, documents.shared_with(before))
         self._describe()
         self._load(show_progress)
 
@@ -88,13 +87,9 @@ class Rows:
 
     def _describe(self) -> None:
         """Boundaries and marks, on the host and on the device."""
-        self.bounds = self._pieces.bounds()
-        self.documents = len(self.bounds) - 1
-        self.lengths = np.diff(self.bounds)
-        self.longest = int(self.lengths.max(initial=0))
-        firsts = np.cumsum([0, *(part.documents for part in self._pieces.parts)])
-        marks = [part.removed + first for part, first in zip(self._pieces.parts, firsts, strict=False)]
-        self.removed = np.concatenate([np.zeros(0, np.int64), *marks])
+        documents = self._documents
+        self.bounds, self.lengths, self.removed = documents.bounds, documents.lengths, documents.removed
+        self.documents, self.longest = len(self.lengths), int(self.lengths.max(initial=0))
         self._bounds = on_device(self.bounds.astype(np.int32 if self.bounds[-1] < 2**31 else np.int64), self.device)
         self._marks: Tensor | None = None
         if len(self.removed):
@@ -104,8 +99,10 @@ class Rows:
     def _load(self, show_progress: bool) -> None:
         """Bring as many rows to the device as may stay there."""
         total, row = int(self.bounds[-1]), max(1, self.layout.nbytes)
-        there = self._pieces.in_memory_of(self.device)
-        if there is not None:
+        parts = self._documents.parts
+        there, own = parts[0].memory if len(parts) == 1 else None, self.device
+        if there is not None and own.type == there.device.type and own.index in (None, there.device.index):
+            # Of an index that is on no disk.
             self._values, self._loaded, self.kept = there, total, self.documents
             return
         held = 0 if self._values is None else self._values.nbytes
@@ -133,7 +130,7 @@ class Rows:
             total=out.nbytes, desc="Loading", unit="B", unit_scale=True,
             disable=not show_progress or out.nbytes < _LONG_BYTES,
         )  # fmt: skip
-        with bar, Loader(self._pieces, self.device) as loader:
+        with bar, Loader(self._documents, self.device) as loader:
             loader.start([(begin, rows)], out, bar.update).wait()
         self._loaded, self.kept = rows, int(np.searchsorted(self.bounds, rows, side="right")) - 1
 
@@ -173,10 +170,6 @@ class Rows:
             bar = tqdm(rest, "Searching", unit="block", disable=not show_progress or len(rest) < 2)
             yield from self._stream(rest, bar)
 
-    def read(self, runs: Iterable[tuple[int, int]], out: Tensor) -> None:
-        """As `Pieces.read`."""
-        self._pieces.read(runs, out)
-
     def _block(self, values: Held, start: int, stop: int) -> Block:
         bounds = self._bounds[start : stop + 1]
         if self.bounds[start]:
@@ -193,7 +186,7 @@ class Rows:
         ahead = min(_AHEAD, len(blocks) - 1) if self.device.type == "cuda" else 0
         ring = [self._empty(max(stop - start for start, stop in spans)) for _ in range(ahead + 1)]
         loading: list[Loading] = []
-        with Loader(self._pieces, self.device) as loader:
+        with Loader(self._documents, self.device) as loader:
 
             def begin(number: int) -> None:
                 start, stop = spans[number]
@@ -224,7 +217,7 @@ class Rows:
             )
         begins, ends = self.bounds[places], self.bounds[places + 1]
         out = self._empty(rows)
-        with Loader(self._pieces, self.device) as loader:
+        with Loader(self._documents, self.device) as loader:
             loader.start(runs_of(begins, ends), out).wait()
         bounds = np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int32)
         return Packed(out, on_device(bounds, self.device), self.longest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypedDict
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..ops import QuantizedEmbeddings
 from .arguments import check_finite
+from .documents import Documents, blocks, cuts, read
 from .graphs import Graphs
 from .layout import Layout
 from .matches import matched_tokens
@@ -23,7 +24,6 @@ from .ranks import Hits, Ranks
 from .resident import Block, Packed, Rows
 from .scorers import EMPTY_SCORE, Queries, Scorer, bounds_of_one
 from .store import PackedStore
-from .tables import blocks, cuts
 
 __all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 
@@ -79,7 +79,7 @@ class Search:
         self._beside = beside
         self._generation: int | None = None
         self._following = threading.Lock()
-        self._first = 0  # slot of the first of its documents
+        self._documents, self._first = Documents(), 0  # of this process, and the position of the first among all
 
     @property
     def layout(self) -> Layout:
@@ -115,7 +115,7 @@ class Search:
         if subsets is not None:
             yield from self._among_candidates(queries, k, scorer, subsets, positions, show_progress, in_place)
             return
-        slots = None if positions is None else self._here(self.store.documents.slots[positions])
+        slots = None if positions is None else self._here(positions)
         documents = self.rows.documents if slots is None else len(slots)
         if not documents:
             check_finite(queries)
@@ -168,7 +168,7 @@ class Search:
     def results(self, found: Hits, queries: Queries, scorer: Scorer, matches: bool = False) -> list[list[SearchResult]]:
         """What was found for these queries, with ids, and if asked for with the tokens that match."""
         scores, slots, counts = found
-        names = iter(self.store.documents.ids_of(slots[np.arange(slots.shape[1]) < counts[:, None]]))
+        names = iter(self.store.ids_at(slots[np.arange(slots.shape[1]) < counts[:, None]]))
         # Where the scores of a query end, no name of the next one is taken.
         results: list[list[SearchResult]] = [
             [{"id": name, "score": score} for score, name in zip(own[:count], names, strict=False)]
@@ -201,19 +201,20 @@ class Search:
         with self._following:
             if self._generation == self.store.state.generation:
                 return
-            parts = self.store.documents.parts
+            documents = self.store.documents
             if self._beside:
-                parts = [part.beside for part in parts]  # type: ignore[misc]
-            first, last = (0, len(parts)) if self.ranks is None else self.ranks.share(parts)
+                documents = Documents(part.beside for part in documents.parts)  # type: ignore[misc]
+            if self.ranks is not None:
+                first, last = self.ranks.share(documents.parts)
+                self._first = sum(part.documents for part in documents.parts[:first])
+                documents = Documents(documents.parts[first:last])
             self._graphs.forget()
-            self.rows.follow(parts[first:last], self.layout, show_progress)
-            self._first = sum(part.documents for part in parts[:first])
+            self.rows.follow(documents, self.layout, show_progress)
+            self._documents = documents
             self._generation = self.store.state.generation
 
     def _here(self, slots: np.ndarray) -> np.ndarray:
         """Those of some slots, which ascend, that are of this process, counted from its first."""
-        if self.ranks is None:
-            return slots
         low, high = np.searchsorted(slots, (self._first, self._first + self.rows.documents))
         return slots[low:high] - self._first
 
@@ -228,41 +229,52 @@ class Search:
         in_place: bool,
     ) -> Iterator[Hits]:
         """For every query among documents of its own, of those at some positions."""
-        allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
+        n_documents = self.rows.documents
+        here = self._first + (np.arange(n_documents) if positions is None else self._here(positions))
+        # The last one stands for ids that are none.
+        allowed = np.bincount(here, minlength=len(self.store.documents.lengths) + 1) > 0
+        bits = n_documents.bit_length()
 
-        def looked_up(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            return self._slots_of(subsets[first:last], first, allowed)
+        def owned() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            """Each query's, ascending."""
+            for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
+                found, counts = self.store.documents.find(subsets[first:last], first)
+                keys = np.repeat(np.arange(len(counts)) << bits, counts) | (found - self._first)
+                there = allowed[found]
+                keys = np.sort(keys if there.all() else keys[there])
+                again = np.flatnonzero(keys[1:] == keys[:-1])
+                if len(again):
+                    keys = np.delete(keys, again)
+                edges = np.searchsorted(keys, np.arange(len(counts) + 1) << bits)
+                yield keys & ((1 << bits) - 1), np.diff(edges)
 
-        return self._among_slots(queries, k, scorer, looked_up, show_progress, in_place)
+        return self._among_slots(queries, k, scorer, owned(), show_progress, in_place)
 
     def again(self, queries: Queries, k: int, scorer: Scorer, found: Iterable[Hits]) -> Iterator[Hits]:
         """The `k` best, by these scores, of what was found for some of the queries after the others."""
         self._follow(False)
         queries = replace(queries, device=self.device, dtype=self.layout.asked)
-        for some in found:
-            yield from self._best_again(queries[: len(some.slots)], k, scorer, some)
-            queries = queries[len(some.slots) :]
 
-    def _best_again(self, queries: Queries, k: int, scorer: Scorer, found: Hits) -> Iterator[Hits]:
-        there = np.arange(found.slots.shape[1]) < found.counts[:, None]
-        # In the order of the documents, before what only fills the places of queries with fewer.
-        slots = np.sort(np.where(there, found.slots, np.iinfo(np.int64).max), axis=1)
+        def owned() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for _, slots, counts in found:
+                there = np.arange(slots.shape[1]) < counts[:, None]
+                # In the order of the documents, before what only fills the places of queries with fewer.
+                slots = np.sort(np.where(there, slots, np.iinfo(np.int64).max), axis=1)
+                for first, last in cuts(np.arange(len(counts) + 1), _QUERIES_WITH_SUBSETS):
+                    yield slots[first:last][there[first:last]], counts[first:last]
 
-        def own(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-            return slots[first:last][there[first:last]], found.counts[first:last]
-
-        return self._among_slots(queries, k, scorer, own, False, False)
+        return self._among_slots(queries, k, scorer, owned(), False, False)
 
     def _among_slots(
         self,
         queries: Queries,
         k: int,
         scorer: Scorer,
-        slots_of: Callable[[int, int], tuple[np.ndarray, np.ndarray]],
+        owned: Iterable[tuple[np.ndarray, np.ndarray]],
         show_progress: bool,
         in_place: bool,
     ) -> Iterator[Hits]:
-        """For every query among documents of its own: of queries from one to another, their slots and how many each."""
+        """For every query among documents of its own: of some queries after the others, slots and how many each has."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
 
         def next_one() -> Hits:
@@ -271,9 +283,9 @@ class Search:
 
         # While a GPU scores some, ids of the next ones are looked up, by this thread: another would wait for Python's
         # lock, and have this one wait for it.
-        for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
-            slots, counts = slots_of(first, last)
-            some = queries[first:last]
+        done = 0
+        for slots, counts in owned:
+            some, done = queries[done : done + len(counts)], done + len(counts)
             if not len(slots):
                 while waiting:
                     yield next_one()
@@ -321,30 +333,6 @@ class Search:
             for hit, matched in some.items():
                 hits[hit]["matches"] = matched
 
-    def _slots_of(
-        self, subsets: Sequence[Sequence[str]], first: int, allowed: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The slots of each query's ids, ascending, one query's after the other's, and how many each has.
-
-        The queries are those from number `first` on.
-        """
-        documents = self.store.documents
-        positions, counts = documents.table.find_all(subsets, first)
-        there = positions >= 0
-        if allowed is not None:
-            there &= allowed[positions]
-        slots = documents.slots[positions] - self._first
-        if self.ranks is not None:
-            there &= (slots >= 0) & (slots < self.rows.documents)
-        bits = self.rows.documents.bit_length()
-        keys = np.repeat(np.arange(len(counts)) << bits, counts) | slots
-        keys = np.sort(keys if there.all() else keys[there])
-        again = np.flatnonzero(keys[1:] == keys[:-1])
-        if len(again):
-            keys = np.delete(keys, again)
-        edges = np.searchsorted(keys, np.arange(len(counts) + 1) << bits)
-        return keys & ((1 << bits) - 1), np.diff(edges)
-
     def _some(self, slots: np.ndarray, documents: int, show_progress: bool, in_place: bool) -> Iterator[Block]:
         """The documents at some slots, at most so many at a time, gathered or `in_place`."""
         nbytes = _GATHERED_BYTES_CUDA if self.device.type == "cuda" else _GATHERED_BYTES_CPU
@@ -371,10 +359,10 @@ class Search:
         return list(pairwise(np.cumsum([0, *sizes]).tolist()))
 
     def _refuse(self, slot: int) -> None:
-        name = f"the score of document {self.store.documents.ids_of(np.array([slot]))[0]!r:.100}"
+        name = f"the score of document {self.store.ids_at(np.array([slot]))[0]!r:.100}"
         start, stop = self.rows.bounds[slot - self._first :][:2].tolist()
         rows = torch.empty(stop - start, self.layout.width, dtype=self.layout.dtype)
-        self.rows.read([(start, stop)], rows)
+        read(self._documents.slices([(start, stop)]), rows)
         kept = self.layout.embeddings(rows)
         if torch.isfinite(kept.dequantize() if isinstance(kept, QuantizedEmbeddings) else kept).all():
             raise ValueError(

@@ -17,15 +17,14 @@ from .arguments import joined
 from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
 from .codes import Codec, trained
+from .documents import Documents, blocks, read, runs_of
 from .files import FULL, check_folder, hold_reserve, without_room
 from .filters import Where, checked_where
-from .ids import Ids, encoded_id
+from .ids import encoded_id
 from .layout import DTYPES, Layout
 from .opening import loss, opened
 from .parts import SEGMENT_NAME, Part, Segment
-from .pieces import Pieces, runs_of
 from .state import State
-from .tables import Documents, blocks
 
 __all__ = ["ADDITION_BYTES", "DTYPES", "SEGMENT_BYTES", "ConcurrentWriteError", "PackedStore"]
 
@@ -138,25 +137,20 @@ class PackedStore:
     @property
     def tokens(self) -> int:
         """Tokens of all documents."""
-        return int(self.lengths.sum())
+        return int(self.documents.lengths[self.documents.live].sum())
 
     @property
     def ids(self) -> list[str]:
         """Ids of all documents, in order: a new list."""
-        return self.ids_at(np.arange(len(self)))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of every document. Shape: [N], int64."""
-        return self.documents.lengths
+        return self.ids_at(self.documents.live)
 
     def ids_at(self, positions: np.ndarray) -> list[str]:
         """Ids of the documents at some positions."""
-        return self.documents.ids_at(positions)
+        return self.documents.ids.some(positions).to_list()
 
-    def positions_of(self, ids: Sequence[str] | Ids) -> np.ndarray:
-        """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int64."""
-        return self.documents.positions_of(ids)
+    def positions_of(self, ids: Sequence[str]) -> np.ndarray:
+        """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int32."""
+        return self.documents.find([ids])[0]
 
     def positions_where(self, where: Where) -> np.ndarray:
         """Positions, ascending, of the documents whose metadata fulfil an expression. It raises what `matching` does.
@@ -168,22 +162,22 @@ class PackedStore:
         if key not in self._filtered:
             if len(self._filtered) >= _FILTERS:
                 self._filtered.clear()
-            numbers = self._catalog.numbers_where(expression, parameters)
-            self._filtered[key] = np.flatnonzero(np.isin(self.documents.numbers, numbers, assume_unique=True))
+            numbers, documents = self._catalog.numbers_where(expression, parameters), self.documents
+            here = np.isin(documents.numbers[documents.live], numbers, assume_unique=True)
+            self._filtered[key] = documents.live[here]
         return self._filtered[key]
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return self.documents.count
 
     def read(self, positions: np.ndarray) -> torch.Tensor:
         """Return rows [T, width] of the store's layout, on the CPU: those of some documents [N] in this order, packed.
 
         It raises what `Part.read_into` does.
         """
-        begins = self.documents.starts[positions]
-        ends = begins + self.lengths[positions]
+        begins, ends = self.documents.bounds[positions], self.documents.bounds[positions + 1]
         rows = torch.empty(int((ends - begins).sum()), self.layout.width, dtype=self.layout.dtype)
-        Pieces(self.documents.parts).read(runs_of(begins, ends), rows)
+        read(self.documents.slices(runs_of(begins, ends)), rows)
         return rows
 
     @property
@@ -208,8 +202,8 @@ class PackedStore:
         self._catalog.check()
         if self._lost:
             raise ValueError(f"{loss(self._catalog, self._lost)}; the next change of the index takes it as it is")
-        ids = (id_ for part in self.documents.parts for id_ in part.ids.some(part.live).to_list())
-        if not self._catalog.holds(zip(self.documents.numbers.tolist(), map(encoded_id, ids), strict=True)):
+        numbers = self.documents.numbers[self.documents.live].tolist()
+        if not self._catalog.holds(zip(numbers, map(encoded_id, self.ids), strict=True)):
             raise ValueError(f"{self._catalog.path} is damaged: its documents are others than those of its parts")
         for part in tqdm(self.documents.parts, desc="Verifying", unit="part", disable=not show_progress):
             part.verify(self._catalog.path)
@@ -282,8 +276,7 @@ class PackedStore:
             if layout.codec is not None and layout.codec is not self._codec:
                 change.take_codec(layout.codec)
             if replace:
-                there = self.positions_of(ids)
-                self._remove(change, there[there >= 0])
+                change.remove_ids(ids)
             # In memory, those of one addition are searched where they lie, and so are not cut.
             pieces = [(0, len(ids))] if self.in_memory else blocks(lengths, max(1, SEGMENT_BYTES // layout.all_nbytes))
             for start, stop in pieces:
@@ -307,7 +300,7 @@ class PackedStore:
 
         def mark() -> None:
             with self._changing() as change:
-                self._remove(change, positions)
+                change.remove(self.documents.numbers[np.unique(positions)])
 
         without_room(self.path, mark)
         self._rewrite(erase)
@@ -367,10 +360,6 @@ class PackedStore:
         with self._changing(**changes):
             pass
 
-    def _remove(self, change: Change, positions: np.ndarray) -> None:
-        for part, places in self.documents.places_of(positions):
-            change.remove(part, places)
-
     @contextlib.contextmanager
     def _changing(self, flush: bool = False, **changes: Any) -> Iterator[Change]:
         """Change the index; `changes` are those of the state. On an error, as of `Catalog.turn`, nothing is changed."""
@@ -384,31 +373,27 @@ class PackedStore:
             change = Change(self.path, connection, before, SEGMENT_BYTES, catalog.written, self.in_memory)
             try:
                 for part in self._lost:
-                    change.remove(part, np.flatnonzero(part.live))
+                    change.remove(part.numbers[part.live])
                 yield change
                 if catalog.flushes:
                     # Not before: of what is lost after a power failure, nothing else is part.
                     change.merge(SMALL_PARTS)
                     change.flush()
             except BaseException:
-                change.undo()
+                change.undo.close()
                 raise
-            parts = change.parts
-            if change.dropped:
-                added, held, crc = parts, Documents(), 0
-            else:
-                added, held, crc = parts[len(documents.parts) :], documents, self.state.parts_crc
+            held = Documents(change.parts)
+            known = 0 if change.dropped else len(documents.parts)
+            crcs = ((part.crc, part.removed_bytes) for part in held.parts[known:])
             catalog.state = self.state.next(
-                parts=len(parts),
-                parts_crc=parts_crc(((part.crc, part.removed_bytes) for part in added), crc),
-                documents=len(held) + sum(part.documents - len(part.removed) for part in added),
+                parts=len(held.parts),
+                parts_crc=parts_crc(crcs, self.state.parts_crc if known else 0),
+                documents=held.count,
                 **changes,
             )
             catalog.written |= change.written
-        change.keep()
+        change.undo.pop_all()
         self._lost = []
-        for part in added:
-            held.append(part)
         self._hold(held, change.codec or self._codec)
         if change.dropped:
             gone = {part.segment for part in change.dropped} - set(self.segments)

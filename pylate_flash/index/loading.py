@@ -1,4 +1,4 @@
-"""The rows of a store as they lie in its parts: read into memory, or brought to a GPU by several threads."""
+"""Rows read from where they lie into memory of the device that scores them, that of a GPU by several threads."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from .checksums import block_begin
 from .codes import Held
+from .documents import Documents, read
 from .parts import Part
 
-__all__ = ["STAGED_BYTES", "Loader", "Pieces", "runs_of"]
+__all__ = ["STAGED_BYTES", "Loader", "Loading"]
 
 # A block of pinned memory, from which one copy goes to a GPU, and how many there are; what a thread reads at a time.
 STAGED_BYTES = 128 << 20
@@ -26,88 +25,16 @@ _READ_BYTES = 16 << 20
 _THREADS = 16
 
 
-class Pieces:
-    """Parts put end to end."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = list(parts)
-        self._ends = np.cumsum([part.rows for part in self.parts], dtype=np.int64)
-
-    def bounds(self) -> np.ndarray:
-        """With which row every document begins, those that count as removed too, and the last ends. Shape: [N + 1]."""
-        return np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in self.parts)]).cumsum()
-
-    def in_memory_of(self, device: torch.device) -> Held | None:
-        """All rows, if they are in the memory of this device as they are, of an index that is on no disk."""
-        memory = self.parts[0].memory if len(self.parts) == 1 else None
-        if memory is None or memory.device.type != device.type or device.index not in (None, memory.device.index):
-            return None
-        return memory
-
-    def shared_with(self, pieces: Pieces) -> int:
-        """How many rows at the beginning are those of other pieces, whatever parts they are in."""
-        shared = 0
-        for (*place, rows), (*other, others) in zip(self._stretches(), pieces._stretches(), strict=False):
-            if place != other:
-                break
-            shared += min(rows, others)
-            if rows != others:
-                break
-        return shared
-
-    def _stretches(self) -> list[tuple[object, int, int]]:
-        """Where the rows lie, and how many: neighbours in a segment are one stretch."""
-        found: list[tuple[object, int, int]] = []
-        end = -1
-        for part in self.parts:
-            if part.segment is not None and found and (found[-1][0], end) == (part.segment, part.offset):
-                found[-1] = *found[-1][:2], found[-1][2] + part.rows
-            else:
-                found.append((part.segment or id(part.memory), part.offset, part.rows))
-            end = part.offset + part.nbytes
-        return found
-
-    def slices(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[Part, int, int]]:
-        """The rows of runs from start to stop: a part, from which of its rows to which."""
-        for start, stop in runs:
-            index = int(np.searchsorted(self._ends, start, side="right"))
-            while start < stop:
-                part, end = self.parts[index], int(self._ends[index])
-                last = min(stop, end)
-                if start < last:
-                    begin = end - part.rows
-                    yield part, start - begin, last - begin
-                    start = last
-                index += 1
-
-    def read(self, runs: Iterable[tuple[int, int]], out: Held) -> None:
-        """Fill `out` [T, width], on the CPU, with the rows of runs, one after the other. It raises what a part does."""
-        _read(self.slices(runs), out)
-
-
-def _read(slices: Iterable[tuple[Part, int, int]], out: Held) -> None:
-    done = 0
-    for part, first, last in slices:
-        part.read_into(out[done : done + last - first], first)
-        done += last - first
-
-
-def runs_of(begins: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches of rows, with neighbours made one."""
-    breaks = (np.flatnonzero(begins[1:] != ends[:-1]) + 1).tolist()
-    return [(int(begins[a]), int(ends[b - 1])) for a, b in pairwise([0, *breaks, len(begins)]) if a < b]
-
-
 class Loader:
-    """Fills memory of a device with rows of `pieces`, while it is a context.
+    """Fills memory of a device with rows of `documents`, while it is a context.
 
     To a GPU, several threads read into pinned memory, a block of it after the other, and who has read the last of a
     block has it copied, on a stream of its own. They do little more than read: for what takes Python's lock, they wait
     for each other. To the memory of the CPU, rows are read at once.
     """
 
-    def __init__(self, pieces: Pieces, device: torch.device) -> None:
-        self._pieces, self._device = pieces, device
+    def __init__(self, documents: Documents, device: torch.device) -> None:
+        self._documents, self._device = documents, device
         self._pool: ThreadPoolExecutor | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -130,16 +57,16 @@ class Loader:
         It waits for pinned memory, and raises what reading raises. `tell` is told of bytes that have been read.
         """
         loading, row = Loading(), max(1, out.shape[1] * out.element_size())
-        if self._pool is None or all(part.memory is not None for part in self._pieces.parts):
-            for slices, some in _batches(self._pieces.slices(runs), out, max(1, _READ_BYTES // row)):
-                _read(slices, some)
+        if self._pool is None or all(part.memory is not None for part in self._documents.parts):
+            for slices, some in _batches(self._documents.slices(runs), out, max(1, _READ_BYTES // row)):
+                read(slices, some)
                 if tell is not None:
                     tell(some.nbytes)
             return loading
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         loading.ready = lambda: current.wait_stream(self._stream)
-        for slices, some in _batches(self._pieces.slices(runs), out, max(1, STAGED_BYTES // row)):
+        for slices, some in _batches(self._documents.slices(runs), out, max(1, STAGED_BYTES // row)):
             staged = _Staged(out) if len(self._staged) < _STAGED else self._staged.popleft()
             self._staged.append(staged)
             loading.futures += staged.fill(self._pool, self._stream, slices, some, tell)
@@ -188,7 +115,7 @@ class _Staged:
         unread = iter(range(len(shares) - 1, -1, -1))
 
         def bring(slices: list[tuple[Part, int, int]], some: Held) -> None:
-            _read(slices, some)
+            read(slices, some)
             if tell is not None:
                 tell(some.nbytes)
             if not next(unread):
