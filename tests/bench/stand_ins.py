@@ -11,11 +11,13 @@ import inspect
 import sys
 from types import ModuleType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pylate_flash import maxsim_cross_entropy
 from pylate_flash.bench.exact import einsum_scores
-from pylate_flash.bench.peers import FLASH_MAXSIM, LIK, Peer
+from pylate_flash.bench.peers import FLASH_MAXSIM, LIK, MAXSIM_CPU, Peer
 
 
 def maxsim(Q, D, q_mask=None, d_mask=None, *, normalize=False, backward=None):
@@ -62,6 +64,23 @@ def flash_maxsim_packed(Q, D, cu_seqlens, max_seqlen):
     return torch.cat([maxsim(Q[None], document[None])[0] for document in D.split(cu_seqlens.diff().tolist())])
 
 
+def colbert_contrastive_step(Q, D):
+    """It leaves the gradients in both, and has no temperature."""
+    leaves = [tensor.detach().float().requires_grad_() for tensor in (Q, D)]
+    with torch.enable_grad():
+        loss = maxsim_cross_entropy(*leaves)
+    loss.backward()
+    for tensor, leaf in zip((Q, D), leaves, strict=True):
+        tensor.grad = leaf.grad.to(tensor.dtype)
+    return loss.detach()
+
+
+def maxsim_scores(query, documents):
+    assert query.dtype == documents.dtype == np.float32
+    assert query.ndim == 2
+    return np.einsum("sd,ntd->nst", query, documents).max(-1).sum(-1)
+
+
 def _prefix(lengths, longest):
     assert lengths.dtype == torch.int32
     return torch.arange(longest) < lengths.unsqueeze(1)
@@ -80,12 +99,14 @@ FUNCTIONS = {
         },
         **{"flash_maxsim_batched": flash_maxsim_batched, "flash_maxsim_batched_train": flash_maxsim_batched},
         "flash_maxsim_persistent": flash_maxsim_persistent,
+        "flash_maxsim_contrastive.colbert_contrastive_step": colbert_contrastive_step,
     },
+    MAXSIM_CPU: {"maxsim_scores": maxsim_scores},
 }
 
 
 def put_in_place(monkeypatch):
-    """Let these be what both packages have, on any device."""
+    """Let these be what the packages have, on any device."""
     for peer, functions in FUNCTIONS.items():
         for path, function in functions.items():
             place, _, name = f"{peer.module}.{path}".rpartition(".")

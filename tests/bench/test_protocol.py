@@ -2,67 +2,42 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pylate_flash.bench import exact, protocol
-from pylate_flash.bench.forward import ROWS
-from pylate_flash.bench.protocol import Ceilings, Rounds, Sample, Timing, Work
+from pylate_flash.bench.protocol import Ceilings, Floor, Rounds, Sample, Timing, Work
 
 
-class Script:
-    """A stopwatch that makes the calls and reports times written down beforehand."""
+def test_systems_take_turns_in_changing_orders_and_the_warmup_does_not_count():
+    """900 ms for a call of the warm-up; after it 1, 2, ... 30 ms for ours, and ten times that for the peer."""
 
-    clock = "script"
-    flush_bytes = 0
-
-    def __init__(self, milliseconds):
-        self.milliseconds = list(milliseconds)
-
-    def time(self, call):
-        call()
-        seconds = self.milliseconds.pop(0) / 1e3
-        return Sample(seconds, seconds / 2)
-
-
-def test_systems_take_turns_in_changing_orders():
-    def orders():
-        order = []
-        protocol.measure(
-            {name: lambda name=name: order.append(name) for name in ("ours", "peer", "torch")},
-            Script([1.0] * 120),
-            Rounds(warmup=10, repetitions=30),
-        )
-        return order
-
-    order = orders()
-    rounds = [tuple(order[index : index + 3]) for index in range(0, 120, 3)]
-    assert all(sorted(names) == ["ours", "peer", "torch"] for names in rounds)
-    assert len(set(rounds)) == 6, "every order comes up"
-    assert order == orders()
-
-
-def test_each_system_gets_its_own_times_and_the_warmup_does_not_count():
     class Clock:
-        """900 ms for a call of the warm-up; after it 1, 2, 3 ms for ours, and ten times that for the peer."""
-
-        clock = "script"
-        flush_bytes = 0
+        clock, flush_bytes = "script", 0
 
         def __init__(self):
-            self.calls = {"ours": 0, "peer": 0}
+            self.order = []
 
         def time(self, call):
-            name = call()
-            self.calls[name] += 1
-            counted = self.calls[name] - 2
-            seconds = (0.9 if counted <= 0 else counted / 1e3) * (10 if name == "peer" else 1)
+            self.order.append(call())
+            counted = self.order.count(self.order[-1]) - 10
+            seconds = (0.9 if counted <= 0 else counted / 1e3) * (10 if self.order[-1] == "peer" else 1)
             return Sample(seconds, seconds / 2)
 
-    timings = protocol.measure({"ours": lambda: "ours", "peer": lambda: "peer"}, Clock(), Rounds(2, 3))
-    assert timings["ours"] == Timing(median_ms=2.0, iqr_ms=1.0, host_ms=1.0, repetitions=3)
-    assert timings["peer"] == Timing(median_ms=20.0, iqr_ms=10.0, host_ms=10.0, repetitions=3)
+    calls = {name: lambda name=name: name for name in ("ours", "peer", "torch")}
+    clock, again = Clock(), Clock()
+    timings = protocol.measure(calls, clock, Rounds(warmup=10, repetitions=30))
+    for name, factor in (("ours", 1), ("peer", 10)):
+        found = timings[name]
+        assert (found.median_ms, found.iqr_ms) == pytest.approx((15.5 * factor, 14.5 * factor))
+        assert (found.host_ms, found.repetitions) == (pytest.approx(7.75 * factor), 30)
+    rounds = [tuple(clock.order[index : index + 3]) for index in range(0, 120, 3)]
+    assert all(sorted(names) == ["ours", "peer", "torch"] for names in rounds)
+    assert len(set(rounds)) == 6, "every order comes up"
+    protocol.measure(calls, again, Rounds(warmup=10, repetitions=30))
+    assert again.order == clock.order
 
 
 @pytest.mark.parametrize(
@@ -80,7 +55,7 @@ def test_a_call_that_raises_leaves_the_garbage_collector_on():
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        protocol.measure({"broken": broken}, Script([1]), Rounds(0, 1))
+        protocol.measure({"broken": broken}, protocol.CpuStopwatch(0), Rounds(0, 1))
     assert gc.isenabled()
 
 
@@ -103,19 +78,76 @@ def test_the_host_clock_covers_the_call_and_not_the_flush(monkeypatch):
     assert sample == Sample(0.25, 0.25)
 
 
+class Clock:
+    """Events and a buffer whose writes take a millisecond of the device, and calls 5 ms of the host, 2 of the device.
+
+    The device works on what is in its queue while the host goes on.
+    """
+
+    def __init__(self):
+        self.host, self.device = 0.0, 0.0
+
+    def launch(self, seconds, host=0.0):
+        self.host += host
+        self.device = max(self.device, self.host) + seconds
+
+    def event(self, **options):
+        clock = self
+
+        class Event:
+            def record(self):
+                self.at = max(clock.device, clock.host)
+                clock.device = self.at
+
+            def synchronize(self):
+                clock.host = max(clock.host, self.at)
+
+            def elapsed_time(self, other):
+                return 1e3 * (other.at - self.at)
+
+        return Event()
+
+
+def test_the_time_of_the_device_alone_is_without_the_hosts(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(protocol.torch, "zeros", lambda *size, **options: None)
+    monkeypatch.setattr(protocol.CudaStopwatch, "_write", lambda stopwatch: clock.launch(1e-3))
+    monkeypatch.setattr(protocol.time, "perf_counter", lambda: clock.host)
+    stopwatch = protocol.make_two_times_stopwatch(torch.device("cuda", 0), 64)
+    assert isinstance(stopwatch, protocol.TwoTimesStopwatch)
+    sample = stopwatch.time(lambda: clock.launch(2e-3, host=5e-3))
+    # From an empty queue the host has the head start of one write, and its launch is waited for.
+    assert sample.seconds == pytest.approx(6e-3)
+    assert sample.host_seconds == pytest.approx(5e-3)
+    assert sample.device_seconds == pytest.approx(2e-3)
+    timing = protocol.summarise([sample, sample])
+    assert timing.known() == pytest.approx(
+        {"median_ms": 6.0, "iqr_ms": 0.0, "host_ms": 5.0, "repetitions": 2, "device_ms": 2.0}
+    )
+
+
 def test_floor_is_the_longer_of_the_two_times():
     ceilings = Ceilings(flops_per_second=100e12, bytes_per_second=2e12)
     # 1e12 operations take 10 ms; 4e9 bytes take 2 ms.
-    assert protocol.floor_of(Work(flops=1e12, bytes=4e9), ceilings) == protocol.Floor(10.0, "compute")
+    assert protocol.floor_of(Work(flops=1e12, bytes=4e9), ceilings) == Floor(10.0, "compute")
     # 1e10 operations take 0.1 ms.
-    assert protocol.floor_of(Work(flops=1e10, bytes=4e9), ceilings) == protocol.Floor(2.0, "memory")
+    assert protocol.floor_of(Work(flops=1e10, bytes=4e9), ceilings) == Floor(2.0, "memory")
+    # What is read from the L2 cache comes after that, where its rate is known.
+    step = Work(flops=1e12, bytes=4e9, l2_bytes=5e9)
+    assert protocol.floor_of(step, ceilings) == Floor(10.0, "compute")
+    assert protocol.floor_of(step, replace(ceilings, l2_bytes_per_second=5e12)) == Floor(11.0, "compute and L2")
 
 
-def test_work_counts_every_byte_once():
-    row = ROWS[0]
-    # 1 x 32 query rows and 1000 x 300 document rows of 128 float32, and 1000 float32 scores.
-    assert row.work(torch.float32).bytes == (32 + 300_000) * 128 * 4 + 4000
-    assert row.work(torch.float32).flops == 2 * 1000 * 32 * 300 * 128
+def test_exponentials_are_a_third_time_or_follow():
+    ceilings = Ceilings(flops_per_second=1e12, bytes_per_second=1e10, exponentials_per_second=1e9)
+    work = Work(flops=2e9, bytes=1e7, exponentials=1e6)
+    assert protocol.floor_of(work, ceilings) == Floor(2.0, "compute")
+    assert protocol.floor_of(replace(work, exponentials=3e6), ceilings) == Floor(3.0, "exponentials")
+    follow = replace(work, exponentials_follow=True)
+    assert protocol.floor_of(follow, ceilings) == Floor(3.0, "compute and exponentials")
+    assert protocol.floor_of(follow, replace(ceilings, exponentials_per_second=None)) == Floor(2.0, "compute")
 
 
 def test_ceilings_count_two_operations_per_product_and_both_directions_of_a_copy(monkeypatch):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import make_tables as tables
 import pylate_flash
-from pylate_flash.bench import forward, results
+from pylate_flash.bench import forward, report, results
 
 TEXT = "# Title\n\n<!-- bench:forward:begin -->\nold\n<!-- bench:forward:end -->\n\nMore.\n"
 
@@ -73,6 +73,33 @@ def test_memory_has_a_table_of_its_own_where_it_was_measured(result):
         "|---|---:|---:|",
         "| batch-512 | **1.5** | 250.0 |",
     ]
+
+
+def test_a_cell_of_two_times_is_explained(result):
+    assert report.TWO_TIMES not in tables.render(forward.suite(), result)
+    result["rows"][0]["systems"]["pylate_flash"]["device_ms"] = 0.021
+    table = tables.render(forward.suite(), result)
+    assert report.TWO_TIMES in table
+    assert "**0.030 / 0.021**" in table
+    # Multiples are of both times too, as far as both sides have them.
+    floor, peer = result["rows"][0]["floor_ms"], result["rows"][0]["systems"]["lik"]
+    assert f"| 1.67 / {0.021 / floor:.2f} | 4.00 |" in table
+    peer["device_ms"] = 0.105
+    assert "| 4.00 / 5.00 |" in tables.render(forward.suite(), result)
+    console = report.make_console()
+    with console.capture() as shown:
+        report.show(console, forward.suite(), result)
+    assert "0.030 / 0.021" in shown.get()
+    assert report.TWO_TIMES in " ".join(shown.get().split())
+
+
+def test_the_terminal_shows_how_many_times_our_time_torch_takes(result):
+    result["rows"][0]["systems"]["torch"] = {**result["rows"][0]["systems"]["lik"], "median_ms": 0.2}
+    console = report.make_console()
+    with console.capture() as shown:
+        report.show(console, forward.suite(), result)
+    assert "torch / ours" in shown.get()
+    assert "6.67" in shown.get()
 
 
 def test_a_row_without_our_time_keeps_its_columns(result):
