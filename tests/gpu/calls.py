@@ -272,6 +272,7 @@ STEPS = [
     ((16, 32, 128), (16, 4, 180, 128)),
     ((16, 160, 128), (16, 4, 180, 128)),
 ]
+CALLS["step, documents of two passes"] = partial(padded, maxsim, (40, 100, 32), (3, 3000, 32))
 CALLS |= {
     f"step {shapes}, {normalize}": partial(padded, maxsim, *shapes, normalize=normalize)
     for shapes in STEPS

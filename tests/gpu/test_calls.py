@@ -83,6 +83,23 @@ def test_under_activation_checkpointing(name: str) -> None:
     assert equal((found.detach(), *call.gradients(found)), expected)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_backward(name: str) -> None:
+    """The gradients of the first were given away, and may have been changed."""
+    call = CALLS[name]()
+    if not call.learning:
+        pytest.skip("there is no gradient")
+    total = call().square().sum()
+    first = torch.autograd.grad(total, call.leaves, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    for gradient in first:
+        gradient.zero_()
+    assert equal(torch.autograd.grad(total, call.leaves, retain_graph=True), kept)
+    assert equal(torch.autograd.grad(total, call.leaves), kept)
+    with pytest.raises(RuntimeError, match="a second time"):
+        total.backward()
+
+
 @pytest.mark.parametrize("name", ["plain", "cross entropy"])
 def test_second_derivative_is_refused(name: str) -> None:
     call = CALLS[name]()

@@ -11,8 +11,7 @@ from torch import Tensor
 from pylate_flash import QuantizedEmbeddings, explain, maxsim, maxsim_varlen, pack, quantize
 from pylate_flash.kernels import tables
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.gpu.test_varlen import SIZES
-from tests.gpu.tools import CAPABILITY, DTYPES, PRECISIONS, memory_of, on_gpu, unit
+from tests.gpu.tools import CAPABILITY, DTYPES, PRECISIONS, SIZES, memory_of, on_gpu, unit
 from tests.ops.cases import Case, cases
 from tests.ops.test_quantized import rows_as_quantized
 from tests.ops.test_varlen import packed
@@ -222,14 +221,3 @@ def test_hopper_of_packed_documents_and_candidates(precision: str) -> None:
     own = quantize(unit(9, 5, 333, 128, seed=1), precision)
     queries = unit(9, 130, 128, dtype=torch.float16)
     close(by_hopper(queries, own), maxsim_quantized_reference(queries, own), precision, True)
-
-
-@hopper_only
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-@pytest.mark.parametrize("shape", [(3, 32, 128), (1, 1024, 128), (5, 200, 256), (40, 32, 48)])
-def test_hopper_gives_the_same_bits_again(shape: tuple[int, int, int], precision: str) -> None:
-    queries, documents = unit(*shape, dtype=torch.bfloat16), quantize(unit(300, 250, shape[2], seed=1), precision)
-    found = by_hopper(queries, documents)
-    close(found, maxsim_quantized_reference(queries, documents), precision, True)
-    for _ in range(50):
-        assert torch.equal(maxsim(queries, documents), found)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 
 from pylate_flash import explain, maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
 from pylate_flash.ops import ragged
 from pylate_flash.ops.lists import sequences_of
-from pylate_flash.ops.varlen import maxsim_varlen_reference
-from tests.gpu.test_varlen import SIZES
 from tests.gpu.tools import DTYPES, no_waiting, unit
-from tests.ops.test_ragged import lists_of
-from tests.ops.test_varlen import packed
 
 pytestmark = pytest.mark.gpu
 
@@ -53,17 +48,6 @@ def test_lists_are_looked_at_beside_the_kernels(recorded: bool) -> None:
             sequences_of("values", [*values, values[0].half()])
         # Columns as rows are copied first.
         assert sequences_of("values", [*values, values[2][:128].T]).known_addresses is None
-
-
-@settings(max_examples=40)
-@given(case=packed(dtypes=DTYPES, sizes=SIZES))
-def test_scores(case: tuple) -> None:
-    (queries, documents, *bounds), options = case
-    queries_list, documents_list = ([t.cuda() for t in tensors] for tensors in lists_of(case))
-    with torch.no_grad():
-        found = maxsim_ragged(queries_list, documents_list, **options)
-    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 8])

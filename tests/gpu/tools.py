@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash.ops import pack
 from pylate_flash.ops.tensor_files import TensorContainer
-from tests.ops.cases import Case, check_definition, gradient_tolerance, gradients, relative_error
+from tests.ops.cases import Case, gradient_tolerance, gradients, relative_error
 from tests.ops.test_quantized import PRECISIONS as EVERY_PRECISION
 
 HALF, FLOAT = torch.bfloat16, torch.float32
 DTYPES = (torch.float16, HALF, FLOAT)
+
+# A kernel is compiled for each embedding size, so there are few of them.
+SIZES = st.sampled_from([7, 48, 128])
 
 # Without a GPU, these tests are skipped.
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -64,11 +68,8 @@ def equal(found: Any, expected: Any) -> bool:
     return all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def check(function: Callable[..., Tensor], definition: Callable[..., Tensor], case: Case, large: bool = False) -> None:
-    """As `check_definition`; of a large case scores are compared as a whole, and gradients have one direction too."""
-    if not large:
-        check_definition(function, definition, case.tensors, case.keywords)
-        return
+def check_large(function: Callable[..., Tensor], definition: Callable[..., Tensor], case: Case) -> None:
+    """As `check_definition`, but scores are compared as a whole, and gradients have one direction too."""
     with torch.no_grad():
         scores = function(*case.tensors, **case.keywords)
         assert relative_error(scores, definition(*case.doubled().tensors, **case.keywords)) <= 2e-6

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -126,16 +127,28 @@ def check_definition(
     options: dict,
     *others: object,
     atol: float = 2e-6,
+    least: float = 0.0,
+    differentiable: bool = True,
+    widened: bool = True,
+    there: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them."""
-    doubled, dtype = [tensor.double() for tensor in tensors], tensors[0].dtype
+    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them.
+
+    The function is given everything `there`. Gradients may be off by `least` in any type, and that of one number, a sum
+    of terms of both signs, is compared with 1 at least. A definition that is not `widened` itself computes in float64.
+    """
+    doubled, dtype = [tensor.double() if widened else tensor for tensor in tensors], tensors[0].dtype
+    given, others_there, options_there = there(list(tensors)), there(others), there(options)
     with torch.no_grad():
-        scores, expected = function(*tensors, *others, **options), reference(*doubled, *others, **options)
-    check_scores(scores, expected, dtype, atol)
-    found = differentiated(function, tensors, options, *others)
+        scores = function(*given, *others_there, **options_there)
+        check_scores(scores.cpu(), reference(*doubled, *others, **options).cpu(), dtype, atol, least)
+    if not differentiable:
+        return
+    found = differentiated(function, given, options_there, *others_there)
     for gradient, right in zip(found, differentiated(reference, doubled, options, *others), strict=True):
         assert gradient.dtype == dtype
-        assert relative_error(gradient, right) <= gradient_tolerance(dtype)
+        error = relative_error(gradient.cpu(), right.cpu()) * (min(1.0, right.abs().item()) if right.dim() == 0 else 1)
+        assert error <= max(least, gradient_tolerance(dtype))
 
 
 def wrong(error: type[Exception], message: str, function: Callable[..., object], *arguments, **options):
@@ -176,14 +189,14 @@ class Elements:
         self.largest, self.total = max(sizes), sum(sizes)
 
 
-def check_scores(scores: Tensor, expected: Tensor, dtype: torch.dtype, atol: float = 2e-6) -> None:
+def check_scores(scores: Tensor, expected: Tensor, dtype: torch.dtype, atol: float = 2e-6, least: float = 0.0) -> None:
     """Scores of inputs of a type equal those that were found in float64, as far as the type of sums holds them."""
     double = dtype == torch.float64
     assert scores.dtype == (torch.float64 if double else torch.float32)
     assert scores.shape == expected.shape
     # Sums of some hundred products, of magnitudes up to 40.
-    rtol, atol = (1e-12, 1e-12) if double else (2e-6, atol)
-    torch.testing.assert_close(scores.double(), expected, rtol=rtol, atol=atol, equal_nan=True)
+    rtol, atol = (1e-12, 1e-12) if double and least == 0.0 else (2e-6, atol)
+    torch.testing.assert_close(scores.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:

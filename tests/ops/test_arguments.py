@@ -81,6 +81,12 @@ def test_the_empty_score_is_a_number(operation, value: object, error: type[Excep
         operation(empty_score=value)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves them")
+def test_an_implementation_asked_for_by_name_is_never_replaced(operation) -> None:
+    with pytest.raises(ValueError, match=r'implementation="triton" cannot serve this input: .*CUDA'):
+        operation(implementation="triton")
+
+
 SEVERAL = torch.tensor([True, False]), np.array([True, False])
 WITH_MASKING = (
     "in-batch", "quantized", "pairs", "soft", "sparse", "from hidden states", "cross entropy", "divergence",
@@ -155,6 +161,10 @@ EMPTY = torch.ones(2, 0)
 
 
 test_what_is_wrong_is_named = mistakes(
+    # Padded embeddings.
+    wrong(ValueError, "embedding size of at least 1", maxsim, QUERIES[..., :0], DOCUMENTS[..., :0]),
+    wrong(ValueError, "one row of candidates per query", maxsim, DOCUMENTS, DOCUMENTS.unsqueeze(0)),
+    wrong(ValueError, "one document per query, 1, got 2", maxsim_pairwise, QUERIES, DOCUMENTS),
     # Lists of pairs.
     (ragged_pairs(EMPTY, EMPTY), ValueError, "documents must have an embedding size of at least 1"),
     # Lengths.

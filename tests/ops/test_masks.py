@@ -73,15 +73,6 @@ def test_infinite_weights_are_refused(call) -> None:
         call(queries_mask=QUERIES_MASK.float().masked_fill(QUERIES_MASK == 1, torch.inf))
 
 
-def test_an_additive_mask_is_refused_though_it_holds_a_zero() -> None:
-    additive = torch.zeros(2, 5).masked_fill(DOCUMENTS_MASK == 0, -torch.inf)
-    with pytest.raises(ValueError, match="documents_mask must hold only 0 .* got -inf: .* not added to similarities"):
-        maxsim(QUERIES, DOCUMENTS, documents_mask=additive)
-    additive = torch.zeros(2, 3).masked_fill(QUERIES_MASK == 0, -torch.inf)
-    with pytest.raises(ValueError, match="queries_mask must hold only 0 .* got -inf: .* not added to similarities"):
-        maxsim(QUERIES, DOCUMENTS, queries_mask=additive)
-
-
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_a_mask_of_integers_is_refused_by_its_value(name: str, dtype: torch.dtype) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_varlen, quantize
 from pylate_flash.ops import products
 from pylate_flash.ops.quantization import PRECISIONS as TYPES
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.ops.cases import Case, cases, mistakes, wrong
-from tests.ops.test_varlen import packed
+from tests.ops.cases import mistakes, wrong
 
 PRECISIONS = list(TYPES)
 CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
@@ -80,25 +77,6 @@ def test_a_block_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found.values, expected.values)
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.offsets, expected.offsets)
-
-
-@settings(max_examples=60)
-@given(case=cases(), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
-def test_scores_are_those_of_dequantized_embeddings(case: Case, precision: str, quantize_queries: bool) -> None:
-    documents, options = quantize(case.documents, precision), {"quantize_queries": quantize_queries, **case.keywords}
-    found = maxsim(case.queries, documents, **options)
-    assert found.dtype == (torch.float64 if case.queries.dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(found.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
-
-
-@settings(max_examples=40)
-@given(case=packed(), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
-def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
-    (queries, documents, *bounds), options = case
-    documents, options = quantize(documents, precision), {"quantize_queries": quantize_queries, **options}
-    found = maxsim_varlen(queries, documents, *bounds, **options)
-    expected = maxsim_quantized_reference(queries, documents, *bounds, **options)
-    torch.testing.assert_close(found.double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("shape", [(9, 20, 16), (4, 3, 20, 16)])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack, unpack
 from pylate_flash.ops import maxsim_reference
@@ -16,7 +15,6 @@ from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options
 from tests.ops.cases import check_scores
 from tests.ops.operations import Operators
-from tests.ops.test_varlen import packed
 
 
 def lists_of(case: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -24,34 +22,9 @@ def lists_of(case: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return unpack(queries, queries_cu_seqlens), unpack(documents, documents_cu_seqlens)
 
 
-@settings(max_examples=60)
-@given(case=packed())
-def test_scores_are_those_of_every_pair(case: tuple) -> None:
-    (queries, documents, *bounds), options = case
-    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
-    found = maxsim_ragged(*lists_of(case), **options)
-    check_scores(found, expected, queries.dtype, atol=1e-6)
-
-
 def ragged(*lengths: int, size: int = 8, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(length, size, generator=generator) for length in lengths]
-
-
-def test_the_gradient_flows_to_every_tensor_of_a_list() -> None:
-    queries, documents = ragged(3, 0, 2), ragged(5, 1, 0, 7, seed=1)
-    weights = torch.randn(3, 4)
-    found, expected = [], []
-    for function, gradients in (("ragged", found), ("packed", expected)):
-        leaves = [[t.clone().requires_grad_() for t in values] for values in (queries, documents)]
-        if function == "ragged":
-            scores = maxsim_ragged(*leaves)
-        else:
-            (q, q_bounds), (d, d_bounds) = pack(leaves[0]), pack(leaves[1])
-            scores = maxsim_varlen_reference(q.double(), d.double(), q_bounds, d_bounds).float()
-        (scores * weights).sum().backward()
-        gradients += [t.grad for values in leaves for t in values]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["masked", "weighted", "whole"])

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from pylate_flash import maxsim, maxsim_sparse_queries, pack
+from pylate_flash import maxsim_sparse_queries, pack
 from pylate_flash.ops import maxsim_sparse_queries_reference, products
 from tests.ops.cases import (
-    Case,
     Elements,
-    check_definition,
 )
-from tests.ops.sparse_cases import sparse_cases
 
 BOTH = pytest.mark.parametrize("function", [maxsim_sparse_queries, maxsim_sparse_queries_reference])
-
-
-@settings(max_examples=80)
-@given(case=sparse_cases(), blocks=st.booleans())
-def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if blocks:
-            # A document or two at a time.
-            patch.setattr(products, "_BLOCK_CPU", 300)
-        check_definition(maxsim_sparse_queries, maxsim_sparse_queries_reference, case.tensors, case.keywords)
 
 
 QUERIES = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
@@ -62,14 +47,6 @@ def test_packed_documents_by_hand(function) -> None:
     chosen, documents = torch.tensor([[2, 0], [0, 1], [1, -1]]), DOCUMENTS.flatten(0, 1)
     assert function(QUERIES, documents, chosen, **packed).tolist() == [[5.0, -9.0, 4.0]]
     assert function(QUERIES, documents, chosen, reduction="mean", **packed).tolist() == [[2.5, -9.0, 4.0]]
-
-
-def test_all_tokens_in_any_order_are_maxsim() -> None:
-    queries, documents = torch.randn(3, 5, 6), torch.randn(4, 7, 6)
-    order = torch.rand(3, 4, 5).argsort(dim=-1)
-    for reduction in ("sum", "mean"):
-        found = maxsim_sparse_queries(queries, documents, order, reduction=reduction)
-        torch.testing.assert_close(found, maxsim(queries, documents, reduction=reduction))
 
 
 def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +89,6 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
             "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 6, 5]),
         }),
         (ValueError, "max_document_length must be None where documents are padded", {"max_document_length": 5}),
-        (ValueError, "cannot serve", {
-            "implementation": "triton", "queries": torch.ones(2, 3, 4).double(),
-            "documents": torch.ones(3, 5, 4).double(),
-        }),
     ],
 )  # fmt: skip
 def test_errors(error: type[Exception], match: str, arguments: dict) -> None:

@@ -108,6 +108,19 @@ def test_results_and_gradients_are_bitwise_reproducible(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_a_retained_graph_can_be_differentiated_again(name: str) -> None:
+    """The gradients of the first time were given away, and may have been changed."""
+    leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
+    total = CALLS[name](*leaves).square().sum()
+    first = torch.autograd.grad(total, leaves, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    for gradient in first:
+        gradient.zero_()
+    again = torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)
+    assert all(torch.equal(*pair) for found in again for pair in zip(found, kept, strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_second_derivative_is_refused(name: str) -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
     for leaf in leaves:

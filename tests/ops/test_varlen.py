@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +15,6 @@ from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import (
     FLOAT32_SCORES,
     SIZES,
-    check_definition,
     differentiated,
     mistakes,
     wrong,
@@ -60,13 +58,6 @@ def gradients(function: Callable[..., torch.Tensor], case: tuple, dtype: torch.d
     """Gradients of queries and documents, in `dtype` or as they are, as `differentiated`."""
     (queries, documents, *bounds), options = case
     return differentiated(function, [each.to(dtype or each.dtype) for each in (queries, documents)], options, *bounds)
-
-
-@settings(max_examples=80)
-@given(case=packed(dtypes=(torch.float32, torch.float16, torch.bfloat16, torch.float64)))
-def test_scores_and_gradients_equal_the_definition(case: tuple) -> None:
-    (queries, documents, *bounds), options = case
-    check_definition(maxsim_varlen, maxsim_varlen_reference, (queries, documents), options, *bounds)
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": True, "reduction": "mean", "empty_score": -3.0}])
