@@ -26,6 +26,11 @@ registered_masking: str | None = None
 default: ContextVar[Scorer | None] = ContextVar("pylate_flash_scorer", default=None)
 
 
+def asks_for_ours() -> bool:
+    """Whether PyLate's functions, where they are routed, are for this caller too: not by another's `use_scorer`."""
+    return registered_masking is not None or default.get() is not None
+
+
 def backend_in_force(backend: str | None = None) -> str:
     """The backend of a call: `backend` if given, else `use_scorer`'s, else the environment's, else `"auto"`.
 

@@ -28,7 +28,7 @@ from pylate import scores as pylate_scores
 from torch import Tensor
 
 from ._config import backend_in_force, check_backend, check_masking, masking_in_force
-from .hosts.pylate import original, original_xtr
+from .hosts.pylate import original
 from .hosts.pylate.operands import (
     Embeddings,
     expanded,
@@ -271,7 +271,21 @@ class XTRScores(pylate_scores.XTRScores):
         queries_mask: Tensor | None,
         documents_mask: Tensor | None,
     ) -> Tensor:
-        return score_by_xtr(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+        # PyLate's own instances come here too, while they are registered.
+        backend = backend_in_force(None)
+        queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
+        documents = tensor_of("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
+        queries_mask, documents_mask = mask_of("queries_mask", queries_mask), mask_of("documents_mask", documents_mask)
+        if backend not in ("auto", "pylate_flash") or (backend == "auto" and left_to_pylate(queries, documents)):
+            return original("XTRScores._score")(self, queries, documents, queries_mask, documents_mask)
+        scores = scores_by_xtr(
+            *promoted(queries, documents.flatten(0, 1)),
+            k=self.k,
+            queries_mask=expanded(queries_mask, queries),
+            documents_mask=flat_mask(documents_mask, documents),
+        )
+        # As PyLate's own are, of float64 too.
+        return scores.float()
 
 
 class XTRKDScores(pylate_scores.XTRKDScores, XTRScores):
@@ -279,31 +293,6 @@ class XTRKDScores(pylate_scores.XTRKDScores, XTRScores):
 
     A query token retrieves from the candidates of all queries. The parameters are those of `XTRScores`.
     """
-
-
-def score_by_xtr(
-    metric: Any,
-    queries_embeddings: Tensor,
-    documents_embeddings: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-) -> Tensor:
-    """Scores [Nq, G * N] of documents [G, N, Ld, d] by an XTR metric, PyLate's or ours, and the backend in force."""
-    backend = backend_in_force(None)
-    queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
-    documents = tensor_of("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
-    queries_mask, documents_mask = mask_of("queries_mask", queries_mask), mask_of("documents_mask", documents_mask)
-    if backend not in ("auto", "pylate_flash") or (backend == "auto" and left_to_pylate(queries, documents)):
-        return original_xtr()(metric, queries, documents, queries_mask, documents_mask)
-    queries_mask, documents_mask = expanded(queries_mask, queries), flat_mask(documents_mask, documents)
-    scores = scores_by_xtr(
-        *promoted(queries, documents.flatten(0, 1)),
-        k=metric.k,
-        queries_mask=queries_mask,
-        documents_mask=documents_mask,
-    )
-    # As PyLate's own are, of float64 too.
-    return scores.float()
 
 
 # The instances that PyLate has under these names.

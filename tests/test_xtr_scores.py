@@ -112,7 +112,7 @@ def test_other_backends_are_pylates_own(monkeypatch: pytest.MonkeyPatch) -> None
             assert torch.equal(XTRScores(5)(**call), theirs)
     with use_scorer("pylate_flash"):
         assert torch.equal(XTRScores(5)(**call), ours)
-    assert host.original_xtr() is XTRScores._score
+    assert host.original("XTRScores._score") is XTRScores._score
 
 
 def test_errors_name_the_argument() -> None:

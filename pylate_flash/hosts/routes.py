@@ -12,13 +12,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from inspect import Parameter
 from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any
 
 _lock = threading.RLock()
-_twins: dict[str, FunctionType] = {}  # of all routes that are held
+_twins: dict[str, FunctionType] = {}  # of all functions that are routed
 
 
 class Routes:
@@ -32,12 +33,14 @@ class Routes:
     helpers
         For some of them, the name of a function of the same module that the host's own code calls and ours does not.
         Where somebody has put another in its place, to watch or to change it, the host's own code runs.
+    asked
+        "module:name" of a function of ours that every call asks first: if it says no, the host's own code runs.
     """
 
-    def __init__(self, served: Mapping[str, str], helpers: Mapping[str, str] | None = None) -> None:
-        self.served = dict(served)
-        self.helpers = dict(helpers or {})
-        self.twins: dict[str, FunctionType] = {}
+    def __init__(
+        self, served: Mapping[str, str], helpers: Mapping[str, str] | None = None, asked: str | None = None
+    ) -> None:
+        self.served, self.helpers, self.asked = dict(served), dict(helpers or {}), asked
         # The very functions that were routed: by then their names may be bound to others, for a test or by a reload.
         self.held: dict[str, FunctionType] = {}
         self.holders = 0
@@ -58,7 +61,7 @@ class Routes:
                     _check_routable(path, function)
                 routes = {path: self._route(path, function) for path, function in functions.items()}
                 for path, function in functions.items():
-                    self.twins[path] = _twins[path] = _with_code(function, function.__code__)
+                    _twins[path] = _with_code(function, function.__code__)
                     self.held[path] = function
                     function.__code__ = routes[path]
             self.holders += 1
@@ -68,23 +71,39 @@ class Routes:
         with _lock:
             self.holders -= 1
             if self.holders == 0:
-                for path, twin in self.twins.items():
-                    self.held[path].__code__ = twin.__code__
-                    del _twins[path]
-                self.twins.clear()
+                for path, function in self.held.items():
+                    function.__code__ = _twins.pop(path).__code__
                 self.held.clear()
 
     def routed(self, path: str) -> FunctionType:
         """A function that does what the host's function "module:name" does while it is routed, whether it is or not."""
-        own = self.twins.get(path) or _function(path)
+        own = self.original(path)
         return _with_code(own, self._route(path, own))
 
-    def original(self, path: str) -> Callable:
+    @staticmethod
+    def original(path: str) -> FunctionType:
         """The host's own function "module:name", whether it is routed or not."""
-        return self.twins.get(path) or _function(path)
+        return _twins.get(path) or _function(path)
 
     def _route(self, path: str, function: FunctionType) -> CodeType:
-        return _route(path, function, self.served[path], self.helpers.get(path))
+        """Code with the parameters of `function` that calls ours, and imports it first: it sees the host's globals."""
+        parameters = inspect.signature(function).parameters
+        _check_parameters(path, parameters, inspect.signature(find(self.served[path])).parameters)
+        bare = [each.replace(default=each.empty, annotation=each.empty) for each in parameters.values()]
+        given = ", ".join(f"**{one.name}" if one.kind is one.VAR_KEYWORD else f"{one.name}={one.name}" for one in bare)
+        its_own = f"from {__name__} import Routes as _Routes; return _Routes.original({path!r})({given})"
+        lines = []
+        if path in self.helpers:
+            lines.append(f"if {self.helpers[path]}.__module__ != __name__: {its_own}")
+        if self.asked is not None:
+            import_it, it = _importing(self.asked)
+            lines += [import_it, f"if not {it}(): {its_own}"]
+        import_it, it = _importing(self.served[path])
+        lines += [import_it, f"return {it}({given})"]
+        source = "\n    ".join([f"def {function.__name__}{inspect.Signature(bare)}:", *lines])
+        namespace: dict[str, Any] = {}
+        exec(compile(source, f"<route of {path}>", "exec"), namespace)
+        return namespace[function.__name__].__code__
 
 
 def find(path: str) -> Any:
@@ -121,15 +140,8 @@ def _check_routable(path: str, function: object) -> None:
     )
 
 
-def twin(path: str) -> FunctionType:
-    """The host's own code of a function that is routed."""
-    return _twins[path]
-
-
-def _route(path: str, function: FunctionType, ours: str, helper: str | None) -> CodeType:
-    """Code with the parameters of `function` that calls ours, and imports it first: it sees the globals of the host."""
-    parameters = inspect.signature(function).parameters
-    known = inspect.signature(find(ours)).parameters
+def _check_parameters(path: str, parameters: Mapping[str, Parameter], known: Mapping[str, Parameter]) -> None:
+    """Raise unless ours knows the parameters of a function, and needs no others."""
     unknown = [name for name in parameters if name not in known]
     needed = [
         name
@@ -144,19 +156,10 @@ def _route(path: str, function: FunctionType, ours: str, helper: str | None) -> 
         raise ImportError(
             f"{path.replace(':', '.')} has {has} in the installed version, which this version of pylate_flash {needs}"
         )
-    positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    keyword = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-    others = [f"**{name}" for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
-    module, _, served_by = ours.partition(":")
-    signature = ", ".join([*positional, *(["*", *keyword] if keyword else []), *others])
-    arguments = ", ".join([*(f"{name}={name}" for name in (*positional, *keyword)), *others])
-    source = f"def {function.__name__}({signature}):\n"
-    if helper is not None:
-        source += f"    if {helper}.__module__ != __name__:\n"
-        source += f"        from {__name__} import twin as _pylate_flash\n"
-        source += f"        return _pylate_flash({path!r})({arguments})\n"
-    source += f"    from {module} import {served_by} as _pylate_flash\n"
-    source += f"    return _pylate_flash({arguments})\n"
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<route of {path}>", "exec"), namespace)
-    return namespace[function.__name__].__code__
+
+
+def _importing(path: str) -> tuple[str, str]:
+    """The statement that imports the function "module:name", and what it is called then."""
+    module, _, name = path.partition(":")
+    first, dot, rest = name.partition(".")
+    return f"from {module} import {first} as _{first}", f"_{first}{dot}{rest}"

@@ -52,7 +52,7 @@ def host():
 def routes_are_released(monkeypatch):
     monkeypatch.delenv("COLPALI_SCORES_BACKEND", raising=False)
     yield
-    assert (COLPALI.holders, COLPALI.twins) == (0, {})
+    assert (COLPALI.holders, COLPALI.held) == (0, {})
 
 
 @pytest.mark.parametrize(("name", "documents"), [("maxsim_inbatch", DOCUMENTS), ("maxsim_kd", CANDIDATES)])

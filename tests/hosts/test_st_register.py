@@ -93,7 +93,7 @@ def unchanged_host():
     assert [key for key, value in before.items() if key[0] != "code" and after[key] is not value] == []
     assert [key for key, value in before.items() if key[0] == "code" and after[key] != value] == []
     assert SENTENCE_TRANSFORMERS.holders == 0
-    assert SENTENCE_TRANSFORMERS.twins == {}
+    assert SENTENCE_TRANSFORMERS.held == {}
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

@@ -78,6 +78,11 @@ def test_what_else_it_takes():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     integers = (queries * 50).to(torch.int8), (documents * 50).to(torch.int8)
     torch.testing.assert_close(ours.xtr_scores(*integers, top_k=10**4), theirs.xtr_scores(*integers, top_k=10**4))
+    # No query at all.
+    for name in NAMES:
+        nothing = queries[:0], documents[:0, :1] if name == "xtr_scores_pairwise" else documents[:0]
+        found, right = (getattr(module, name)(*nothing, top_k=5) for module in (ours, theirs))
+        assert found.shape == right.shape
     # Weights that learn are left to its own code, which has a gradient for them.
     weights = torch.rand(3, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(ours.xtr_scores(queries, documents, weights, top_k=5).sum(), weights)

@@ -34,10 +34,13 @@ REBOUND = {
 # ... or these.
 RENAMED = {"CachedContrastive": "RegisteredCachedContrastive"}
 
+# The functions of this package that serve PyLate's, by name, and where these are.
+_PATHS = {name: f"pylate.scores.colbert:{name}" for name in SCORING_FUNCTIONS}
+_PATHS["XTRScores._score"] = "pylate.scores.xtr:XTRScores._score"
+
 # register() and every open use_scorer() block hold the routes.
 ROUTES = Routes(
-    {f"pylate.scores.colbert:{name}": f"{__name__}.served:{name}" for name in SCORING_FUNCTIONS}
-    | {"pylate.scores.xtr:XTRScores._score": f"{__name__}.served:xtr_score"}
+    {path: f"pylate_flash.scores:{name}" for name, path in _PATHS.items()}, asked="pylate_flash._config:asks_for_ours"
 )
 _rebound: list[tuple[Any, Any]] = []  # (PyLate's object, ours) for each name of REBOUND, while registered
 
@@ -64,13 +67,8 @@ def release() -> None:
 
 
 def original(name: str) -> Callable:
-    """PyLate's own scoring function `name`: never routed, so it knows only PyLate's own backends."""
-    return ROUTES.original(f"pylate.scores.colbert:{name}")
-
-
-def original_xtr() -> Callable:
-    """PyLate's own method `XTRScores._score`."""
-    return ROUTES.original("pylate.scores.xtr:XTRScores._score")
+    """PyLate's own scoring function or method `name`: never routed, so it knows only PyLate's own backends."""
+    return ROUTES.original(_PATHS[name])
 
 
 def _rebind(old: Any, new: Any) -> None:

@@ -10,14 +10,18 @@ have its losses and its model; hard negatives are in `pylate_flash.negatives`.
 
 from __future__ import annotations
 
-from .mean_scoring import (
+from .scoring import (
+    colbert_kd_scores,
+    colbert_scores,
+    colbert_scores_pairwise,
+    maxsim,
+    maxsim_pairwise,
     mean_colbert_kd_scores,
     mean_colbert_scores,
     mean_colbert_scores_pairwise,
     mean_maxsim,
     mean_maxsim_pairwise,
 )
-from .scoring import colbert_kd_scores, colbert_scores, colbert_scores_pairwise, maxsim, maxsim_pairwise
 from .xtr_scoring import xtr_kd_scores, xtr_scores, xtr_scores_pairwise
 
 __all__ = [

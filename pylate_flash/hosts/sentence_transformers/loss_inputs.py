@@ -20,7 +20,7 @@ from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, no
 from ...training.contrast import Batch, Padded
 from ...training.distributed import gathers
 from ...training.options import LossOptions
-from . import mean_scoring, scoring
+from . import scoring
 
 Columns = list[dict[str, Any]]
 
@@ -40,9 +40,8 @@ def reduction_of(loss: Any) -> str | None:
     """
     scores = next((name for kind, name in _OF_DISTILLATION.items() if isinstance(loss, kind)), "colbert_scores")
     for reduction, prefix in _REDUCTIONS.items():
-        for module in (host_scoring, scoring, mean_scoring):
-            if loss.similarity_fct is getattr(module, prefix + scores, None):
-                return reduction
+        if loss.similarity_fct in [getattr(module, prefix + scores) for module in (host_scoring, scoring)]:
+            return reduction
     return None
 
 

@@ -20,18 +20,21 @@ from typing import Any
 import sentence_transformers.multi_vector_encoder.losses as host
 import sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking as cached_host
 import torch
-from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import similarity_fct_name
+from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import (
+    check_teacher_targets,
+    similarity_fct_name,
+    stack_padded_token_embeddings,
+)
 from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
 from torch import Tensor
 
 from ...ops.checks import check_choice
-from ...training.contrast import Batch, Padded, cross_entropy, joined
+from ...training.contrast import Batch, Padded, cross_entropy, divergence, joined, margin_mse
 from ...training.distributed import GATHERINGS
 from ...training.grad_cache import autocast_in_force, cached_cross_entropy
 from ...training.mini_batches import Limits, scored_tokens
 from ...training.options import LossOptions, check_sizes, check_temperature
 from .. import SENTENCE_TRANSFORMERS
-from .distillation_losses import MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss
 from .loss_inputs import (
     Columns,
     asked_for,
@@ -43,6 +46,9 @@ from .loss_inputs import (
     options_of,
     reduction_of,
     set_fusion,
+    size_of,
+    teacher_margins,
+    teacher_scores,
 )
 from .scoring import EMPTY_DOCUMENT_SCORE
 
@@ -58,8 +64,17 @@ _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_neg
 _SIZES = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size")
 
 
-class _Contrast:
-    """What both contrastive losses are asked for beyond the host's arguments, checked and stored."""
+class _Fusing:
+    """What every loss is asked for beyond the host's arguments, checked and stored."""
+
+    def __init__(self, model: MultiVectorEncoder, *, fuse_projection: bool = False, **arguments: Any) -> None:
+        check_sizes(**{name: size for name, size in arguments.items() if name in _SIZES})
+        super().__init__(model, **arguments)  # type: ignore[call-arg]
+        set_fusion(self, fuse_projection)
+
+
+class _Contrast(_Fusing):
+    """The same of both contrastive losses, which are asked for more."""
 
     def __init__(
         self,
@@ -69,12 +84,10 @@ class _Contrast:
         symmetric: bool = False,
         exclude: Callable[[Columns], Tensor] | None = None,
         gather: str = "all_gather",
-        fuse_projection: bool = False,
         **arguments: Any,
     ) -> None:
         check_temperature(arguments.get("scale", 1.0), "scale")
-        check_sizes(**{name: size for name, size in arguments.items() if name in _SIZES})
-        super().__init__(model, **arguments)  # type: ignore[call-arg]
+        super().__init__(model, **arguments)
         loss: Any = self
         check_choice("gather", gather, GATHERINGS)
         if not isinstance(symmetric, bool):
@@ -83,7 +96,6 @@ class _Contrast:
             raise TypeError(f"exclude: {type(exclude).__name__}; expected a function of the columns, or None")
         asked = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
         check_asked(loss, {**asked, "gather": gather if gather != "all_gather" else None})
-        set_fusion(loss, fuse_projection)
         beyond = asked_for(asked)
         if loss.gather_across_devices and {"symmetric", "exclude"} & set(beyond):
             raise ValueError(
@@ -254,6 +266,95 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
             return super().calculate_loss(reps, masks_chunks, with_backward=with_backward)
         out, self._out = self._out, None
         return _loss_of_columns(options, _columns(reps, masks_chunks), None, out, with_backward)
+
+
+class MultiVectorDistillKLDivLoss(_Fusing, host.MultiVectorDistillKLDivLoss):
+    """The host's distillation: KL divergence between a teacher's scores of each query's candidates and the model's.
+
+    Parameters
+    ----------
+    model, fuse_projection
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`.
+    **arguments
+        Those of the host's class, with its defaults. The ``similarity_fct`` is `colbert_kd_scores` (the default) or
+        `mean_colbert_kd_scores`, the host's or ours. Another function is called by the host's code, and nothing is
+        fused. The loss is multiplied by the square of the model's temperature.
+
+    Raises
+    ------
+    ValueError
+        For a temperature that is not finite and above 0, as in :class:`MultiVectorMultipleNegativesRankingLoss` for the
+        other arguments, and in the forward for labels that do not fit the columns, or hold NaN in the first batch.
+    TypeError
+        For arguments of another type.
+    """
+
+    _checked_teacher_scale: bool
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
+        """Return the loss, a float32 scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            Tokenized columns: N queries, then at least two columns of their candidates.
+        labels
+            The teacher's scores [N, candidates].
+        """
+        columns = columns_of(sentence_features, least=3)
+        options = options_of(self)
+        if options is None:
+            return super().forward(columns, labels)
+        teacher = teacher_scores(labels, size_of(columns[0]), len(columns) - 1)
+        if not self._checked_teacher_scale:
+            self._checked_teacher_scale = True
+            expected = (teacher / self.teacher_temperature).softmax(dim=-1)
+            check_teacher_targets(expected, teacher, self.teacher_temperature, type(self).__name__)
+        loss = divergence(options, _of_candidates(embed(self, columns, options)), teacher)
+        return loss * self.student_temperature**2
+
+
+class MultiVectorMarginMSELoss(_Fusing, host.MultiVectorMarginMSELoss):
+    """The host's margin MSE: squared differences from a teacher's margins between each positive and its negatives.
+
+    Parameters
+    ----------
+    model, fuse_projection
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`.
+    **arguments
+        Those of the host's class, with its defaults. The ``similarity_fct`` is `colbert_scores_pairwise` (the default)
+        or `mean_colbert_scores_pairwise`, the host's or ours. Another function is called by the host's code, and
+        nothing is fused.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`; ValueError in the forward for labels that do not fit the
+        columns.
+    """
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
+        """Return the loss, a float32 scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            Tokenized columns: N queries, their positives, then at least one column of negatives.
+        labels
+            The teacher's scores [N, 1 + negatives], or its margins [N, negatives], or [N] for one negative.
+        """
+        columns = columns_of(sentence_features, least=3)
+        options = options_of(self)
+        if options is None:
+            return super().forward(columns, labels)
+        teacher = teacher_margins(labels, size_of(columns[0]), len(columns) - 2)
+        return margin_mse(options, _of_candidates(embed(self, columns, options)), teacher)
+
+
+def _of_candidates(batch: Batch) -> Batch:
+    """The batch whose columns are each query's candidates: [N, K, L, d]."""
+    tokens, masks = ([column[index] for column in batch.columns] for index in (0, 1))
+    return batch._replace(columns=[Padded(*stack_padded_token_embeddings(tokens, masks))])
 
 
 def calculate_loss(

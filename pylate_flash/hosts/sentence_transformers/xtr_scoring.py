@@ -20,6 +20,7 @@ from .scoring import (
     _learns,
     _original,
     _queries,
+    _stacked,
     _warn_of_empty,
     _weights,
 )
@@ -116,10 +117,9 @@ def xtr_kd_scores(
     tensor([[0.9000, 0.8000],
             [0.0000, 0.7000]])
     """
-    scores = xtr_scores(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, top_k, chunk_elements
-    ).unflatten(1, (len(documents_embeddings), -1))
-    return scores.diagonal().T
+    documents = _stacked("documents_embeddings", documents_embeddings)
+    scores = xtr_scores(queries_embeddings, documents, queries_mask, documents_mask, top_k, chunk_elements)
+    return scores.view(len(scores), *documents.shape[:2]).diagonal().T
 
 
 def xtr_scores_pairwise(
