@@ -5,8 +5,8 @@ from __future__ import annotations
 from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from ._config import backend_in_force
 from .encoding.projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
-from .hosts.pylate.operands import concatenated, cu_seqlens, left_to_pylate, tokens_of
+from .hosts.pylate.operands import cu_seqlens, left_to_pylate, of_one_type, tokens_of
 from .ops import maxsim_from_hidden, maxsim_varlen
+from .ops.staging import concatenate
 from .ops.tiles import sequence_blocks
 from .problem import accumulation_dtype
 from .register import use_scorer
@@ -136,26 +137,44 @@ def rerank(
         lengths = [tokens.shape[0] for tokens in block_documents]
         if masking == "zero":
             block_documents, lengths = _with_padding_token(block_documents, lengths, block_counts)
-        packed_queries, packed_documents = concatenated(queries[first:last], block_documents, device)
+        block_queries, block_documents = of_one_type(queries[first:last], block_documents)
+        packed_queries, packed_documents = concatenate(block_queries, device), concatenate(block_documents, device)
         if backend == "auto" and left_to_pylate(packed_queries, packed_documents):
             return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
         if device is None:
             packed_documents = packed_documents.to(packed_queries.device)
-        queries_lengths = [tokens.shape[0] for tokens in queries[first:last]]
-        scores.append(_scored(packed_queries, packed_documents, queries_lengths, lengths, block_counts))
+        # The boundaries stay on the host, where the operation plans its work.
+        queries_bounds = cu_seqlens([tokens.shape[0] for tokens in block_queries])
+        with torch.no_grad():
+            block_scores = maxsim_varlen(
+                packed_queries,
+                packed_documents,
+                queries_bounds,
+                cu_seqlens(lengths),
+                candidates_cu_seqlens=cu_seqlens(block_counts),
+            )
+        scores.append(block_scores)
     return _results(torch.cat(scores) if scores else torch.empty(0), documents_ids)
 
 
 def _results(scores: Tensor, documents_ids: list[list[int | str]]) -> list[list[RerankResult]]:
-    """The results of all queries from the scores [Nd] of their documents, one query after the other."""
-    counts = [len(query_ids) for query_ids in documents_ids]
-    best_first, order = _ranked(scores, counts)
-    ids = [document_id for query_ids in documents_ids for document_id in query_ids]
-    results: list[RerankResult] = [
-        {"id": ids[index], "score": score} for index, score in zip(order, best_first, strict=True)
-    ]
-    bounds = np.cumsum([0, *counts])
-    return [results[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+    """The results of all queries from the scores [Nd] of their documents, one query after the other.
+
+    One tensor comes back from the device.
+    """
+    counts, ids = list(map(len, documents_ids)), list(chain(*documents_ids))
+    # By score, then by query with a stable sort: a segmented sort in two passes.
+    order = torch.argsort(scores, descending=True, stable=True)
+    query_of_document = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(scores.device)
+    order = order[torch.argsort(query_of_document[order], stable=True)]
+    # The bits of the scores travel as integers, so that scores and order are one copy.
+    bits = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    ranked, order = torch.stack([scores[order].view(bits), order.to(bits)]).cpu()
+    results: Iterator[RerankResult] = (
+        {"id": ids[index], "score": score}
+        for index, score in zip(order.tolist(), ranked.view(scores.dtype).tolist(), strict=True)
+    )
+    return [list(islice(results, count)) for count in counts]
 
 
 def _are_texts(queries: Any, documents: Any) -> bool:
@@ -271,37 +290,6 @@ def _blocks(
     lengths = np.fromiter((tokens.shape[0] for tokens in documents), dtype=np.int64, count=len(documents))
     bounds = np.concatenate([[0], lengths.cumsum()])[first_document]
     return sequence_blocks(bounds, _BLOCK_BYTES // (first.element_size() * max(1, first.shape[-1])))
-
-
-@torch.no_grad()
-def _scored(
-    queries: Tensor,
-    documents: Tensor,
-    queries_lengths: list[int],
-    documents_lengths: list[int],
-    counts: list[int],
-) -> Tensor:
-    """Scores [Nd] of packed documents, each against its own query.
-
-    The boundaries stay on the host, where the op plans its work.
-    """
-    bounds = cu_seqlens(queries_lengths), cu_seqlens(documents_lengths)
-    return maxsim_varlen(queries, documents, *bounds, candidates_cu_seqlens=cu_seqlens(counts))
-
-
-def _ranked(scores: Tensor, counts: list[int]) -> tuple[list[float], list[int]]:
-    """Scores of all documents, query by query and descending within a query, and the indices of the documents.
-
-    One tensor comes back from the device.
-    """
-    # By score, then by query with a stable sort: a segmented sort in two passes.
-    order = torch.argsort(scores, descending=True, stable=True)
-    query_of_document = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(scores.device)
-    order = order[torch.argsort(query_of_document[order], stable=True)]
-    # The bits of the scores travel as integers, so that scores and order are one copy.
-    bits = torch.int64 if scores.dtype == torch.float64 else torch.int32
-    ranked, order = torch.stack([scores[order].view(bits), order.to(bits)]).cpu()
-    return ranked.view(scores.dtype).tolist(), order.tolist()
 
 
 def _check_lengths(documents_ids: Any, queries_embeddings: Any, documents_embeddings: Any) -> None:

@@ -164,7 +164,10 @@ def normalizes(model: Any) -> bool:
 
 def _projection(model: Any) -> _Projection:
     model = unwrapped(model)
-    host = _host_of(model)
+    host = next((host for host in _hosts() if isinstance(model, host.model)), None)
+    if host is None:
+        titles = " or ".join(host.title for host in _hosts()) or "of a host, and none is installed"
+        raise ValueError(f"fuse_projection: the model must be {titles}, got {type(model).__name__}")
     encoder, *others = model.children()
     if not isinstance(encoder, host.encoder):
         raise ValueError(
@@ -179,35 +182,22 @@ def _projection(model: Any) -> _Projection:
         fold_dense(layers)
     except ValueError as error:
         raise ValueError(f"fuse_projection: the model cannot be fused after its encoder; {error}") from None
-    if host.normalize:
-        _check_tokens([*layers, *normalize])
-        if normalize and others.index(normalize[0]) < others.index(layers[-1]):
-            raise ValueError(
-                "fuse_projection: the model normalises before its last Dense layer; only what is normalised after it "
-                "can be fused"
-            )
-    # PyLate normalises where it scores.
-    return _Projection(layers, normalize, bool(normalize) or not host.normalize)
-
-
-def _host_of(model: Any) -> _Host:
-    """The host of an unwrapped model."""
-    for host in _hosts():
-        if isinstance(model, host.model):
-            return host
-    titles = " or ".join(host.title for host in _hosts()) or "of a host, and none is installed"
-    raise ValueError(f"fuse_projection: the model must be {titles}, got {type(model).__name__}")
-
-
-def _check_tokens(modules: Sequence[Any]) -> None:
-    """Raise ValueError unless modules, which name what they read and write, do so with the embeddings of tokens."""
-    for module in modules:
+    if not host.normalize:
+        # PyLate normalises where it scores.
+        return _Projection(layers, [], True)
+    for module in (*layers, *normalize):
         names = module.module_input_name, module.module_output_name
         if names != (_TOKENS, _TOKENS):
             raise ValueError(
                 f"fuse_projection: a {type(module).__name__} of the model makes {names[1]!r} of {names[0]!r}; only "
                 f"what makes {_TOKENS!r} of {_TOKENS!r} can be fused"
             )
+    if normalize and others.index(normalize[0]) < others.index(layers[-1]):
+        raise ValueError(
+            "fuse_projection: the model normalises before its last Dense layer; only what is normalised after it "
+            "can be fused"
+        )
+    return _Projection(layers, normalize, bool(normalize))
 
 
 def unwrapped(model: Any) -> Any:

@@ -157,13 +157,12 @@ def ring_cross_entropy(
     Tensor
         float32, a scalar.
     """
+    longest = queries.shape[1]
     if queries_mask is None:
-        lengths = torch.full((queries.shape[0],), queries.shape[1], device=queries.device)
-        tokens, longest = queries.flatten(0, 1), queries.shape[1]
-        bounds = list(range(0, tokens.shape[0] + 1, longest))
+        lengths, tokens = torch.full((len(queries),), longest, device=queries.device), queries.flatten(0, 1)
+        bounds = list(range(0, len(tokens) + 1, longest))
     else:
-        lengths, longest = queries_mask.bool().sum(dim=1), queries.shape[1]
-        tokens = queries[queries_mask.bool()]
+        lengths, tokens = queries_mask.bool().sum(dim=1), queries[queries_mask.bool()]
         bounds = F.pad(lengths.cumsum(0), (1, 0)).tolist()
     # In autocast's type from here on, on the way and in the backward, which is outside of it.
     device = tokens.device.type
@@ -172,47 +171,40 @@ def ring_cross_entropy(
         tokens, block = (values.to(torch.get_autocast_dtype(device)) for values in (tokens, block))
     temperature = torch.as_tensor(temperature, dtype=None if isinstance(temperature, Tensor) else torch.float32)
     temperature = temperature.to(tokens.device)
-    ring = _Ring(ranks, bounds, lengths, longest, labels, options)
+    ring = _Ring(rank(), ranks, bounds, lengths, longest, labels, options)
     with torch.autocast(device, enabled=False):
         return _RingCrossEntropy.apply(tokens, block, temperature, ring)
 
 
-class _Ring:
+class _Ring(NamedTuple):
     """The queries of this rank, packed, and how blocks of documents come by."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        bounds: list[int],
-        lengths: Tensor,
-        longest: int,
-        labels: Tensor,
-        options: dict[str, Any],
-    ) -> None:
-        self.ranks, self.bounds, self.lengths, self.longest, self.labels = ranks, bounds, lengths, longest, labels
-        self.options = options
-        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+    rank: int
+    ranks: Ranks
+    bounds: list[int]
+    lengths: Tensor
+    longest: int
+    labels: Tensor
+    options: dict[str, Any]
 
     def blocks(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The rank that owns each block, and its tokens; this rank's own is the first."""
         totals = self.ranks.tokens
         current = _filled(tokens, max(totals))
-        for step in range(self.size):
-            owner = (self.rank - step) % self.size
-            if step == self.size - 1:
-                yield owner, current[: totals[owner]]
-                return
-            incoming, works = self.pass_on(current)
+        for step in range(len(totals)):
+            owner = (self.rank - step) % len(totals)
+            is_last = step == len(totals) - 1
+            incoming, works = (current, []) if is_last else self.pass_on(current)
             yield owner, current[: totals[owner]]
             wait(works)
             current = incoming
 
     def pass_on(self, values: Tensor) -> tuple[Tensor, list[Any]]:
         """Send to the next rank, and say where what the rank before sends will be when `wait` has waited for it."""
-        incoming = torch.empty_like(values)
+        incoming, size = torch.empty_like(values), len(self.ranks.tokens)
         operations = [
-            dist.P2POp(dist.isend, values, (self.rank + 1) % self.size),
-            dist.P2POp(dist.irecv, incoming, (self.rank - 1) % self.size),
+            dist.P2POp(dist.isend, values, (self.rank + 1) % size),
+            dist.P2POp(dist.irecv, incoming, (self.rank - 1) % size),
         ]
         return incoming, dist.batch_isend_irecv(operations)
 

@@ -7,8 +7,8 @@ that are scored, packed; `encode_again` takes the gradient of each of these and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -49,22 +49,6 @@ class Packed(NamedTuple):
         return F.pad(self.lengths.cumsum(0), (1, 0)).int()
 
 
-class RandomStates:
-    """What the random generators of the CPU, and of the devices of some values, will draw from now on."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self._of_cpu = torch.get_rng_state()
-        self._devices, self._of_devices = get_device_states(*values)
-
-    @contextmanager
-    def repeated(self) -> Iterator[None]:
-        """In this block they draw it again; after it, what they would have drawn without."""
-        with torch.random.fork_rng(devices=self._devices):
-            torch.set_rng_state(self._of_cpu)
-            set_device_states(self._devices, self._of_devices)
-            yield
-
-
 class MiniBatch:
     """Texts of a column that are encoded at once.
 
@@ -78,7 +62,8 @@ class MiniBatch:
         self._column, self._texts = column, slice(start, stop)
         self.lengths = column.lengths[start:stop]
         self._padded_length = column.ends[start]
-        self._random_states: RandomStates | None = None
+        # Of the CPU's generator, and of those of the devices of the features.
+        self._random_states: tuple[Tensor, tuple[list[int], list[Tensor]]] | None = None
 
     def encode(self, model: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
         """The model's output, always in the random state of the first time."""
@@ -87,9 +72,12 @@ class MiniBatch:
             name: self._cut(value) if name in column.of_texts else value for name, value in column.features.items()
         }
         if self._random_states is None:
-            self._random_states = RandomStates(features.values())
+            self._random_states = torch.get_rng_state(), get_device_states(*features.values())
             return model(features, **column.arguments)
-        with self._random_states.repeated():
+        of_cpu, (devices, of_devices) = self._random_states
+        with torch.random.fork_rng(devices=devices):
+            torch.set_rng_state(of_cpu)
+            set_device_states(devices, of_devices)
             return model(features, **column.arguments)
 
     def _cut(self, value: Tensor) -> Tensor:

@@ -58,15 +58,20 @@ def largest_token_budget(loss: Any, documents: int, dtype: torch.dtype | None = 
     >>> loss.mini_batch_num_tokens = largest_token_budget(loss, 4096, torch.bfloat16)  # doctest: +SKIP
     """
     model = unwrapped(loss.model)
-    length, training = _document_length(model), model.training
-    _check_sorted(model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    device = model.device
+    of_host, training, device = is_multi_vector_encoder(model), model.training, model.device
+    length = read_lengths(model)[1] if of_host else model.document_length
+    if length is None:
+        raise ValueError("nothing limits the length of a document; set the model's document_length")
+    if of_host and scored_tokens(model, {**model.preprocess(["a"], task="document"), "task": "document"}) is None:
+        raise ValueError(
+            "the texts of this model cannot be sorted by length, so that a number of tokens would not limit the "
+            "memory; give mini_batch_size"
+        )
 
     def fits(texts: int) -> bool:
         found = True
         try:
-            _try(model, texts, length, documents * length, parameters, dtype)
+            _try(model, texts, length, documents * length, dtype)
         except torch.OutOfMemoryError:
             found = False
         model.zero_grad(set_to_none=True)
@@ -100,29 +105,10 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return between if found < between < size and fits(between) else found
 
 
-def _document_length(model: Any) -> int:
-    length = read_lengths(model)[1] if is_multi_vector_encoder(model) else model.document_length
-    if length is None:
-        raise ValueError("nothing limits the length of a document; set the model's document_length")
-    return length
-
-
-def _check_sorted(model: Any) -> None:
-    if not is_multi_vector_encoder(model):
-        return
-    features = model.preprocess(["a"], task="document")
-    if scored_tokens(model, {**features, "task": "document"}) is None:
-        raise ValueError(
-            "the texts of this model cannot be sorted by length, so that a number of tokens would not limit the "
-            "memory; give mini_batch_size"
-        )
-
-
-def _try(
-    model: Any, texts: int, length: int, tokens: int, parameters: list[torch.Tensor], dtype: torch.dtype | None
-) -> None:
+def _try(model: Any, texts: int, length: int, tokens: int, dtype: torch.dtype | None) -> None:
     """Encode so many documents and go the way back, beside what a step with so many tokens will hold."""
-    held = _held(model, tokens, parameters, model.device)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = _held(model, tokens, parameters)
     # From the second mini-batch on, they are there while the encoder's activations grow.
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -130,15 +116,15 @@ def _try(
     del held
 
 
-def _held(model: Any, tokens: int, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _held(model: Any, tokens: int, parameters: list[torch.Tensor]) -> torch.Tensor:
     """As many bytes as a step will hold beside what the encoder needs and the gradients of the parameters."""
+    if model.device.type != "cuda":
+        return torch.empty(0)
     of_host = is_multi_vector_encoder(model)
     embedding = (model.get_embedding_dimension() if of_host else model.get_sentence_embedding_dimension()) or 128
     # Embeddings and gradients in four bytes at most, and the operation's float32 sums.
     size = tokens * embedding * 12 + _OPTIMIZER_BYTES * sum(parameter.numel() for parameter in parameters)
-    if device.type == "cuda":
-        size += int(_RESERVE * _most(device))
-    return torch.empty(size if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    return torch.empty(size + int(_RESERVE * _most(model.device)), dtype=torch.uint8, device=model.device)
 
 
 def _most(device: torch.device) -> int:
@@ -150,7 +136,15 @@ def _most(device: torch.device) -> int:
 
 
 def _encode_and_back(model: Any, texts: int, length: int, dtype: torch.dtype | None) -> None:
-    features, arguments = _documents(model, texts, length)
+    arguments: dict[str, str] = {}
+    if is_multi_vector_encoder(model):
+        arguments["task"] = "document"
+        features = {
+            name: value.new_zeros(texts, length) if isinstance(value, torch.Tensor) and value.ndim == 2 else value
+            for name, value in model.preprocess(["a"], task="document").items()
+        }
+    else:
+        features = model.tokenize(["a"] * texts, is_query=False, pad=True)
     # No token is like another, as in the batch that needs most.
     features["input_ids"] = torch.randint(0, len(model.tokenizer), features["input_ids"].shape)
     features["attention_mask"] = torch.ones_like(features["attention_mask"])
@@ -162,14 +156,3 @@ def _encode_and_back(model: Any, texts: int, length: int, dtype: torch.dtype | N
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
         embeddings = model(features, **arguments)["token_embeddings"]
     embeddings.backward(torch.zeros_like(embeddings))
-
-
-def _documents(model: Any, texts: int, length: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Features of so many documents of so many tokens, and what the model is called with besides."""
-    if not is_multi_vector_encoder(model):
-        return model.tokenize(["a"] * texts, is_query=False, pad=True), {}
-    features = model.preprocess(["a"], task="document")
-    return {
-        name: value.new_zeros(texts, length) if isinstance(value, torch.Tensor) and value.ndim == 2 else value
-        for name, value in features.items()
-    }, {"task": "document"}

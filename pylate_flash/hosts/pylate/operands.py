@@ -14,22 +14,6 @@ from pylate.utils import convert_to_tensor
 from torch import Tensor
 
 from ...ops.checks import FLOATING
-from ...ops.staging import concatenate
-
-__all__ = [
-    "Embeddings",
-    "concatenated",
-    "cu_seqlens",
-    "expanded",
-    "flat_mask",
-    "left_to_pylate",
-    "listed",
-    "mask_of",
-    "of_one_type",
-    "promoted",
-    "tensor_of",
-    "tokens_of",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -168,24 +152,14 @@ def of_one_type(queries: list[Tensor], documents: list[Tensor]) -> tuple[list[Te
             f"documents_embeddings must have the embedding size of queries_embeddings, {found[0][0]}, got {found[1][0]}"
         )
     dtype = _common_type(*queries, *documents)
-    return _alike(queries, size, dtype), _alike(documents, size, dtype)
 
+    def alike(sequences: list[Tensor]) -> list[Tensor]:
+        return [
+            (tokens if tokens.dim() == 2 else tokens.new_empty(0, size)).to(dtype or tokens.dtype)
+            for tokens in sequences
+        ]
 
-def _alike(sequences: list[Tensor], size: int, dtype: torch.dtype | None) -> list[Tensor]:
-    """Sequences [L_i, size], also those without tokens, in a type; None: in their own."""
-    found = [tokens if tokens.dim() == 2 else tokens.new_empty(0, size) for tokens in sequences]
-    return found if dtype is None else [tokens if tokens.dtype is dtype else tokens.to(dtype) for tokens in found]
-
-
-def concatenated(
-    queries: list[Tensor], documents: list[Tensor], device: str | torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """All query tokens [Tq, d] and all document tokens [Td, d] of what `tokens_of` gave, `of_one_type`.
-
-    They go to `device`, or stay where they are if that is None.
-    """
-    of_queries, of_documents = of_one_type(queries, documents)
-    return concatenate(of_queries, device), concatenate(of_documents, device)
+    return alike(queries), alike(documents)
 
 
 def cu_seqlens(lengths: list[int]) -> Tensor:

@@ -35,6 +35,11 @@ class Operand(NamedTuple):
     # [N, L'], of a list whose longest are elsewhere: its mask as given, which may have padding beyond these count.
     given_mask: Tensor | None = None
 
+    def flat(self) -> Operand:
+        """Documents [G, N, L, d] with a mask as [G * N, L, d]."""
+        assert self.mask is not None
+        return Operand(self.values.flatten(0, 1), self.mask.flatten(0, 1))
+
     def counts(self) -> Tensor:
         """[N]: active tokens, at least 1."""
         if self.cu_seqlens is not None:
@@ -84,12 +89,12 @@ class Side(NamedTuple):
         if mask is not None:
             mask = mask.to(device)
         if values is not None:
-            values = _floating(values.to(device))
+            values = floating(values.to(device))
             return Operand(values, nonzero_rows(values) if mask is None else mask)
         assert self.lengths is not None
         lengths = self.lengths[start:stop]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
-        values = _floating(_concatenated(self.name, self.sequences[start:stop], start, device))
+        values = floating(_concatenated(self.name, self.sequences[start:stop], start, device))
         longest = int(lengths.max())
         if packed and mask is None:
             cu_seqlens = torch.from_numpy(bounds.astype(np.int32 if bounds[-1] < 2**31 else np.int64))
@@ -202,7 +207,8 @@ def _mask(name: str, mask: Any) -> Tensor | None:
     )
 
 
-def _floating(embeddings: Tensor) -> Tensor:
+def floating(embeddings: Tensor) -> Tensor:
+    """Embeddings of a floating type as they are, others in float32."""
     return embeddings if embeddings.is_floating_point() else embeddings.float()
 
 

@@ -27,7 +27,7 @@ from ...ops.nonzero import nonzero_rows
 from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
 from ...problem import Options, Tensors
 from .. import SENTENCE_TRANSFORMERS
-from .operands import Operand, Side, as_tensor, blocks, side, with_masks
+from .operands import Operand, as_tensor, blocks, floating, side, with_masks
 
 __all__ = [
     "colbert_kd_scores",
@@ -169,12 +169,8 @@ def colbert_scores(
         return _original("colbert_scores")(
             queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
         )
-    documents, documents_mask = _groups(documents_embeddings, documents_mask)
-    if documents_mask is not None:
-        documents_mask = documents_mask.flatten(0, 1)
-    queries = _queries(queries_embeddings, queries_mask, documents.device)
-    operand = side("documents_embeddings", documents.flatten(0, 1), documents_mask)
-    return _scores(queries, operand.operand(0, len(operand), documents.device, True), length_normalize)
+    documents = _groups(documents_embeddings, documents_mask).flat()
+    return _scores(_queries(queries_embeddings, queries_mask, documents.values.device), documents, length_normalize)
 
 
 def colbert_scores_pairwise(
@@ -215,15 +211,8 @@ def colbert_kd_scores(
         return _original("colbert_kd_scores")(
             queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
         )
-    documents, documents_mask = _groups(documents_embeddings, documents_mask)
-    queries = _queries(queries_embeddings, queries_mask, documents.device)
-    if not documents.is_floating_point():
-        documents = documents.float()
-    return _scores(
-        queries,
-        Operand(documents, nonzero_rows(documents) if documents_mask is None else documents_mask),
-        length_normalize,
-    )
+    documents = _groups(documents_embeddings, documents_mask)
+    return _scores(_queries(queries_embeddings, queries_mask, documents.values.device), documents, length_normalize)
 
 
 def _mean(scores: _Scores) -> _Scores:
@@ -267,7 +256,8 @@ def _maxsim(
         raise ValueError(
             f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
         )
-    home, place = _devices(queries, documents, device)
+    home = documents.device or queries.device or torch.device("cpu")
+    place = _placed(device, home)
     if len(queries) == 0 or len(documents) == 0:
         return torch.zeros((0,) if pairs else (len(queries), len(documents)), device=home)
     queries, documents = with_masks(queries, documents, place)
@@ -382,19 +372,19 @@ def _queries(embeddings: Embeddings, mask: Mask, device: torch.device) -> Operan
     return queries.operand(0, len(queries), device, False)
 
 
-def _groups(embeddings: Embeddings, mask: Mask, one_for_all: bool = True) -> tuple[Tensor, Tensor | None]:
+def _groups(embeddings: Embeddings, mask: Mask, one_for_all: bool = True) -> Operand:
     """The documents of a loss, [G, N, Ld, d], and their mask [G, N, Ld], which may be given as one group's."""
-    documents = _stacked("documents_embeddings", embeddings)
+    documents = floating(_stacked("documents_embeddings", embeddings))
     if documents.dim() != 4:
         raise ValueError(f"documents_embeddings must have shape [G, N, Ld, d], got {list(documents.shape)}")
     if mask is None:
-        return documents, None
+        return Operand(documents, nonzero_rows(documents))
     mask = _stacked("documents_mask", mask).to(documents.device)
     if one_for_all and mask.dim() == 3 and mask.shape[0] == 1:
         mask = mask.expand(documents.shape[0], -1, -1)
     if mask.shape != documents.shape[:3]:
         raise ValueError(f"documents_mask must have shape {list(documents.shape[:3])}, got {list(mask.shape)}")
-    return documents, mask
+    return Operand(documents, mask)
 
 
 def _stacked(name: str, value: Any) -> Tensor:
@@ -402,12 +392,6 @@ def _stacked(name: str, value: Any) -> Tensor:
         return as_tensor(value)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"{name} must be a tensor, an array, or a list of ones of one shape: {error}") from error
-
-
-def _devices(queries: Side, documents: Side, device: str | torch.device | None) -> tuple[torch.device, torch.device]:
-    """Where the scores are wanted, and where they are computed."""
-    home = documents.device or queries.device or torch.device("cpu")
-    return home, _placed(device, home)
 
 
 def _placed(device: str | torch.device | None, home: torch.device) -> torch.device:

@@ -11,7 +11,7 @@ import numbers
 import torch
 
 from ...ops.xtr import xtr_scores as scores_of
-from .operands import as_tensor, side
+from .operands import as_tensor
 from .scoring import (
     EMPTY_DOCUMENT_SCORE,
     Embeddings,
@@ -74,21 +74,17 @@ def xtr_scores(
             queries_embeddings, documents_embeddings, queries_mask, documents_mask, top_k, chunk_elements
         )
     # As there, a mask of one group serves no others here.
-    documents, documents_mask = _groups(documents_embeddings, documents_mask, one_for_all=False)
-    if documents_mask is not None:
-        documents_mask = documents_mask.flatten(0, 1)
-    queries = _queries(queries_embeddings, queries_mask, documents.device)
-    pooled = side("documents_embeddings", documents.flatten(0, 1), documents_mask)
-    operand = pooled.operand(0, len(pooled), documents.device, True)
-    _warn_of_empty(operand)
-    assert operand.mask is not None
-    dtype = torch.promote_types(queries.values.dtype, operand.values.dtype)
+    documents = _groups(documents_embeddings, documents_mask, one_for_all=False).flat()
+    queries = _queries(queries_embeddings, queries_mask, documents.values.device)
+    _warn_of_empty(documents)
+    assert documents.mask is not None
+    dtype = torch.promote_types(queries.values.dtype, documents.values.dtype)
     scores = scores_of(
         queries.values.to(dtype),
-        operand.values.to(dtype),
+        documents.values.to(dtype),
         k=top_k,
         queries_mask=_weights(queries.mask),
-        documents_mask=operand.mask != 0,
+        documents_mask=documents.mask != 0,
         normalizer="retrieved",
         empty_score=EMPTY_DOCUMENT_SCORE,
     )
