@@ -138,7 +138,7 @@ class Contrastive(PyLateContrastive):
         set_options(self, score_metric, scorer, masking, fuse_projection, gather=gather, smooth=smooth)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar.
+        """Return the loss, a scalar: float32, or float64 if the model is.
 
         Parameters
         ----------
@@ -251,7 +251,7 @@ class CachedContrastive(PyLateCachedContrastive):
         self._autocast: dict[str, Any] = {"device_type": "cpu", "enabled": False}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar; columns as in :meth:`Contrastive.forward`."""
+        """Return the loss, a scalar: float32, or float64 if the model is; columns as in :meth:`Contrastive.forward`."""
         columns = document_columns(self, sentence_features)
         options = options_of(self)
         self._autocast = autocast_in_force(columns[0]["input_ids"].device.type)
@@ -351,7 +351,7 @@ class Distillation(PyLateDistillation):
         set_options(self, score_metric, scorer, masking, fuse_projection, smooth=smooth)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
-        """Return the loss, a float32 scalar.
+        """Return the loss, a scalar: float32, or float64 if the model is.
 
         Parameters
         ----------

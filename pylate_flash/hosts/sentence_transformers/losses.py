@@ -172,7 +172,7 @@ class MultiVectorMultipleNegativesRankingLoss(_Contrast, host.MultiVectorMultipl
     """
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar.
+        """Return the loss, a scalar: float32, or float64 if the model is.
 
         Parameters
         ----------
@@ -229,7 +229,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
         self._out: Tensor | None = None
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        """Return the loss, a float32 scalar; columns as in :meth:`MultiVectorMultipleNegativesRankingLoss.forward`."""
+        """Return the loss, as :meth:`MultiVectorMultipleNegativesRankingLoss.forward` does, of such columns."""
         columns = columns_of(sentence_features, least=2)
         options = options_of(self)
         if options is None:
@@ -292,7 +292,7 @@ class MultiVectorDistillKLDivLoss(_Fusing, host.MultiVectorDistillKLDivLoss):
     _checked_teacher_scale: bool
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
-        """Return the loss, a float32 scalar.
+        """Return the loss, a scalar: float32, or float64 if the model is.
 
         Parameters
         ----------
@@ -334,7 +334,7 @@ class MultiVectorMarginMSELoss(_Fusing, host.MultiVectorMarginMSELoss):
     """
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
-        """Return the loss, a float32 scalar.
+        """Return the loss, a scalar: float32, or float64 if the model is.
 
         Parameters
         ----------
