@@ -194,10 +194,13 @@ def evaluate_retrieval(
         If a metric is unknown or its cutoff exceeds `k`, there is nothing to evaluate, `qrels` name unknown queries or
         documents, `queries_embeddings` are not as many, or `index` holds other documents or another model's, or a
         folder already holds an index.
+    RuntimeError
+        If `ranx` cannot write what it keeps. The message says what to set.
     MissingExtraError
         If `ranx` is not installed. The message names the extra.
     """
-    _check_metrics(metrics, k)
+    # Before anything is encoded.
+    _check_metrics(metrics, "evaluate_retrieval", k)
     ids = [document["id"] for document in documents]
     _check_judgements(set(ids), queries, qrels)
     if queries_embeddings is not None and len(queries_embeddings) != len(qrels):
@@ -313,10 +316,17 @@ def _timed(timings: dict[str, float], name: str) -> Iterator[None]:
     timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
 
 
-def _check_metrics(metrics: Sequence[str], k: int) -> None:
-    """Before anything is encoded: every metric must be known, and `k` documents must be enough for it."""
-    check_installed("ranx", "evaluate_retrieval", "eval")
-    from ranx.metrics import metric_switch
+def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None) -> None:
+    """Every metric must be known, and `k` documents, if that many are found, be enough for it."""
+    check_installed("ranx", needed_by, "eval")
+    try:
+        from ranx.metrics import metric_switch
+    except (RuntimeError, OSError) as error:
+        # Numba keeps what it compiles beside ranx or in the user's home, and ir_datasets makes a folder in the home.
+        raise RuntimeError(
+            f"{needed_by} needs ranx, which cannot write what it keeps: set NUMBA_CACHE_DIR and IR_DATASETS_HOME to "
+            f"folders that can be written to ({error})"
+        ) from error
 
     if isinstance(metrics, str) or not metrics:
         raise ValueError(f"metrics must be a list of at least one name, got {metrics!r}")
@@ -325,7 +335,7 @@ def _check_metrics(metrics: Sequence[str], k: int) -> None:
         try:
             metric_switch(name.partition(".")[0])
             # The number of rank-biased precision is its persistence, not a cutoff.
-            exceeded = bool(cutoff) and name != "rbp" and int(cutoff) > k
+            exceeded = k is not None and bool(cutoff) and name != "rbp" and int(cutoff) > k
         except ValueError as error:
             raise ValueError(f"metrics: {metric!r} is no metric of ranx: {error}") from None
         if exceeded:
@@ -377,7 +387,26 @@ def evaluate_run(
     -------
     (dict, dict)
         Mean of each metric over the queries, and for each metric its value for every query id.
+
+    Raises
+    ------
+    ValueError
+        If a metric is unknown, `qrels` has no query, `run` lacks one of its queries, or a query found a document twice.
+    RuntimeError
+        If `ranx` cannot write what it keeps. The message says what to set.
+    MissingExtraError
+        If `ranx` is not installed. The message names the extra.
     """
+    _check_metrics(metrics, "evaluate_run")
+    if not qrels:
+        raise ValueError("qrels must hold at least one query, got none")
+    for query_id in qrels:
+        if query_id not in run:
+            raise ValueError(f"run has nothing for query {query_id!r} of qrels, where a query without documents has []")
+        ids = [result["id"] for result in run[query_id]]
+        if len(set(ids)) < len(ids):
+            twice = next(id_ for place, id_ in enumerate(ids) if id_ in ids[:place])
+            raise ValueError(f"run: query {query_id!r} has document {twice!r} more than once")
     # ranx gets numbers for ids, as it would compile its functions anew for ids of another length, and one query at a
     # time, as queries are judged on different numbers of documents.
     from ranx import evaluate as ranx_evaluate

@@ -23,6 +23,10 @@ if "HF_HOME" not in os.environ:
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="pylate-flash-hf-")
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# ranx, when it is imported, makes a folder of ir_datasets in the user's home, if there is one.
+if "IR_DATASETS_HOME" not in os.environ:
+    os.environ["IR_DATASETS_HOME"] = tempfile.mkdtemp(prefix="pylate-flash-ir-datasets-")
+    atexit.register(shutil.rmtree, os.environ["IR_DATASETS_HOME"], ignore_errors=True)
 # Kernels that Inductor has compiled, and keeps, for another processor's instructions give NaN.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="pylate-flash-inductor-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -230,6 +231,40 @@ def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureF
     assert recorder.buffer == []
     assert per_query["mrr@10"] == {"q1": 0.5, "query 2": 0.0}
     assert means["map"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("run", "qrels", "metrics", "message"),
+    [
+        # Two of the one relevant document would be a recall of 2.
+        ({"q": ["d", "e", "d"]}, {"q": {"d": 1}}, ["recall@10"], "run: query 'q' has document 'd' more than once"),
+        ({"p": ["d"]}, {"q": {"d": 1}}, ["map"], "run has nothing for query 'q' of qrels"),
+        ({"q": ["d"]}, {}, ["map"], "qrels must hold at least one query"),
+        ({"q": ["d"]}, {"q": {"d": 1}}, "map", "metrics must be a list of at least one name, got 'map'"),
+        ({"q": ["d"]}, {"q": {"d": 1}}, [], "metrics must be a list of at least one name"),
+        ({"q": ["d"]}, {"q": {"d": 1}}, ["accuracy"], "'accuracy' is no metric of ranx"),
+    ],
+)
+def test_a_run_that_cannot_be_evaluated_is_an_error(run, qrels, metrics, message: str) -> None:
+    found = {query_id: [{"id": id_, "score": 1.0} for id_ in ids] for query_id, ids in run.items()}
+    with pytest.raises(ValueError, match=message):
+        evaluation.evaluate_run(found, qrels, metrics)
+
+
+@pytest.mark.parametrize(
+    "error", ["RuntimeError('cannot cache function: no locator available')", "PermissionError(13, 'no', '/home/.ir')"]
+)
+def test_where_ranx_can_keep_nothing_the_error_says_what_to_set(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a user without a home, where packages may not be written to: by Numba, and by ir_datasets."""
+    (tmp_path / "ranx.py").write_text(f"raise {error}\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ranx"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = r"evaluate_run needs ranx, which cannot write .*: set NUMBA_CACHE_DIR and IR_DATASETS_HOME .*(cach|/home)"
+    with pytest.raises(RuntimeError, match=message):
+        evaluation.evaluate_run({"q": []}, {"q": {"d": 1}})
 
 
 def test_an_index_folder_is_built_once_and_never_overwritten(tmp_path: Path) -> None:

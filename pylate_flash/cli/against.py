@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -169,22 +170,32 @@ def read_run(path: Path) -> dict[str, list[SearchResult]]:
     Raises
     ------
     ValueError
-        If a line has not query, "Q0", document, rank, score and a name, between blanks: the message names it.
+        If a line has not query, "Q0", document, rank, score and a name, between blanks, or has a document that the
+        query has already: the message names it.
     """
     from ..data.files import read_lines
     from ..index.search import SearchResult
 
-    run: dict[str, list[SearchResult]] = {}
+    run: dict[str, dict[str, float]] = {}
     with path.open("rb") as lines:
         for _, where, line in read_lines(lines, path):
             try:
-                query_id, _, document_id, _, score, _ = line.split()
-                run.setdefault(query_id, []).append(SearchResult(id=document_id, score=float(score)))
+                query_id, _, document_id, _, text, _ = line.split()
+                score = float(text)
+                if math.isnan(score):
+                    raise ValueError
             except ValueError:
                 raise ValueError(
                     f"{where}: expected query id, Q0, document id, rank, score and a name, got {line!r:.100}"
                 ) from None
-    return {query_id: sorted(found, key=lambda hit: -hit["score"]) for query_id, found in run.items()}
+            found = run.setdefault(query_id, {})
+            if document_id in found:
+                raise ValueError(f"{where}: query {query_id!r} has document {document_id!r} more than once")
+            found[document_id] = score
+    return {
+        query_id: [SearchResult(id=id_, score=found[id_]) for id_ in sorted(found, key=found.__getitem__, reverse=True)]
+        for query_id, found in run.items()
+    }
 
 
 def check_run_ids(collections: Sequence[Collection]) -> None:

@@ -195,10 +195,13 @@ def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path):
     assert run == {"q1": [{"id": "d2", "score": 2.5}, {"id": "d1", "score": 1.5}], "q2": [{"id": "d1", "score": -1e3}]}
     path.write_text(run_text(run))
     assert read_run(path) == run
-    for line in ("q1 Q0 d1 1", "q1 Q0 d1 1 high x", "q1 Q0 d 1 1 2.5 x"):
+    for line in ("q1 Q0 d1 1", "q1 Q0 d1 1 high x", "q1 Q0 d1 1 nan x", "q1 Q0 d 1 1 2.5 x"):
         path.write_text(f"q1 Q0 d2 1 2.5 x\n{line}\n")
         with pytest.raises(ValueError, match=r"run\.trec, line 2: expected query id, Q0, document id, rank, score"):
             read_run(path)
+    path.write_text("q1 Q0 d2 1 2.5 x\nq2 Q0 d2 1 2.5 x\nq1 Q0 d2 2 1.5 x\n")
+    with pytest.raises(ValueError, match=r"run\.trec, line 3: query 'q1' has document 'd2' more than once"):
+        read_run(path)
 
 
 def test_recall_of():
