@@ -50,8 +50,8 @@ class ResidualCodes(TensorContainer):
     cu_seqlens
         [N + 1], int32 or int64: document i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
     scales
-        [T], float32: one over the norm of centroid plus weights. None: they are computed, which takes a pass over all
-        tokens.
+        [T], float32: one over the norm of centroid plus weights, a sum in their type. None: they are computed, which
+        takes a pass over all tokens.
 
     Raises
     ------
@@ -119,7 +119,10 @@ class ResidualCodes(TensorContainer):
         return self.codes.device
 
     def decompress(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The normalised embeddings [T, d], computed in float32 (float64 for float64) and rounded to `dtype`.
+        """The normalised embeddings [T, d], in `dtype`.
+
+        Centroids and weights are added in their own type, as `scales` and the kernels have it; the sums are multiplied
+        by `scales` in float32 (float64 for float64) and rounded to `dtype`.
 
         Raises
         ------

@@ -119,8 +119,9 @@ def maxsim_sparse_queries(
     Returns
     -------
     Tensor
-        [Nq, Nd] or [Nq, K]; type, precision, NaN, ties and gradients as in `maxsim`. A document of which no token is
-        chosen scores 0. Scores and gradients are bitwise reproducible.
+        [Nq, Nd] or [Nq, K]; type, precision, NaN, ties and gradients as in `maxsim`. A document for which no query
+        token is chosen scores 0, or `empty_score` if it has no active token. Scores and gradients are bitwise
+        reproducible.
 
     Raises
     ------

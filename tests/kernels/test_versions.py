@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -22,6 +23,13 @@ def test_a_version_is_two_numbers(version: str, expected: tuple[int, int], monke
 def test_the_installed_version_is_one_that_is_tested() -> None:
     first, last = versions.TESTED
     assert first <= versions.triton_version() <= last
+
+
+def test_no_version_is_installed_that_is_older_than_those_tested() -> None:
+    """pip would leave an older Triton where it is, with which no kernel compiles."""
+    major, minor = versions.TESTED[0]
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"triton>={major}.{minor}; ' in project
 
 
 @pytest.mark.parametrize(("version", "has"), [((3, 5), False), ((3, 6), True), ((3, 9), True), ((4, 0), True)])
