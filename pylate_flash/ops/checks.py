@@ -282,9 +282,9 @@ def check_positive(name: str, value: object, of: Tensor | None = None, dtype: to
     A tensor that is to be waited for is not looked at.
     """
     if isinstance(value, Tensor) and of is not None:
+        check_beside(name, value, "queries", of, FLOATING)
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a tensor of one element, got shape {list(value.shape)}")
-        check_beside(name, value, "queries", of, FLOATING)
         value = value.item() if is_readable(value) else 1.0
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number{_OR_TENSOR.get(name, '')}, got {type(value).__name__}")

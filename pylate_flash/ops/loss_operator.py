@@ -37,7 +37,9 @@ def loss_of(inputs: tuple, how: tuple) -> tuple[Tensor, Any]:
     key = signature("maxsim_loss", inputs, how)
     # What is no string the checks refuse.
     one_by_one = isinstance(how[_LOSS_REDUCTION], str) and how[_LOSS_REDUCTION] == "none"
-    if key is not NOT_PLAIN and not one_by_one and queries.numel() and documents.numel():
+    # Only other tensors than these may be None.
+    plain = key is not NOT_PLAIN and queries is not None and documents is not None
+    if plain and not one_by_one and queries.numel() and documents.numel():
         if needs_gradient(*inputs[:_N_DIFFERENTIABLE]):
             return apply(_MaxsimLoss, key, (key, how), *inputs)
 

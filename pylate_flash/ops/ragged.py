@@ -119,7 +119,9 @@ def maxsim_ragged_pairwise(
     tensor([6., 9.])
     """
     check_list("documents", documents)
-    if not isinstance(queries, Tensor):
+    if isinstance(queries, Tensor):
+        check_tensor("queries", queries, {3: "[N, Lq, d]"})
+    else:
         check_list("queries", queries)
     if len(queries) != len(documents):
         raise ValueError(f"documents must have one document per query, {len(queries)}, got {len(documents)} documents")

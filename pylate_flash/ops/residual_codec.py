@@ -169,7 +169,7 @@ def train_residual_codec(
         raise ValueError(f"nbits must be 2 or 4, got {nbits!r}")
     if size % 8:
         raise ValueError(f"embeddings must have an embedding size that is a multiple of 8, got {size}")
-    if dtype not in CENTROID_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in CENTROID_DTYPES:
         raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or torch.float32, got {dtype}")
     if n_tokens == 0:
         raise ValueError("embeddings must hold at least one token, got none")

@@ -167,6 +167,14 @@ test_what_is_wrong_is_named = mistakes(
     wrong(ValueError, "one document per query, 1, got 2", maxsim_pairwise, QUERIES, DOCUMENTS),
     # Lists of pairs.
     (ragged_pairs(EMPTY, EMPTY), ValueError, "documents must have an embedding size of at least 1"),
+    wrong(ValueError, r"queries must have shape \[N, Lq, d\], got \[\]",
+          maxsim_ragged_pairwise, torch.tensor(1.0), LIST),
+    # What is no tensor, where others may be None.
+    *(
+        wrong(TypeError, f"{name} must be a torch.Tensor, got NoneType", loss, *tensors, *teacher)
+        for name, tensors in (("queries", (None, DOCUMENTS)), ("documents", (QUERIES, None)))
+        for loss, *teacher in ((maxsim_cross_entropy,), (maxsim_kl_divergence, TEACHER), (maxsim_margin_mse, TEACHER))
+    ),
     # Lengths.
     *(
         (lengths(name, value), error, f"{name} must be {expected}, got {got}")
@@ -198,12 +206,15 @@ test_what_is_wrong_is_named = mistakes(
           (torch.tensor(1e39, dtype=torch.float64), "1e+39"),
           (torch.tensor(1e-46, dtype=torch.float64), "1e-46"),
       )),
+    (lambda: soft_maxsim(QUERIES, DOCUMENTS, torch.nested.nested_tensor([torch.ones(2)])), TypeError,
+     "beta must be a dense torch.Tensor"),
     # Codes and codecs.
     wrong(ValueError, re.escape("centroids must be at least one, got shape [0, 8]"),
           ResidualCodec, torch.ones(0, 8), CUTOFFS, WEIGHTS),
     wrong(TypeError, "num_centroids must be an integer, got str", train_residual_codec, TOKENS, "x"),
     wrong(TypeError, "num_centroids must be an integer, got float", train_residual_codec, TOKENS, 2.5),
     wrong(TypeError, "nbits must be an integer, got float", train_residual_codec, TOKENS, 2, 4.0),
+    wrong(TypeError, "dtype must be torch.float16, .*, got", train_residual_codec, TOKENS, 2, 4, dtype=np.ones(2)),
     # Lists to pack.
     wrong(TypeError, r"sequences\[0\] must be a torch.Tensor or a numpy.ndarray, got None", pack, [None]),
     wrong(TypeError, "sequences must be a list of tensors or arrays .*, got str", pack, "abc"),
