@@ -81,6 +81,8 @@ def bench(
     options: dict[str, Any] = {"with_peers": peers, "with_compiled": compiled, "with_memory": memory, "quick": quick}
     if json:
         options["keep"] = partial(_keep, json, earlier, [row.name for row in found.rows])
+    if earlier is not None:
+        options["begin"] = partial(_check_alike, earlier)
     with report.Progress(console, len(chosen), found.unit) as progress:
         rounds = QUICK if quick else Rounds()
         result = suites.run(found, where, kind, rounds, rows=names, observer=progress, **options)
@@ -116,12 +118,16 @@ def _earlier(add: Path | None, json: Path | None) -> dict[str, Any] | None:
     return results.load(add)
 
 
+def _check_alike(earlier: dict[str, Any], result: dict[str, Any]) -> None:
+    try:
+        results.check_alike(earlier, result)
+    except ValueError as error:
+        raise typer.BadParameter(f"add: {error}") from None
+
+
 def _keep(path: Path, earlier: dict[str, Any] | None, rows: list[str], result: dict[str, Any]) -> None:
     if earlier is not None:
-        try:
-            result = results.joined(earlier, result, rows)
-        except ValueError as error:
-            raise typer.BadParameter(f"add: {error}") from None
+        result = results.joined(earlier, result, rows)
     results.save(result, results.place(path, result))
 
 

@@ -68,7 +68,8 @@ class Progress(Observer):
         if not self.console.is_terminal:
             times = ", ".join(f"{name} {cell(state, self.unit)}" for name, state in row["systems"].items())
             floor = duration(row["floor_ms"], self.unit)
-            self.console.print(f"{row['name']}, {self.unit}: floor {floor}, {times}", highlight=False)
+            text = f"{row['name']}, {self.unit}: floor {floor}, {times}"
+            self.console.print(text, highlight=False, markup=False)
 
 
 def duration(milliseconds: float, unit: str) -> str:
@@ -165,7 +166,7 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
     """Print a result: the table, then one line for each remark."""
     protocol = result["protocol"]
     cache = f"{protocol['flush_bytes'] / 1e6:.0f} MB written before every call" if protocol["flush_bytes"] else "warm"
-    console.print(f"[bold]{suite.title}[/bold], {suite.unit}: {escape(heading(result))}", highlight=False)
+    console.print(f"[bold]{escape(suite.title)}[/bold], {suite.unit}: {escape(heading(result))}", highlight=False)
     console.print(
         f"Median and interquartile range of {protocol['repetitions']} calls ({protocol['clock']}), systems in turn; "
         f"cache: {cache}.",
@@ -183,11 +184,13 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
     table = Table(header_style="bold")
     for head in heads + (["torch / ours"] if with_torch else []) + ["our error"]:
         is_text = head in heads[:2]
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=is_text)
+        table.add_column(escape(head), justify="left" if is_text else "right", no_wrap=is_text)
     for row, cells in zip(result["rows"], rows, strict=True):
-        *cells, best = cells
+        name, shape, *cells, best = cells
         ratio, error = row["best_peer_over_ours"], row["systems"].get(OURS, {}).get("error")
         table.add_row(
+            escape(name),
+            escape(shape),
             *cells,
             f"[{'green' if ratio >= 1 else 'red'}]{best}[/]" if ratio is not None else best,
             *([_ratios(_over_ours(row, TORCH))] if with_torch else []),

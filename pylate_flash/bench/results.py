@@ -151,19 +151,23 @@ def joined(earlier: dict[str, Any], later: dict[str, Any], rows: Sequence[str]) 
     """Return the later result with the rows of an earlier one that it does not have, in the order of ``rows``.
 
     Those are the names of all rows of the suite; others are left out. Ceilings and date are the later one's; a row
-    keeps the floor of its own run. Two that were not measured alike are a ValueError: of another suite, or on another
-    machine, with other versions or in another way.
+    keeps the floor of its own run. Two that were not measured alike are a ValueError (`check_alike`).
     """
-    for key in ("suite", "machine", "versions", "protocol"):
-        if earlier[key] != later[key]:
-            raise ValueError(
-                f"{key}: {earlier[key]} of the rows to be added to, and {later[key]} of those measured now"
-            )
+    check_alike(earlier, later)
     found = {row["name"]: row for row in (*earlier["rows"], *later["rows"])}
     kept = [found[name] for name in rows if name in found]
     # Facts are measured with all rows only.
     facts = {"facts": earlier["facts"]} if "facts" in earlier else {}
     return {**facts, **later, "rows": kept, "complete": len(kept) == len(rows)}
+
+
+def check_alike(earlier: dict[str, Any], later: dict[str, Any]) -> None:
+    """Raise a ValueError for results of two suites, of two machines or versions, or measured in two ways."""
+    for key in ("suite", "machine", "versions", "protocol"):
+        if earlier[key] != later[key]:
+            raise ValueError(
+                f"{key}: {earlier[key]} of the rows to be added to, and {later[key]} of those measured now"
+            )
 
 
 def validate(result: Any, where: str) -> None:

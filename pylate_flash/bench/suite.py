@@ -161,6 +161,7 @@ def run(
     quick: bool = False,
     ceilings: Ceilings | None = None,
     observer: Observer | None = None,
+    begin: Callable[[dict[str, Any]], None] = lambda result: None,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Measure the ceilings, unless they are given, and every row; return the result, as `results` describes it.
@@ -181,6 +182,8 @@ def run(
         quick one.
     observer
         Hears of the progress, and of each row when it is done.
+    begin
+        Is given the result before the first row, and may refuse by an error what would be of no use.
     keep
         Is given the result after every row, incomplete until the last, so that a run cut short leaves what it measured.
     """
@@ -200,6 +203,7 @@ def run(
     )
     how = {"retuned": retuned, "reduced": reduces(suite, device)}
     result = results.make(suite.name, device, dtype, rounds, measurement.stopwatch, ceilings, quick=quick, **how)
+    begin(result)
     for row in chosen:
         with torch.no_grad():
             measured = measurement.of_row(fit(suite, row, device))

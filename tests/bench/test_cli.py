@@ -78,6 +78,7 @@ def test_rows_are_added_to_those_of_an_earlier_run(invoke, tmp_path):
     outcome = invoke(*arguments, "one", "--json", str(both), "--add", str(first), "--dtype", "bfloat16")
     assert outcome.exit_code == 2
     assert "add: protocol" in outcome.output
+    assert "computing the reference" not in outcome.output, "it is refused before anything is measured"
 
 
 def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path):

@@ -93,13 +93,20 @@ def test_a_cell_of_two_times_is_explained(result):
     assert report.TWO_TIMES in " ".join(shown.get().split())
 
 
-def test_the_terminal_shows_how_many_times_our_time_torch_takes(result):
-    result["rows"][0]["systems"]["torch"] = {**result["rows"][0]["systems"]["lik"], "median_ms": 0.2}
+def test_the_terminal_shows_names_as_they_are_and_how_many_times_our_time_torch_takes(result):
+    (row, _), own = result["rows"], forward.suite()
+    row["systems"]["torch"] = {**row["systems"]["lik"], "median_ms": 0.2}
+    # What the console would take for its own marks.
+    row["name"], row["shape"] = "one [fast]", "1 x [/2]"
+    own = replace(own, title="Mine [here]", systems=[replace(own.systems[0], title="ours [new]"), *own.systems[1:]])
     console = report.make_console()
     with console.capture() as shown:
-        report.show(console, forward.suite(), result)
+        report.show(console, own, result)
+        report.Progress(console, 1, "ms").finished(row)
     assert "torch / ours" in shown.get()
     assert "6.67" in shown.get()
+    for name in ("one [fast]", "1 x [/2]", "Mine [here]", "ours [new]", "one [fast], ms: floor"):
+        assert name in shown.get()
 
 
 def test_a_row_without_our_time_keeps_its_columns(result):
