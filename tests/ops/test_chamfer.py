@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from pylate_flash import chamfer, chamfer_varlen, pack
 from pylate_flash.ops import chamfer_reference, products
-from tests.ops.cases import Elements, relative_error
+from tests.ops.cases import Elements, mistakes, relative_error, wrong
 from tests.ops.chamfer_cases import METRICS, chamfer_cases, check_packed, gradients
 
 OPTIONS = {"max_examples": 60}
@@ -130,34 +130,19 @@ def test_short_packed_sets_are_not_padded_to_a_long_one() -> None:
     assert all_together.total <= 3 * alone.total
 
 
-BOUNDS = torch.tensor([0, 2, 6])
+X, Y, POINTS, BOUNDS = torch.ones(2, 3, 4), torch.ones(2, 5, 4), torch.ones(6, 4), torch.tensor([0, 2, 6])
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (ValueError, "y must have one set for each set of x, 2, got 3 sets", {"y": torch.ones(3, 5, 4)}),
-        (ValueError, "x_mask must hold only 0 .* got 0.5", {"x_mask": torch.full((2, 3), 0.5)}),
-    ],
-)
-def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
-    with pytest.raises(error, match=match):
-        chamfer(**{"x": torch.ones(2, 3, 4), "y": torch.ones(2, 5, 4), **arguments})
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (ValueError, "x_cu_seqlens must rise from 0 to the number of points of x, 6, got 0 to 2",
-         {"x_cu_seqlens": torch.tensor([0, 1, 2])}),
-        (ValueError, "y_cu_seqlens has a sequence of length 4, more than max_y_length = 3", {"max_y_length": 3}),
-        (ValueError, "max_x_length must be at least 0, got -1", {"max_x_length": -1}),
-    ],
+test_one_error_for_each_mistake = mistakes(
+    wrong(ValueError, "y must have one set for each set of x, 2, got 3 sets", chamfer, X, torch.ones(3, 5, 4)),
+    wrong(ValueError, "x_mask must hold only 0 .* got 0.5", chamfer, X, Y, x_mask=torch.full((2, 3), 0.5)),
+    wrong(ValueError, "x_cu_seqlens must rise from 0 to the number of points of x, 6, got 0 to 2",
+          chamfer_varlen, POINTS, POINTS, torch.tensor([0, 1, 2]), BOUNDS),
+    wrong(ValueError, "y_cu_seqlens has a sequence of length 4, more than max_y_length = 3",
+          chamfer_varlen, POINTS, POINTS, BOUNDS, BOUNDS, max_y_length=3),
+    wrong(ValueError, "max_x_length must be at least 0, got -1",
+          chamfer_varlen, POINTS, POINTS, BOUNDS, BOUNDS, max_x_length=-1),
 )  # fmt: skip
-def test_errors_of_packed_sets(error: type[Exception], match: str, arguments: dict) -> None:
-    call = {"x": torch.ones(6, 4), "y": torch.ones(6, 4), "x_cu_seqlens": BOUNDS, "y_cu_seqlens": BOUNDS, **arguments}
-    with pytest.raises(error, match=match):
-        chamfer_varlen(**call)
 
 
 def test_autocast() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import soft_maxsim, soft_maxsim_varlen
 from pylate_flash.ops import soft_maxsim_reference
-from tests.ops.cases import Case, differentiated, relative_error
+from tests.ops.cases import Case, differentiated, mistakes, relative_error, wrong
 
 OPTIONS = {"max_examples": 30}
 BETAS = st.sampled_from([0.3, 2.0, 30.0])
@@ -67,33 +66,25 @@ def test_a_learned_beta_of_one_element_keeps_its_shape_and_type() -> None:
         assert (gradient.shape, gradient.dtype) == (beta.shape, beta.dtype)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"beta": "2"}, TypeError, "beta must be a number or a floating tensor of one element, got str"),
-        ({"beta": True}, TypeError, "beta must be a number or a floating tensor of one element, got bool"),
-        ({"beta": torch.tensor(2)}, TypeError, "beta must be float16, .* got torch.int64"),
-        ({"beta": torch.ones(2)}, ValueError, r"beta must be a number or a tensor of one element, got shape \[2\]"),
-        ({"beta": 0.0}, ValueError, "beta must be above 0 and finite, got 0"),
-        ({"beta": math.inf}, ValueError, "beta must be above 0 and finite, got inf"),
-        ({"beta": torch.tensor(math.nan)}, ValueError, "beta must be above 0 and finite, got nan"),
-        ({"beta": torch.nn.Parameter(torch.tensor(-2.0))}, ValueError, "beta must be above 0 and finite, got -2"),
-        ({"queries_mask": -torch.ones(2, 3)}, ValueError, "queries_mask must hold only 0"),
-    ],
+Q, D, TOKENS, BOUNDS = torch.ones(2, 3, 4), torch.ones(3, 5, 4), torch.ones(3, 4), torch.tensor([0, 1, 3])
+LEARNED = torch.nn.Parameter(torch.tensor(-2.0))
+
+
+test_one_error_for_each_mistake = mistakes(
+    wrong(TypeError, "beta must be a number or a floating tensor of one element, got str", soft_maxsim, Q, D, "2"),
+    wrong(TypeError, "beta must be a number or a floating tensor of one element, got bool", soft_maxsim, Q, D, True),
+    wrong(TypeError, "beta must be float16, .* got torch.int64", soft_maxsim, Q, D, torch.tensor(2)),
+    wrong(ValueError, r"beta must be a number or a tensor of one element, got shape \[2\]",
+          soft_maxsim, Q, D, torch.ones(2)),
+    wrong(ValueError, "beta must be above 0 and finite, got 0", soft_maxsim, Q, D, 0.0),
+    wrong(ValueError, "beta must be above 0 and finite, got inf", soft_maxsim, Q, D, math.inf),
+    wrong(ValueError, "beta must be above 0 and finite, got nan", soft_maxsim, Q, D, torch.tensor(math.nan)),
+    wrong(ValueError, "beta must be above 0 and finite, got -2", soft_maxsim, Q, D, LEARNED),
+    wrong(ValueError, "queries_mask must hold only 0", soft_maxsim, Q, D, 2.0, queries_mask=-torch.ones(2, 3)),
+    wrong(ValueError, r"queries must have shape \[Tq, d\], got \[1, 3, 4\]",
+          soft_maxsim_varlen, TOKENS[None], TOKENS, 2.0, BOUNDS, BOUNDS),
+    wrong(ValueError, "documents_cu_seqlens must rise from 0 to the number of tokens of documents, 3",
+          soft_maxsim_varlen, TOKENS, TOKENS, 2.0, BOUNDS, BOUNDS[:2]),
+    wrong(ValueError, "beta must be above 0 and finite, got -1",
+          soft_maxsim_varlen, TOKENS, TOKENS, -1.0, BOUNDS, BOUNDS),
 )  # fmt: skip
-def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
-    arguments = {"queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4), "beta": 2.0} | change
-    with pytest.raises(error, match=message):
-        soft_maxsim(**arguments)
-
-
-def test_bad_packed_input() -> None:
-    tokens, bounds = torch.ones(3, 4), torch.tensor([0, 1, 3])
-    with pytest.raises(ValueError, match=r"queries must have shape \[Tq, d\], got \[1, 3, 4\]"):
-        soft_maxsim_varlen(tokens[None], tokens, 2.0, bounds, bounds)
-    with pytest.raises(
-        ValueError, match="documents_cu_seqlens must rise from 0 to the number of tokens of documents, 3"
-    ):
-        soft_maxsim_varlen(tokens, tokens, 2.0, bounds, bounds[:2])
-    with pytest.raises(ValueError, match="beta must be above 0 and finite, got -1"):
-        soft_maxsim_varlen(tokens, tokens, -1.0, bounds, bounds)

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from pylate_flash import maxsim_sparse_queries, pack
 from pylate_flash.ops import maxsim_sparse_queries_reference, products
-from tests.ops.cases import (
-    Elements,
-)
+from tests.ops.cases import Elements, mistakes, wrong
 
 BOTH = pytest.mark.parametrize("function", [maxsim_sparse_queries, maxsim_sparse_queries_reference])
 
@@ -66,38 +64,28 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
     assert 0 < largest <= 8 * 4000
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[2, 2\]", {"query_tokens": torch.zeros(2, 2).long()}),
-        (ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[1, 3, 1\]", {"query_tokens": torch.zeros(1, 3, 1).long()}),
-        (ValueError, r"shape \[2, 4, k\], got \[4, 1\]", {
-            "query_tokens": torch.zeros(4, 1).long(), "documents": torch.ones(2, 4, 5, 4),
-        }),
-        (ValueError, "from 0 to 2, or -1 for none, got 3", {"query_tokens": torch.full((3, 1), 3)}),
-        (ValueError, "from 0 to 2, or -1 for none, got -2", {"query_tokens": torch.full((3, 1), -2)}),
-        (ValueError, r"documents must have shape .* got \[5, 4\]", {"documents": torch.ones(5, 4)}),
-        (ValueError, r"documents must have shape \[Td, d\]", {"documents_cu_seqlens": torch.tensor([0, 3])}),
-        (ValueError, "documents_mask must be None where documents are packed", {
-            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 5]),
-            "documents_mask": torch.ones(5),
-        }),
-        (ValueError, r"shape \[2, 2, k\] or \[2, k\], got \[3, 2\]", {
-            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 5]),
-        }),
-        (ValueError, "documents_cu_seqlens", {
-            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 6, 5]),
-        }),
-        (ValueError, "max_document_length must be None where documents are padded", {"max_document_length": 5}),
-    ],
+Q, D, ROWS, CHOSEN = torch.ones(2, 3, 4), torch.ones(3, 5, 4), torch.ones(5, 4), torch.zeros(3, 2, dtype=torch.int64)
+ONE, TWO = torch.tensor([0, 5]), torch.tensor([0, 2, 5])
+
+
+test_one_error_for_each_mistake = mistakes(
+    wrong(ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[2, 2\]", maxsim_sparse_queries, Q, D, CHOSEN[:2]),
+    wrong(ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[1, 3, 2\]", maxsim_sparse_queries, Q, D, CHOSEN[None]),
+    wrong(ValueError, r"shape \[2, 4, k\], got \[3, 2\]", maxsim_sparse_queries, Q, torch.ones(2, 4, 5, 4), CHOSEN),
+    wrong(ValueError, "from 0 to 2, or -1 for none, got 3", maxsim_sparse_queries, Q, D, CHOSEN + 3),
+    wrong(ValueError, "from 0 to 2, or -1 for none, got -2", maxsim_sparse_queries, Q, D, CHOSEN - 2),
+    wrong(ValueError, r"documents must have shape .* got \[5, 4\]", maxsim_sparse_queries, Q, ROWS, CHOSEN),
+    wrong(ValueError, r"documents must have shape \[Td, d\]",
+          maxsim_sparse_queries, Q, D, CHOSEN, documents_cu_seqlens=torch.tensor([0, 3])),
+    wrong(ValueError, "documents_mask must be None where documents are packed",
+          maxsim_sparse_queries, Q, ROWS, CHOSEN[:1], documents_cu_seqlens=ONE, documents_mask=torch.ones(5)),
+    wrong(ValueError, r"shape \[2, 2, k\] or \[2, k\], got \[3, 2\]",
+          maxsim_sparse_queries, Q, ROWS, CHOSEN, documents_cu_seqlens=TWO),
+    wrong(ValueError, "documents_cu_seqlens",
+          maxsim_sparse_queries, Q, ROWS, CHOSEN, documents_cu_seqlens=torch.tensor([0, 2, 6, 5])),
+    wrong(ValueError, "max_document_length must be None where documents are padded",
+          maxsim_sparse_queries, Q, D, CHOSEN, max_document_length=5),
 )  # fmt: skip
-def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
-    call = {
-        "queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4),
-        "query_tokens": torch.zeros(3, 2, dtype=torch.int64), **arguments,
-    }  # fmt: skip
-    with pytest.raises(error, match=match):
-        maxsim_sparse_queries(**call)
 
 
 def test_short_packed_documents_are_not_padded_to_a_long_one() -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pylate_flash import xtr_scores
 from pylate_flash.ops import products, xtr_scores_reference
-from tests.ops.cases import Case, Elements, gradients, relative_error
+from tests.ops.cases import Case, Elements, gradients, mistakes, relative_error, wrong
 
 NORMALIZERS = ("positive", "retrieved")
 
@@ -115,16 +115,12 @@ def test_the_similarities_are_never_together(monkeypatch: pytest.MonkeyPatch) ->
     assert elements.largest < queries.shape[0] * 16 * 60 * 40 / 30
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (TypeError, "k must be an integer, got float", {"k": 2.0}),
-        (TypeError, "k must be an integer, got bool", {"k": True}),
-        (ValueError, "k must be at least 1, got 0", {"k": 0}),
-        (ValueError, "queries_mask must hold only 0 .* got -1", {"queries_mask": -torch.ones(2, 3)}),
-    ],
+Q, D = torch.ones(2, 3, 4), torch.ones(3, 5, 4)
+
+
+test_one_error_for_each_mistake = mistakes(
+    wrong(TypeError, "k must be an integer, got float", xtr_scores, Q, D, k=2.0),
+    wrong(TypeError, "k must be an integer, got bool", xtr_scores, Q, D, k=True),
+    wrong(ValueError, "k must be at least 1, got 0", xtr_scores, Q, D, k=0),
+    wrong(ValueError, "queries_mask must hold only 0 .* got -1", xtr_scores, Q, D, queries_mask=-torch.ones(2, 3)),
 )
-def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
-    call = {"queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4), **arguments}
-    with pytest.raises(error, match=match):
-        xtr_scores(**call)
