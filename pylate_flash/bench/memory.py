@@ -23,7 +23,11 @@ def measure_here(suite: str, row: str, system: str, variant: str, device: torch.
     wanted = next(candidate for candidate in found.rows if candidate.name == row)
     inputs = found.make_inputs(fit(found, wanted, device), device, dtype)
     maker = next(candidate for candidate in (*found.systems, *found.compiled) if candidate.name == system)
-    call = next(candidate.call for candidate in maker.candidates(inputs) if candidate.label == variant)
+    calls = {candidate.label: candidate.call for candidate in maker.candidates(inputs)}
+    if variant not in calls:
+        # As where more memory is free, and other sizes are tried.
+        raise ValueError(f"{system} offers no {variant!r} here, but {', '.join(map(repr, calls))}")
+    call = calls[variant]
     with torch.no_grad():
         # Tuning allocates; what it leaves in the allocator is given back.
         call()

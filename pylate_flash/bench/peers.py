@@ -38,6 +38,9 @@ class Peer:
             importlib.import_module(self.module)
         except ImportError as error:
             return f"not installed ({error})"
+        except Exception as error:
+            # Whatever a package raises where it lacks a library or a device is no reason to measure nothing.
+            return f"cannot be imported ({type(error).__name__}: {error})"
         version = self.version()
         if self.since is not None and (version is None or Version(version) < Version(self.since)):
             return f"version {version} is installed, and what is measured is there since {self.since}"
@@ -51,7 +54,7 @@ class Peer:
             pass
         try:
             return str(importlib.import_module(self.module).__version__)
-        except (ImportError, AttributeError):
+        except Exception:
             return None
 
     def forget_tuning(self) -> None:

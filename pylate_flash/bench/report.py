@@ -229,6 +229,8 @@ def remarks(result: dict[str, Any]) -> list[str]:
         where = "" if len(names) == len(result["rows"]) else f" at {', '.join(names)}"
         lines.append(f"{name}: not measured{where}: {reason}")
     for row in result["rows"]:
+        if "memory_error" in row:
+            lines.append(f"{row['name']}: memory not measured: {row['memory_error']}")
         chosen = [
             f"{name}: {state['variant']}, {1e3 * state['host_ms']:.0f} us of the host"
             + (f", {state['memory_bytes'] / 2**20:.1f} MiB" if "memory_bytes" in state else "")

@@ -14,7 +14,8 @@ The layout, version 1::
                 reads of the cache come after it, or the name of a system that is a yardstick), best_peer,
                 best_peer_over_ours, multiples (our time over that of each system that is counted, in suites that have
                 some),
-                systems: {name: status, and what that status has}]
+                systems: {name: status, and what that status has}, memory_error (why no memory was measured, where it
+                was asked for and failed)]
     facts:     numbers and words that belong to no row (in suites that have them)
 
 The status of a system in a row is one of ``ok``, ``inaccurate`` (ours alone: timed, but past the accuracy it promises),

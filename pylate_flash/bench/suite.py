@@ -212,7 +212,12 @@ def run(
             observer.doing(f"{row.name}: measuring the memory")
             timed = {name: state for name, state in measured["systems"].items() if "median_ms" in state}
             variants = {name: state["variant"] for name, state in timed.items()}
-            for name, taken in memory_of(suite.script or suite.name, row.name, variants, device, dtype).items():
+            try:
+                memory = memory_of(suite.script or suite.name, row.name, variants, device, dtype)
+            except RuntimeError as error:
+                # What was measured, and the rows to come, are not to be lost with it.
+                measured["memory_error"], memory = str(error).splitlines()[-1][:200], {}
+            for name, taken in memory.items():
                 timed[name]["memory_bytes"] = taken
         result["rows"].append(measured)
         result["complete"] = len(result["rows"]) == len(suite.rows)

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from pylate_flash.bench import forward, suite
+from pylate_flash.bench import forward, memory, report, suite
 from pylate_flash.bench.peers import Peer
 from pylate_flash.bench.protocol import Rounds, Sample
 from pylate_flash.bench.suite import OURS, Candidate, Observer, System, Unavailable
@@ -101,6 +101,29 @@ def test_right_systems_are_timed_and_compared_row_by_row(run):
     some = run(RIGHT, changes=facts, rows=["one"])
     assert "facts" not in some
     assert "multiples" not in some["rows"][0]
+
+
+def test_memory_that_is_not_measured_is_said_and_ends_nothing(run, monkeypatch):
+    taken = {"one": RuntimeError("the process failed: Traceback\n  line 3\nOutOfMemoryError: 80 GiB")}
+
+    def memory_of(suite, row, variants, *where):
+        if row in taken:
+            raise taken[row]
+        return dict.fromkeys(variants, 7)
+
+    monkeypatch.setattr(suite, "memory_of", memory_of)
+    result = run(RIGHT, with_memory=True)
+    one, several = result["rows"]
+    assert one["memory_error"] == "OutOfMemoryError: 80 GiB"
+    assert "memory_bytes" not in one["systems"][OURS]
+    assert several["systems"][OURS]["memory_bytes"] == 7
+    assert "one: memory not measured: OutOfMemoryError: 80 GiB" in report.remarks(result)
+
+
+def test_a_way_that_a_fresh_process_does_not_offer_is_named():
+    how = "forward", "textual", "torch", "einsum, chunks of 3", CPU, torch.float32
+    with pytest.raises(ValueError, match="torch offers no 'einsum, chunks of 3' here, but 'einsum, chunks of "):
+        memory.measure_here(*how)
 
 
 @pytest.mark.parametrize("factor", [1.02, math.nan, math.inf])
@@ -206,6 +229,15 @@ def test_a_peer_is_measured_where_it_computes():
     cuda = torch.device("cuda")
     assert anywhere.unavailable(cuda) is anywhere.unavailable(CPU) is cpu_only.unavailable(CPU) is None
     assert cpu_only.unavailable(cuda) == "it computes on the CPU only"
+
+
+def test_a_peer_that_cannot_be_imported_is_absent(states, tmp_path, monkeypatch):
+    (tmp_path / "broken_peer.py").write_text("raise OSError('no libcuda.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = Peer("broken-peer", "broken_peer", device=None)
+    found = states(RIGHT, peer(scaled(), peer=broken))
+    assert found["peer"] == {"status": "absent", "reason": "cannot be imported (OSError: no libcuda.so)"}
+    assert broken.version() is None
 
 
 def test_a_result_is_read_after_the_call(states):
