@@ -91,12 +91,14 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
 
 def quality(folder: Path = RESULTS) -> str:
     """Return the table of what `quality.py` left in ``folder``: what fewer bits cost in retrieval."""
-    tables = []
+    tables: list[str] = []
     for path in sorted((folder / "quality").glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         plain = result["rows"][0]["bytes"]
         (overlap,) = (key for key in result["rows"][0] if key.startswith("overlap@"))
         tables += [
+            # Without an empty line before it, it would be a row of the table above.
+            *([""] if tables else []),
             f"{result['collection'].capitalize()}, {result['machine']['name']}; {result['date']}.",
             "",
             f"| documents | queries | bytes | nDCG@10 | difference | best {overlap.partition('@')[2]} kept |",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,6 +191,17 @@ def test_the_newest_result_worth_keeping_is_found(result, tmp_path):
         results.save({**result, **change}, tmp_path / f"forward-{name}.json")
     results.save({**result, "date": "2026-06-01T00:00:00+00:00"}, tmp_path / "training-a.json")
     assert tables.newest("forward", tmp_path)["date"] == "2026-04-01T00:00:00+00:00"
+
+
+def test_the_tables_of_two_collections_are_apart(tmp_path):
+    row = {"documents": "bfloat16", "queries": "bfloat16", "bytes": 2, "ndcg@10": 0.5, "difference": 0.0}
+    about = {"machine": {"name": "Test Card"}, "date": "2026-03-01", "rows": [{**row, "overlap@20": 1.0}]}
+    (tmp_path / "quality").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "quality" / f"{name}.json").write_text(json.dumps({"collection": name, **about}))
+    lines = tables.quality(tmp_path).splitlines()
+    assert [lines.index(f"{name}, Test Card; 2026-03-01.") for name in ("One", "Two")] == [0, 6]
+    assert lines[1] == lines[5] == lines[7] == ""
 
 
 def test_an_incomplete_result_names_what_it_lacks(result, tmp_path):
