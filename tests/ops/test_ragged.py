@@ -13,7 +13,7 @@ from pylate_flash.ops import maxsim_reference
 from pylate_flash.ops import ragged as ragged_operation
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options
-from tests.ops.cases import check_scores
+from tests.ops.cases import check_scores, mistakes, wrong
 from tests.ops.operations import Operators
 
 
@@ -156,32 +156,23 @@ def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, m
     assert all(part.storage_offset() % 2 == 0 for part in parts)
 
 
-LIST = "must be a list of tensors or arrays"
+LIST, TWO = "must be a list of tensors or arrays", ragged(2)
 
 
-@pytest.mark.parametrize(
-    ("queries", "documents", "options", "error", "message"),
-    [
-        (ragged(2), torch.ones(1, 2, 8), {}, TypeError, f"documents {LIST} .* got Tensor"),
-        (ragged(2), "text", {}, TypeError, f"documents {LIST} .* got str"),
-        (5, ragged(2), {}, TypeError, f"queries {LIST} .* got int"),
-        (ragged(2), [], {}, ValueError, "documents must hold at least one sequence, got none"),
-        ([], ragged(2), {}, ValueError, "queries must hold at least one sequence, got none"),
-        (ragged(2), [*ragged(2), [1.0]], {}, TypeError, r"documents\[1\] must be a torch.Tensor .* got list"),
-        (ragged(2), [*ragged(2), torch.ones(8)], {}, ValueError, r"documents\[1\] must have shape \[L, d\], got \[8\]"),
-        (ragged(2), [*ragged(2), torch.ones(2, 4)], {}, ValueError, "documents must have one embedding size, got 4 at"),
-        (ragged(2), [*ragged(2), np.ones((1, 8))], {}, TypeError, "documents must have one dtype, got torch.float64"),
-        (ragged(2), [t.half() for t in ragged(2)], {}, TypeError, "documents must have the dtype of queries"),
-        (ragged(2), [torch.ones(2, 8).int()], {}, TypeError, "documents must be float16, bfloat16, float32 or float64"),
-        (ragged(2), ragged(2), {"queries_mask": torch.ones(1, 2)}, ValueError, "queries_mask must be None"),
-        (ragged(2), ragged(2), {"candidates_cu_seqlens": torch.tensor([0, 2])}, ValueError, "from 0 to the number of"),
-    ],
+test_one_error_for_each_mistake = mistakes(
+    wrong(TypeError, f"documents {LIST} .* got Tensor", maxsim_ragged, TWO, torch.ones(1, 2, 8)),
+    wrong(TypeError, f"documents {LIST} .* got str", maxsim_ragged, TWO, "text"),
+    wrong(TypeError, f"queries {LIST} .* got int", maxsim_ragged, 5, TWO),
+    wrong(ValueError, "documents must hold at least one sequence, got none", maxsim_ragged, TWO, []),
+    wrong(ValueError, "queries must hold at least one sequence, got none", maxsim_ragged, [], TWO),
+    wrong(TypeError, r"documents\[1\] must be a torch.Tensor .* got list", maxsim_ragged, TWO, [*TWO, [1.0]]),
+    wrong(ValueError, r"documents\[1\] must have shape \[L, d\], got \[8\]", maxsim_ragged, TWO, [*TWO, torch.ones(8)]),
+    wrong(ValueError, "documents must have one embedding size, got 4 at", maxsim_ragged, TWO, [*TWO, torch.ones(2, 4)]),
+    wrong(TypeError, "documents must have one dtype, got torch.float64", maxsim_ragged, TWO, [*TWO, np.ones((1, 8))]),
+    wrong(TypeError, "documents must have the dtype of queries", maxsim_ragged, TWO, [t.half() for t in TWO]),
+    wrong(TypeError, "documents must be float16, bfloat16, float32 or float64", maxsim_ragged, TWO, [TWO[0].int()]),
+    wrong(ValueError, "queries_mask must be None", maxsim_ragged, TWO, TWO, queries_mask=torch.ones(1, 2)),
+    wrong(ValueError, "from 0 to the number of", maxsim_ragged, TWO, TWO, candidates_cu_seqlens=torch.tensor([0, 2])),
+    wrong(ValueError, "documents must have one document per query, 2, got 3 documents",
+          maxsim_ragged_pairwise, ragged(1, 2), ragged(1, 2, 3)),
 )  # fmt: skip
-def test_bad_input_is_one_clear_error(queries, documents, options: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        maxsim_ragged(queries, documents, **options)
-
-
-def test_pairs_need_as_many_documents_as_queries() -> None:
-    with pytest.raises(ValueError, match="documents must have one document per query, 2, got 3 documents"):
-        maxsim_ragged_pairwise(ragged(1, 2), ragged(1, 2, 3))
