@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,10 @@ from .index.arguments import (
     subsets_of,
 )
 from .index.filters import Metadata, Where, checked_metadata
-from .index.info import IndexInfo
 from .index.ranks import Hits, Ranks
 from .index.recorded import Recorded
 from .index.search import EMPTY_SCORE, Search, SearchResult
+from .index.state import IndexInfo
 from .index.store import PackedStore
 
 if TYPE_CHECKING:
@@ -303,7 +304,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             documents=len(self),
             tokens=self._store.tokens,
             bytes=self._store.nbytes,
-            scored_bytes=self._store.tokens * self._store.token_bytes,
+            scored_bytes=self._store.tokens * self._store.layout.nbytes,
             dtype=state.dtype,
             embedding_size=state.embedding_size,
             segments=len(self._store.segments),
@@ -414,15 +415,12 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         RuntimeError
             If another process of the group could not search.
         """
-        if self._search.ranks is None:
-            asked = self._asked(queries_embeddings, k, subset, matches, where, rescore)
-        else:
-            asked = self._search.ranks.agreed(
-                lambda: self._asked(queries_embeddings, k, subset, matches, where, rescore, on_host=True)
-            )
+        search, scorer = self._search, self._search.scorer(self.scorer)
+        make = partial(self._asked, queries_embeddings, k, subset, matches, where, rescore)
+        asked = make() if search.ranks is None else search.ranks.agreed(make)
         if asked is None:
             return []
-        queries, search, scorer = asked["queries"], self._search, self._search.scorer(self.scorer)
+        queries = asked["queries"]
         matches, rescore, k = asked.pop("matches"), asked.pop("rescore"), asked["k"]
         asked["k"] = rescore or k
         results: list[list[SearchResult]] = []
@@ -450,7 +448,6 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         matches: bool,
         where: Where | None,
         rescore: int | None,
-        on_host: bool = False,
     ) -> dict[str, Any] | None:
         """What is searched for, checked; None if nothing is."""
         queries = sequences_of("queries_embeddings", queries_embeddings)
@@ -479,7 +476,8 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         if not queries:
             return None
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
-        device = torch.device("cpu") if on_host else self.device
+        # Ranks give each other what is on the host.
+        device = self.device if self._search.ranks is None else torch.device("cpu")
         packed = checked_queries(queries, size, self.index_path, device, self._store.layout.asked)
         return {
             "queries": packed, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches,

@@ -65,7 +65,7 @@ def test_every_road_finds_what_decompressed_codes_score(tmp_path: Path, dtype: s
         for start in range(0, 90, 40):
             some = slice(start, start + 40)
             index.add_documents(IDS[some], documents[some], metadata=metadata[some])
-    half = writer._store.tokens * writer._store.token_bytes // 2
+    half = writer._store.tokens * writer._store.layout.nbytes // 2
     own = [IDS[:30], [], ["d5", "unknown", "d89", "d5"], IDS[40:]]
     for state in ("whole", "removed", "compact", "erased"):
         if state in ("removed", "erased"):
@@ -102,7 +102,7 @@ def test_embeddings_come_back_with_their_norms(tmp_path: Path, dtype: str) -> No
     least = 0.98 if dtype == "residual4" else 0.85
     assert F.cosine_similarity(found, units)[norms[:, 0] > 0].mean() > least
     # 8 bytes and the bits of a token, in words.
-    assert index._store.token_bytes == 8 + {"residual4": 12, "residual2": 8}[dtype]
+    assert index._store.layout.nbytes == 8 + {"residual4": 12, "residual2": 8}[dtype]
 
 
 def test_the_codec_is_trained_once_and_kept(tmp_path: Path) -> None:

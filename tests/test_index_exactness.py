@@ -88,7 +88,7 @@ def assert_exact(
                 index.remove_documents(ids[5::9])
         if state == "compact":
             writer.compact()
-        half = writer._store.tokens * writer._store.token_bytes // 2
+        half = writer._store.tokens * writer._store.layout.nbytes // 2
         opened = [
             Flat(folder, "index", device=device, show_progress=False, device_memory=memory)
             for memory in (0, half + (3 << 20), 1 << 40)

@@ -39,7 +39,7 @@ def test_the_best_by_few_bits_are_ordered_by_sixteen(
     memory, writer = filled(None, dtype), filled(tmp_path, dtype)
     plain = filled(None, dtype.partition("+")[0])
     # A search reads no more.
-    assert writer._store.token_bytes == plain._store.token_bytes
+    assert writer._store.layout.nbytes == plain._store.layout.nbytes
     own = [IDS[:30], [], ["d5", "unknown", "d89", "d5"], IDS[40:]]
     calls: list[dict] = [{}, {"subset": IDS[20:70]}, {"subset": own}, {"where": "place % 3 = 0"}]
     for state in ("whole", "removed", "replaced", "compact", "erased"):

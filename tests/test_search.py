@@ -107,7 +107,7 @@ def test_what_stays_on_the_device_and_what_streams_are_found_alike(tmp_path: Pat
     own = [ids[i : 60 * i + 3 : 2] for i in range(5)]
     calls = ({}, {"subset": ids[:90]}, {"subset": own}, {"k": 500})
     wanted = [writer(queries, **call) for call in calls]
-    row = writer._store.token_bytes
+    row = writer._store.layout.nbytes
     total = int(writer._search.rows.bounds[-1]) * row
     with blocks_of_bytes(20 * row), pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "_SCORES", 200)
@@ -183,7 +183,7 @@ def test_hits_say_which_tokens_match(tmp_path: Path, dtype: str, memory: int) ->
     if dtype in PRECISIONS:
         precision = query_precision(PRECISIONS[dtype])
         asked = [quantize(query, precision).dequantize() if len(query) else query for query in queries]
-    with blocks_of_bytes(7 * index._store.token_bytes):
+    with blocks_of_bytes(7 * index._store.layout.nbytes):
         for subset in (None, ids[3:20], [ids[:9], ids[:1], ids, []]):
             plain = index(queries, k=25, subset=subset)
             found = index.search(queries, k=25, subset=subset, matches=True)

@@ -380,7 +380,7 @@ def _describe(store: PackedStore) -> dict[str, Any]:
         "documents": len(store),
         "tokens": store.tokens,
         "bytes": store.nbytes,
-        "scored_bytes": store.tokens * store.token_bytes,
+        "scored_bytes": store.tokens * store.layout.nbytes,
         "files": 1 + len(store.segments),
         "dtype": state.dtype,
         "embedding_size": state.embedding_size,

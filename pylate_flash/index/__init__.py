@@ -2,28 +2,24 @@
 
 store.py          the documents of an index: reading, adding, removing, rewriting, verifying
 catalog.py        `catalog.sqlite`, which says what the index consists of
-opening.py        the parts that it names, checked
-state.py          what it is beside its documents
+state.py          what it is beside its documents, and a summary
 parts.py          documents that were added together, and the segments that hold their rows
 change.py         a change: rows appended, then committed
 filters.py        metadata, and filters over them
 layout.py         how a token's embedding is kept: in a floating type, in 8 bits with its scale, or as codes
 codes.py          residual codes: their codec, and its rows
 checksums.py      those of rows, compared when they are first read
-pieces.py         the rows of all parts, read by one thread or brought to a GPU by several
-resident.py       the rows on the device that scores them: what stays there, and what streams through
-tables.py         numbers, lengths and ids of documents, in arrays
+documents.py      all parts put end to end: numbers, lengths and ids of documents in arrays, and their rows
 ids.py            ids as bytes, and a table that finds them
-lookup.py         the same table, asked in C for the ids of many lists
+loading.py        rows brought to a GPU by several threads
+resident.py       the rows on the device that scores them: what stays there, and what streams through
 files.py          opening, reading and writing a file, as the system lets it
 recorded.py       which model made the embeddings, and which corpora they are of
-info.py           a summary
 arguments.py      ids and embeddings in PyLate's forms
 search.py         exact search over a store, block by block
 ranks.py          several processes that search together, each segments of its own
-matches.py        which tokens of a hit match the query's
 graphs.py         what a GPU computes for one query, captured and replayed
-scorers.py        what scores a block: this package, or another one to compare
+scorers.py        what scores a block, and says which tokens match: this package, or another one to compare
 merging.py        the best of many scores
 
     folder/

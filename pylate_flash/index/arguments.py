@@ -33,8 +33,8 @@ __all__ = [
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
 
-def check_name(name: object) -> str:
-    """Return the name of an index, the name of its folder, if it is one plain component of a path on every system."""
+def check_name(name: object) -> None:
+    """Refuse the name of an index, that of its folder, if it is no plain component of a path on every system."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
     # On Windows, "C:" is a drive and "C:name" a file of its current folder.
     if not plain or (len(name) > 1 and name[1] == ":"):  # type: ignore[arg-type, index]
@@ -42,7 +42,6 @@ def check_name(name: object) -> str:
             "index_name must be the plain name of a folder in index_folder, without separators and not '.' or '..', "
             f"got {name!r:.200}"
         )
-    return name  # type: ignore[return-value]
 
 
 def ids_of(name: str, ids: object) -> list[str]:

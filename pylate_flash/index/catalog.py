@@ -17,6 +17,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import secrets
 import sqlite3
 import struct
@@ -24,14 +25,17 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from .codes import Codec
+from .documents import Documents
 from .files import FULL, open_regular, write_all
 from .filters import DOCUMENTS, matching, metadata_crc
-from .parts import COLUMNS, SEGMENT_NAME, Segment
+from .parts import COLUMNS, SEGMENT_NAME, Part, Segment
 from .state import State
 
 __all__ = ["Catalog", "ConcurrentWriteError"]
@@ -76,7 +80,8 @@ class Catalog:
         self._sound = False  # whether SQLite has been asked
         self._flush_due = 0.0
         self._flushed = 0, 0  # generation, and number of the next document
-        self._full = False  # whether SQLite flushes every commit
+        # Whether what is written in this turn will be on the disk when it ends; then segments must be before.
+        self.flushes = False
 
     @property
     def exists(self) -> bool:
@@ -99,7 +104,11 @@ class Catalog:
                 # A first write was killed, if it is not damaged.
                 self._compare(self.state, *committed)
                 return self.state, []
-            state = self._read_state(connection)
+            (record,) = connection.execute("SELECT record FROM state").fetchone() or ("",)
+            try:
+                state = State.parse(record)
+            except ValueError as error:
+                raise ValueError(f"{self.path} is damaged: {error}") from None
             parts = connection.execute("SELECT * FROM parts ORDER BY number").fetchall()
             removed = dict(connection.execute("SELECT number, places FROM removed"))
             self.codec = None
@@ -112,6 +121,54 @@ class Catalog:
         self._compare(state, *committed)
         self.state = state
         return state, rows
+
+    def open(self, device: torch.device) -> tuple[Documents, list[Part], Codec | None]:
+        """The documents, and the last parts of which rows have not come to the disk, with a warning.
+
+        And the codec that makes residual codes, on a device. It names a file that is missing, damaged, or of a newer
+        format in a ValueError, and one that cannot be opened in an OSError.
+        """
+        folder = self.path.parent
+        while True:
+            state, rows = self.read()
+            try:
+                names = dict.fromkeys(row[1] for row, _ in rows)
+                segments = {name: Segment(folder / _checked_name(name)) for name in names}
+                parts = [Part.from_row(row, removed, state.layout, segments) for row, removed in rows]
+                if state.layout.nbits and rows and self.codec is None:
+                    raise ValueError("the codec of its residual codes is missing")
+                codec = None if self.codec is None else Codec.parse(self.codec, device)
+                count = Documents(parts).count
+                if count != state.documents:
+                    raise ValueError(f"it holds {count} documents, and says {state.documents}")
+                lost = self._lost_of(parts)
+                kept = parts[: len(parts) - len(lost)]
+                for part in kept:
+                    part.check_size()
+            except (OSError, ValueError) as error:
+                # A writer may have deleted segments after the catalog was read here.
+                if self.read()[0].generation != state.generation:
+                    continue
+                if str(folder) in str(error):
+                    raise
+                raise ValueError(f"{self.path} is damaged: {error}") from None
+            if lost:
+                warnings.warn(self.loss_of(lost), stacklevel=4)
+            return Documents(kept), lost, codec
+
+    def _lost_of(self, parts: list[Part]) -> list[Part]:
+        begin = self.unflushed
+        new = [part for part in parts if begin is not None and part.numbers[-1] >= begin]
+        self.written.update(part.segment for part in new if part.segment is not None)
+        first = next((part for part in new if part.is_lost()), None)
+        return [] if first is None else parts[parts.index(first) :]
+
+    def loss_of(self, lost: Sequence[Part]) -> str:
+        """What to say of parts of which rows have not come to the disk."""
+        return (
+            f"{self.path}: the last {Documents(lost).count} documents that were added to the index are lost, which had "
+            "not reached the disk, as after a power failure"
+        )
 
     def check(self) -> None:
         """Have SQLite read and compare all of it: if it is damaged, or writes are lost, a ValueError names it."""
@@ -155,9 +212,9 @@ class Catalog:
             with self._explained():
                 connection = self._prepared()
                 due = flush or time.monotonic() >= self._flush_due
-                if due != self._full:
+                if due != self.flushes:
                     connection.execute(f"PRAGMA synchronous = {'FULL' if due else 'NORMAL'}")
-                    self._full = due
+                    self.flushes = due
                 with _transaction(connection, "IMMEDIATE"):
                     if connection.execute("SELECT generation FROM state").fetchone() != (self.state.generation,):
                         raise ConcurrentWriteError(
@@ -172,11 +229,6 @@ class Catalog:
                 reason += ". The index is as it was: make room and repeat it"
             raise OSError(error.errno, f"cannot write to the index in {folder}: {reason}") from error
 
-    @property
-    def flushes(self) -> bool:
-        """Whether what is written in this turn will be on the disk when it ends; then segments must be before."""
-        return self._full
-
     @contextlib.contextmanager
     def writing(self, flush: bool = False) -> Iterator[sqlite3.Connection]:
         """As `turn`, to set `state` to the next one."""
@@ -189,7 +241,7 @@ class Catalog:
         except BaseException:
             self.state = before
             raise
-        self._note_committed(self._full)
+        self._note_committed()
 
     def clear(self, dtype: str) -> list[Path]:
         """Empty it, and have it keep another type; returns the segments that it no longer names."""
@@ -285,7 +337,7 @@ class Catalog:
             except BaseException:
                 self._closed()
                 raise
-            self._connection, self._process, self._full = connection, os.getpid(), False
+            self._connection, self._process, self.flushes = connection, os.getpid(), False
         return self._connection
 
     def _create(self, connection: sqlite3.Connection) -> None:
@@ -297,13 +349,6 @@ class Catalog:
                 connection.execute("INSERT INTO state VALUES (?, 0)", (State(dtype=self.state.dtype).to_json(),))
             # Indexes that were made before there were codes have none.
             connection.execute(_CODEC)
-
-    def _read_state(self, connection: sqlite3.Connection) -> State:
-        row = connection.execute("SELECT record FROM state").fetchone()
-        try:
-            return State.parse(row[0] if row else "")
-        except ValueError as error:
-            raise ValueError(f"{self.path} is damaged: {error}") from None
 
     def _check_sound(self, connection: sqlite3.Connection) -> None:
         """Once: an id that cannot be found may be there, where the index of a table has been damaged."""
@@ -347,12 +392,12 @@ class Catalog:
             "a power failure"
         )
 
-    def _note_committed(self, flushed: bool) -> None:
+    def _note_committed(self) -> None:
         """Say in `committed` what SQLite has committed. A failure here is none of the write, which has taken effect."""
         self.lost = 0
         if self._in_memory:
             return
-        if flushed:
+        if self.flushes:
             self._flush_due = time.monotonic() + _FLUSH_SECONDS
             self._flushed = self.state.generation, self.state.next_number
             self.written.clear()
@@ -395,6 +440,13 @@ def _close(connection: sqlite3.Connection, descriptor: int, written: set[Segment
         connection.close()
     else:
         _OF_OTHERS.append(connection)
+
+
+def _checked_name(name: object) -> str:
+    # It is used as a path: nothing outside the folder may be named.
+    if not isinstance(name, str) or not re.fullmatch(SEGMENT_NAME.replace("*", "[0-9a-f]{12}"), name):
+        raise ValueError(f"bad name {name!r:.100} of a segment")
+    return name
 
 
 def _slot(content: bytes) -> bytes:

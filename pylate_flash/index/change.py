@@ -165,17 +165,15 @@ class Change:
             return {"memory": memory, "memory_beside": beside, "sums": Sums().values()}
         if self._open is None:
             last = next((part.segment for part in reversed(self.parts) if part.segment is not None), None)
-            if last is None:
-                self._open_new()
-            else:
-                self._open = last
+            self._open = last or self._open_new()
+            if last is not None:
                 self.undo.callback(_cut, last.written, os.fstat(last.written).st_size)
-        segment, descriptor = self._opened()
+        segment = self._open
         # A writer that was killed may have left half a row.
-        offset = -(-os.fstat(descriptor).st_size // layout.all_nbytes) * layout.all_nbytes
+        offset = -(-os.fstat(segment.written).st_size // layout.all_nbytes) * layout.all_nbytes
         if offset >= self._segment_bytes:
-            self._open_new()
-            (segment, descriptor), offset = self._opened(), 0
+            segment, offset = self._open_new(), 0
+        descriptor = segment.written
         if segment.tail.end == offset:
             sums = segment.tail.following()
         else:
@@ -196,15 +194,12 @@ class Change:
         self.written.add(segment)
         return {"segment": segment, "offset": offset, "sums": sums.values()}
 
-    def _opened(self) -> tuple[Segment, int]:
-        assert self._open is not None
-        return self._open, self._open.written
-
-    def _open_new(self) -> None:
+    def _open_new(self) -> Segment:
         path = self._folder / SEGMENT_NAME.replace("*", secrets.token_hex(6))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self.undo.callback(path.unlink, missing_ok=True)
         self._open, self._made = Segment(path, descriptor), True
+        return self._open
 
 
 def _together(layout: Layout, pieces: Iterator[Held], count: int) -> Held:

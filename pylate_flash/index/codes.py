@@ -146,15 +146,7 @@ def copy_rows(to: Held, rows: Held) -> None:
 def trained(documents: Sequence[Tensor], nbits: int, device: torch.device, show_progress: bool) -> Codec:
     """A codec for documents [L_i, d] like these, of which a sample is taken; on one machine, the same of the same.
 
-    It has 16 * sqrt(T) centroids for T tokens, as in PLAID, but no more than one for 16 tokens, rounded down to a power
-    of two.
-
-    Raises
-    ------
-    ValueError
-        If there is no token that is not zero, or d is no multiple of 8.
-    MissingExtraError
-        If fastkmeans is not installed.
+    `indexes.Flat.train_codec` says how many centroids it has, and what is raised.
     """
     total, sample = 0, []
     order = np.random.default_rng(_SEED).permutation(len(documents))

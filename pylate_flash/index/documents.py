@@ -145,4 +145,6 @@ def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
 
     A document counts as one token at least, so that empty ones cannot make a stretch of unbounded length.
     """
+    if int(lengths.sum()) + len(lengths) <= limit:
+        return [(0, len(lengths))] if len(lengths) else []
     return cuts(np.concatenate([[0], np.maximum(lengths, 1).cumsum()]), max(1, len(lengths)), limit)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 __all__ = [
-    "FULL", "check_folder", "fsync_folder", "hold_reserve", "open_named", "open_regular", "read_exactly",
+    "FULL", "check_folder", "fsync_folder", "hold_reserve", "open_regular", "read_exactly",
     "without_room", "write_all",
 ]  # fmt: skip
 
@@ -47,17 +48,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         raise ValueError(f"{path} is damaged: it is no regular file")
     # A new descriptor has the lowest number that is free, so it says about how many there are.
-    if descriptor + _SPARE > _limit():
-        _raise_limit()
+    _raise_limit(descriptor + _SPARE)
     return descriptor
-
-
-def open_named(path: Path, flags: int = os.O_RDONLY) -> int:
-    """As `open_regular`, of a file that the catalog names: that it is missing is a ValueError, which says so."""
-    try:
-        return open_regular(path, flags)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing, though the catalog names it") from None
 
 
 def check_folder(path: Path) -> None:
@@ -71,13 +63,12 @@ def check_folder(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, where the system can (Windows cannot open folders)."""
-    if os.name == "posix":
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    """Flush a folder's entries to the disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def hold_reserve(folder: Path) -> None:
@@ -120,24 +111,17 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
         done += os.pwrite(descriptor, view[done:], offset + done)
 
 
-def _limit() -> float:
-    """How many files the process may have open, as it is set now."""
-    import resource  # not on Windows, where the rest of the package can be imported all the same
+def _raise_limit(least: float = math.inf) -> bool:
+    """Let the process have twice as many files open, as far as the system allows, if it may not have `least` yet.
 
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return float("inf") if soft == resource.RLIM_INFINITY else soft
-
-
-def _raise_limit() -> bool:
-    """Let the process have twice as many files open, as far as the system allows; whether that was more than before.
-
-    No more than that: what waits for files with `select` takes no descriptors above 1023.
+    Whether it may have more than before. No more than that: what waits for files with `select` takes no descriptors
+    above 1023.
     """
-    import resource
+    import resource  # not on Windows, where the rest of the package can be imported all the same
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
+    if soft == resource.RLIM_INFINITY or soft >= least or wanted <= soft:
         return False
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -38,7 +38,7 @@ class Ids(NamedTuple):
     @classmethod
     def of(cls, text: bytes, ends: np.ndarray) -> Ids:
         """Ids that follow one another, of which each ends there."""
-        edges = np.append(0, ends)
+        edges = np.concatenate([[0], ends])
         return cls(np.frombuffer(text + bytes(_WORD), np.uint8), edges[:-1], edges[1:])
 
     @classmethod

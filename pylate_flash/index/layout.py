@@ -41,12 +41,12 @@ class Layout:
     size: int
     codec: Codec | None = None
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """The type of a row's elements."""
         return DTYPES[self.kept_as]
 
-    @property
+    @functools.cached_property
     def quantized(self) -> bool:
         """Whether a row holds 8 bits or fewer for each element of an embedding."""
         return self.scored in _FEWER
@@ -56,7 +56,7 @@ class Layout:
         """What `kept_as` says of the rows that a search scores."""
         return self.kept_as.partition("+")[0]
 
-    @property
+    @functools.cached_property
     def beside(self) -> Layout | None:
         """The rows that are kept beside these, to score few documents again; or None."""
         *_, name = self.kept_as.partition("+")
@@ -67,7 +67,7 @@ class Layout:
         """Bytes of a row, and of the one beside it."""
         return self.nbytes + (self.beside.nbytes if self.beside else 0)
 
-    @property
+    @functools.cached_property
     def nbits(self) -> int:
         """Bits of an element of residual codes, 0 of what is none."""
         return _CODES.get(self.scored, 0)

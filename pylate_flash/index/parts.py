@@ -21,7 +21,7 @@ import torch
 
 from .checksums import CheckedBlocks, Sums, block_begin, block_of
 from .codes import Columns, Held, copy_rows
-from .files import open_named, open_regular, read_exactly
+from .files import open_regular, read_exactly
 from .ids import Ids
 from .layout import Layout, is_finite
 
@@ -49,7 +49,10 @@ class Segment:
     def __init__(self, path: Path, written: int | None = None) -> None:
         self.path, self.tail = path, Sums()
         self._written = written if written is None else self._kept(written)
-        self.descriptor = self._kept(open_named(path))
+        try:
+            self.descriptor = self._kept(open_regular(path))
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing, though the catalog names it") from None
 
     def _kept(self, descriptor: int) -> int:
         weakref.finalize(self, os.close, descriptor)
@@ -106,14 +109,7 @@ class Part:
         return part
 
     @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        numbers: np.ndarray,
-        ids: Sequence[str],
-        lengths: np.ndarray,
-        **place: Any,
-    ) -> Part:
+    def of(cls, layout: Layout, numbers: np.ndarray, ids: Sequence[str], lengths: np.ndarray, **place: Any) -> Part:
         """A part of which no document counts as removed; `place` is where its rows are, and their `sums`."""
         return cls(layout, numbers, lengths, Ids.encoded(ids), np.zeros(0, np.int64), **place)
 
@@ -222,6 +218,7 @@ class Part:
             self.read_into(rows, start)
             out.copy_(rows)
             return
+        assert self.segment is not None
         begin = self.offset + start * self.layout.nbytes
         end = begin + len(out) * self.layout.nbytes
         view, place = memoryview(b"") if begin == end else bytes_of(out), begin
@@ -229,7 +226,7 @@ class Part:
         with self._named():
             while place < end:
                 stop = end if checked else min(end, (place // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
-                some = read_exactly(self._descriptor, view[place - begin : stop - begin], place)
+                some = read_exactly(self.segment.descriptor, view[place - begin : stop - begin], place)
                 if not checked:
                     self._checked.check(some, place, self._bytes)
                 place = stop
@@ -280,12 +277,8 @@ class Part:
             return any(bytes(len(sector)) == sector for sector in sectors)
 
     def _bytes(self, begin: int, end: int) -> memoryview:
-        return read_exactly(self._descriptor, bytearray(end - begin), begin)
-
-    @property
-    def _descriptor(self) -> int:
         assert self.segment is not None
-        return self.segment.descriptor
+        return read_exactly(self.segment.descriptor, bytearray(end - begin), begin)
 
     def verify(self, path: Path) -> None:
         """Read all rows anew, those of removed documents too; `path` is the catalog's.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial, reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
 from ..kernels.plan import choose
-from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_residual, maxsim_varlen
+from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_residual, maxsim_varlen, quantize
+from ..ops.compute import compute
+from ..ops.quantized import query_precision
 from ..ops.varlen import maxsim_in_place
+from ..problem import Options, Tensors
 from .codes import Codec, Columns, Held
 from .layout import Layout
 from .resident import Packed, on_device
@@ -84,6 +87,33 @@ class Scorer(NamedTuple):
             max_query_length=queries.longest, max_document_length=documents.longest, empty_score=EMPTY_SCORE,
         )  # fmt: skip
 
+    def matched_tokens(self, queries: Packed, documents: Packed, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """What the tokens of each query have chosen in the documents candidates[i] to candidates[i + 1] (on the host).
+
+        Of every document, which are rows of the store, and every token of its query, the first of its tokens that is
+        most similar, and the similarity [Nd, longest]; what is beyond a query's end, or of a document without tokens,
+        means nothing.
+        """
+        kept, values = self.layout.embeddings(documents.values), queries.values
+        embeddings = self.embeddings(documents.values)
+        if isinstance(kept, QuantizedEmbeddings):
+            # As they are scored.
+            values = quantize(values, query_precision(kept.values.dtype)).dequantize(values.dtype)
+        counts = candidates.diff()
+        if not len(embeddings) or not queries.longest:
+            nothing = torch.zeros(len(documents.cu_seqlens) - 1, queries.longest)
+            return nothing.long(), nothing
+        options = Options(queries.longest, documents.longest, int(counts.max()))
+        tensors = Tensors(values, embeddings, None, None, queries.cu_seqlens, documents.cu_seqlens, candidates)
+        argmax = compute(tensors, options, True)[1]
+        assert argmax is not None
+        tokens = argmax.clamp_(min=0).long()
+        chosen = (documents.cu_seqlens[:-1].unsqueeze(1) + tokens).clamp_(max=len(embeddings) - 1)
+        owners = torch.arange(len(counts)).repeat_interleave(counts)
+        asking = queries.cu_seqlens.cpu()[owners].unsqueeze(1) + torch.arange(queries.longest)
+        asking = asking.clamp_(max=len(values) - 1).to(values.device, non_blocking=True)
+        return tokens, torch.einsum("ntd,ntd->nt", values[asking].float(), embeddings[chosen].float())
+
 
 @dataclass(frozen=True)
 class Queries:
@@ -114,7 +144,7 @@ class Queries:
         bounds = np.concatenate([[0], self.lengths.cumsum()])
         if self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
             # At once into memory that a GPU copies from.
-            dtype = functools.reduce(torch.promote_types, {sequence.dtype for sequence in sequences})
+            dtype = reduce(torch.promote_types, {sequence.dtype for sequence in sequences})
             values = torch.empty(int(bounds[-1]), sequences[0].shape[1], dtype=dtype, pin_memory=True)
             torch.cat(sequences, out=values)
         else:
@@ -123,7 +153,7 @@ class Queries:
         return Packed(values, on_device(bounds.astype(np.int32), self.device), int(self.lengths.max()))
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def bounds_of_one(length: int, device: torch.device) -> Tensor:
     """The boundaries of one sequence."""
     return torch.tensor([0, length], dtype=torch.int32, device=device)
@@ -153,24 +183,19 @@ def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidate
 
 def _host_scores(backend: str, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
     """Scores by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
+    scores: Callable[[Packed, Packed], Tensor] = partial(_pylate_scores, backend=backend)
+    if backend == "torch" and importlib.util.find_spec("pylate") is None and HOSTS["sentence-transformers"].is_there():
+        scores = _sentence_transformers_scores
     if candidates is None:
-        return _scores_of_host(backend, queries, documents)
+        return scores(queries, documents)
     owned = [
-        _scores_of_host(
-            backend,
+        scores(
             Queries([query], query.device, query.dtype).packed(),
             documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]),
         )[0]
         for query, (start, stop) in zip(_split(queries), pairwise(candidates.tolist()), strict=True)
     ]
     return torch.cat(owned)
-
-
-def _scores_of_host(backend: str, queries: Packed, documents: Packed) -> Tensor:
-    """Scores [Nq, Nd]."""
-    if backend == "torch" and importlib.util.find_spec("pylate") is None and HOSTS["sentence-transformers"].is_there():
-        return _sentence_transformers_scores(queries, documents)
-    return _pylate_scores(queries, documents, backend)
 
 
 def _split(packed: Packed) -> list[Tensor]:

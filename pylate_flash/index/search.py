@@ -18,7 +18,6 @@ from .arguments import check_finite
 from .documents import Documents, blocks, cuts, read
 from .graphs import Graphs
 from .layout import Layout
-from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Hits, Ranks
 from .resident import Block, Packed, Rows
@@ -325,7 +324,7 @@ class Search:
         own = iter(zip(here.tolist(), owners[here].tolist(), lengths.tolist(), strict=True))
         known: dict[int, list[tuple[int, float]]] = {}
         for block in self._owned(queries, slots[here], np.bincount(owners[here], minlength=len(queries)), False):
-            tokens, similarities = (values.tolist() for values in matched_tokens(scorer, *block))
+            tokens, similarities = (values.tolist() for values in scorer.matched_tokens(*block))
             for of_tokens, of_similarities, (hit, query, length) in zip(tokens, similarities, own, strict=False):
                 size = int(queries.lengths[query]) if length else 0
                 known[hit] = list(zip(of_tokens[:size], of_similarities, strict=False))

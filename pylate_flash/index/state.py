@@ -7,6 +7,7 @@ import json
 import platform
 import zlib
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from ..encoding.model_record import ModelRecord
 from .layout import DTYPES, Layout
 
-__all__ = ["FORMAT_VERSION", "State"]
+__all__ = ["FORMAT_VERSION", "IndexInfo", "State"]
 
 FORMAT = "pylate_flash.catalog"
 FORMAT_VERSION = 2
@@ -84,6 +85,47 @@ class State:
         if state.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {state.dtype!r:.100}")
         return state
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """What an index consists of.
+
+    Attributes
+    ----------
+    path
+        Its folder.
+    documents, tokens
+        How many it holds.
+    bytes
+        Of all its files.
+    scored_bytes
+        Of the rows that a search of all documents scores.
+    dtype
+        How embeddings are kept: the `dtype` of `indexes.Flat`.
+    embedding_size
+        Elements of an embedding (or of a hidden state); None if there are no documents.
+    segments
+        How many files hold their embeddings.
+    generation
+        How often it has been written.
+    model
+        Which model made the embeddings, as far as that was recorded.
+    created_with
+        Versions of the packages that wrote it last.
+    """
+
+    path: Path
+    documents: int
+    tokens: int
+    bytes: int
+    scored_bytes: int
+    dtype: str
+    embedding_size: int | None
+    segments: int
+    generation: int
+    model: ModelRecord | None
+    created_with: dict[str, str]
 
 
 _layout = functools.lru_cache(Layout)

@@ -22,7 +22,6 @@ from .files import FULL, check_folder, hold_reserve, without_room
 from .filters import Where, checked_where
 from .ids import encoded_id
 from .layout import DTYPES, Layout
-from .opening import loss, opened
 from .parts import SEGMENT_NAME, Part, Segment
 from .state import State
 
@@ -130,11 +129,6 @@ class PackedStore:
         return self.state.embedding_size
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's embedding; 0 as long as there are no documents."""
-        return self.layout.nbytes
-
-    @property
     def tokens(self) -> int:
         """Tokens of all documents."""
         return int(self.documents.lengths[self.documents.live].sum())
@@ -201,7 +195,7 @@ class PackedStore:
             return
         self._catalog.check()
         if self._lost:
-            raise ValueError(f"{loss(self._catalog, self._lost)}; the next change of the index takes it as it is")
+            raise ValueError(f"{self._catalog.loss_of(self._lost)}; the next change of the index takes it as it is")
         numbers = self.documents.numbers[self.documents.live].tolist()
         if not self._catalog.holds(zip(numbers, map(encoded_id, self.ids), strict=True)):
             raise ValueError(f"{self._catalog.path} is damaged: its documents are others than those of its parts")
@@ -238,15 +232,17 @@ class PackedStore:
         if layout.nbits and (self._codec is None or self._codec.size != size):
             layout = Layout(layout.kept_as, size, trained(documents, layout.nbits, self._encodes_on, show_progress))
         forms = [(layout, self._device)] + ([(layout.beside, torch.device("cpu"))] if layout.beside else [])
-        with tqdm(None, "Adding documents", len(forms) * len(documents), unit="doc", disable=not show_progress) as bar:
+        bar = tqdm(None, "Adding documents", len(forms) * len(documents), unit="doc") if show_progress else None
 
-            def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
-                for form, device in forms:
-                    for begin in range(start, stop, batch_size):
-                        some = slice(begin, min(begin + batch_size, stop))
-                        yield joined(ids[some], documents[some], lengths[some], form, device)
+        def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
+            for form, device in forms:
+                for begin in range(start, stop, batch_size):
+                    some = slice(begin, min(begin + batch_size, stop))
+                    yield joined(ids[some], documents[some], lengths[some], form, device)
+                    if bar is not None:
                         bar.update(some.stop - begin)
 
+        with bar or contextlib.nullcontext():
             self.append(ids, lengths, layout, converted, replace, metadata)
 
     def train(self, documents: Sequence[torch.Tensor], show_progress: bool = False) -> None:
@@ -388,7 +384,7 @@ class PackedStore:
             catalog.state = self.state.next(
                 parts=len(held.parts),
                 parts_crc=parts_crc(crcs, self.state.parts_crc if known else 0),
-                documents=held.count,
+                documents=(self.state.documents if known else 0) + Documents(held.parts[known:]).count,
                 **changes,
             )
             catalog.written |= change.written
@@ -430,7 +426,7 @@ class PackedStore:
                     "them"
                 )
             return
-        documents, self._lost, codec = opened(self._catalog, self._encodes_on)
+        documents, self._lost, codec = self._catalog.open(self._encodes_on)
         self._hold(documents, codec)
 
     def _empty(self) -> None:
