@@ -84,12 +84,6 @@ def _keys_at(values, positions):
     return (keys_of(values).to(tl.int64) << 32) | (0x7FFFFFFF - positions).to(tl.int64)
 
 
-@triton.jit
-def _value_and_position(keys):
-    """What a key was made of."""
-    return similarities_of((keys >> 32).to(tl.int32)), 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
-
-
 @kernel(config="size block block_x block_y groups direct split squared precision x_unit y_unit")
 def _meet_kernel(
     x_ptr, x_active_ptr, x_counts_ptr, x_bounds_ptr, y_ptr, y_active_ptr, y_counts_ptr, y_bounds_ptr, x_halves_ptr,
@@ -240,7 +234,8 @@ def _settle_kernel(
         at = tl.program_id(0) % n_blocks * config.block_points + tl.arange(0, config.block_points)
         keys = tl.load(keys_ptr + x_start + at, mask=at < x_count, other=_NO_KEY)
         met = keys != _NO_KEY
-        near, position = _value_and_position(keys)
+        near = similarities_of((keys >> 32).to(tl.int32))
+        position = 0x7FFFFFFF - (keys & 0x7FFFFFFF).to(tl.int32)
         # None is near where the nearest is infinitely far.
         won = met & (near != float("-inf"))
         points = _points_at(tl.where(met, at, 0), x_active_ptr, x_start)

@@ -19,7 +19,7 @@ from ..problem import Problem, Tensors
 from .backward.common import finish_documents, finish_queries, owner
 from .forward.common import document_range, split_products
 from .launch import Region, kernel
-from .plan_backward import SoftGradientPlan, gradient_warps, soft_gradient_plan
+from .plan_backward import gradient_warps, soft_gradient_plan
 from .reductions import LOG2E
 from .rows import active_tokens, norms_of, through_norm
 
@@ -287,6 +287,7 @@ def soft_backward(
     inputs = _inputs(problem, tensors, beta, grad_scores, lse)
     problem = problem._replace(query_strides=inputs.queries.stride()[:2])
     plan = soft_gradient_plan(problem)
+    shape, kind = (problem.size, plan.parts.block, plan.parts.split, plan.parts.owned), problem.kind
     grad_queries = grad_documents = sums = slopes = None
     if need_beta:
         slopes = torch.empty(plan.n_blocks * problem.all_documents, dtype=torch.float32, device=problem.device)
@@ -297,16 +298,42 @@ def soft_backward(
         if tensors.documents_mask is not None:
             sums.zero_()
     if need_documents or need_beta:
-        _sum_documents(problem, plan, inputs, sums, slopes)
+        tile = plan.documents
+        _documents_kernel(
+            (plan.n_blocks * problem.all_documents, plan.parts.number, 1),
+            (*inputs, sums, slopes),
+            (problem.n_documents, problem.document_length, plan.n_blocks, problem.groups),
+            (problem.rows, *plan.strides),
+            (*shape, tile.rows, tile.columns, kind.zero_masked, plan.rounded, kind.precision, *plan.units),
+            gradient_warps(tile),
+        )
     if sums is not grad_documents:
         assert sums is not None
         assert grad_documents is not None
         assert inputs.documents_scale is not None
         finish_documents(problem, tensors.documents, inputs.documents_scale, sums, grad_documents)
     if need_queries:
-        grad_queries = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
-        _sum_queries(problem, plan, inputs, grad_queries)
-    return None if slopes is None else _slope(slopes, beta), grad_queries, grad_documents
+        grad_queries = of_splits = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
+        tile, whole = plan.queries, plan.n_splits == 1 and not (problem.normalize and plan.parts.split)
+        if not whole:
+            # In float32, and of scaled queries.
+            of_splits = grad_queries.new_empty(plan.n_splits, *grad_queries.shape, dtype=torch.float32)
+        through = problem.normalize and whole
+        _queries_kernel(
+            (-(-problem.rows // tile.rows) * problem.groups, plan.n_splits, plan.parts.number),
+            (*inputs, of_splits),
+            (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),
+            (problem.rows, *plan.strides),
+            (*shape, tile.rows, tile.columns, through, plan.rounded, kind.precision, *plan.units),
+            gradient_warps(tile),
+        )
+        if not whole:
+            finish_queries(problem, inputs.queries, inputs.queries_scale, None, of_splits, grad_queries)
+    grad_beta = None
+    if slopes is not None:
+        # From the sums of grad * p * log2(p): the gradient of (1 / beta) lse is -entropy / beta**2.
+        grad_beta = (slopes.sum(dtype=torch.float64) * math.log(2.0) / beta.double().square()).to(beta.dtype)
+    return grad_beta, grad_queries, grad_documents
 
 
 def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tensor, lse: Tensor) -> SoftTensors:
@@ -347,45 +374,3 @@ def _grad_rows(problem: Problem, queries_mask: Tensor | None, candidates: Tensor
         weights = of_rows if problem.kind.weighted else of_rows != 0
         rows = (grad * weights).masked_fill_(of_rows == 0, 0.0)
     return rows.contiguous().view(problem.argmax_shape)
-
-
-def _sum_documents(
-    problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_documents: Tensor | None, slopes: Tensor | None
-) -> None:
-    """Compute the documents' gradient, in float32 of scaled ones where it is not in their type, and slopes of beta."""
-    tile, kind = plan.documents, problem.kind
-    sizes = problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns
-    _documents_kernel(
-        (plan.n_blocks * problem.all_documents, plan.parts.number, 1),
-        (*inputs, grad_documents, slopes),
-        (problem.n_documents, problem.document_length, plan.n_blocks, problem.groups),
-        (problem.rows, *plan.strides),
-        (*sizes, kind.zero_masked, plan.rounded, kind.precision, *plan.units),
-        gradient_warps(tile),
-    )
-
-
-def _sum_queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_queries: Tensor) -> None:
-    """Compute the gradient of the queries."""
-    tile, sums = plan.queries, grad_queries
-    sizes = problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns
-    whole = plan.n_splits == 1 and not (problem.normalize and plan.parts.split)
-    if not whole:
-        # In float32, and of scaled queries.
-        shape = plan.n_splits, problem.n_queries * problem.query_length, problem.size
-        sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    _queries_kernel(
-        (-(-problem.rows // tile.rows) * problem.groups, plan.n_splits, plan.parts.number),
-        (*inputs, sums),
-        (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),
-        (problem.rows, *plan.strides),
-        (*sizes, problem.normalize and whole, plan.rounded, problem.kind.precision, *plan.units),
-        gradient_warps(tile),
-    )
-    if not whole:
-        finish_queries(problem, inputs.queries, inputs.queries_scale, None, sums, grad_queries)
-
-
-def _slope(slopes: Tensor, beta: Tensor) -> Tensor:
-    """The gradient of beta, from the sums of grad * p * log2(p): that of (1 / beta) lse is -entropy / beta**2."""
-    return (slopes.sum(dtype=torch.float64) * math.log(2.0) / beta.double().square()).to(beta.dtype)

@@ -144,29 +144,22 @@ def finish_queries(
     problem: Problem, queries: Tensor, scale: Tensor | None, weight: Tensor | None, sums: Tensor, grad_queries: Tensor
 ) -> None:
     """Add up the `sums` [n, rows, d] of every query row, in order. `scale` and `weight`: see `BackwardTensors`."""
-    rows = problem.n_queries * problem.query_length
-    plan = plan_backward.finish_plan(problem)
-    _finish_kernel(
-        (-(-rows // plan.rows), 1, 1),
-        (sums, queries, scale, weight, grad_queries),
-        (rows, sums.shape[0], problem.n_queries, problem.query_length),
-        (0, *problem.query_strides),
-        (problem.size, plan.block_embedding, plan.rows),
-        (plan.num_warps, 3, None),
-    )
+    sizes = problem.n_queries * problem.query_length, sums.shape[0], problem.n_queries, problem.query_length
+    _finish(problem, (sums, queries, scale, weight, grad_queries), sizes, (0, *problem.query_strides))
 
 
 def finish_documents(
     problem: Problem, documents: Tensor, documents_scale: Tensor, sums: Tensor, grad_documents: Tensor
 ) -> None:
     """The gradient of normalized documents from its `sums`, float32 and complete."""
+    lengths = (1, problem.n_tokens) if problem.packed else (problem.n_documents, problem.document_length)
+    tensors = sums, documents, documents_scale, None, grad_documents
+    _finish(problem, tensors, (problem.n_tokens, 1, *lengths), problem.document_strides)
+
+
+def _finish(
+    problem: Problem, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
     plan = plan_backward.finish_plan(problem)
-    n_documents, length = (1, problem.n_tokens) if problem.packed else (problem.n_documents, problem.document_length)
-    _finish_kernel(
-        (-(-problem.n_tokens // plan.rows), 1, 1),
-        (sums, documents, documents_scale, None, grad_documents),
-        (problem.n_tokens, 1, n_documents, length),
-        problem.document_strides,
-        (problem.size, plan.block_embedding, plan.rows),
-        (plan.num_warps, 3, None),
-    )
+    constants = problem.size, plan.block_embedding, plan.rows
+    _finish_kernel((-(-sizes[0] // plan.rows), 1, 1), tensors, sizes, strides, constants, (plan.num_warps, 3, None))

@@ -214,17 +214,13 @@ def _sum_block(
     ends = number * (problem.document_length + 1)
     of_block = scratch.empty(ends, plan.starts_dtype, problem.device) if starts is None else starts
     wanted = Lists(first, number, of_block, owners, inputs.argmax, inputs.documents_cu_seqlens)
-    if plan.alone_bits:
-        listed = _listed(problem, plan, wanted)
-    else:
-        if plan.sorts_in_gradient:
-            assert destination.documents is not None
-            own = problem.document_length * problem.size * destination.documents.element_size()
-            sorting = Scratch(destination.documents, first * own, number * own)
-        else:
-            # Sums of segments, later, take the same memory.
-            sorting = scratch.fork()
-        listed = _sorted_lists(problem, plan, wanted, sorting)
+    # Sums of segments, later, take the same memory.
+    sorting = scratch.fork()
+    if plan.sorts_in_gradient:
+        assert destination.documents is not None
+        own = problem.document_length * problem.size * destination.documents.element_size()
+        sorting = Scratch(destination.documents, first * own, number * own)
+    listed = _listed(problem, plan, wanted, sorting)
     sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
 
 
@@ -239,36 +235,32 @@ def rows_by_token(problem: Problem, argmax: Tensor, cu_seqlens: Tensor | None) -
     starts = torch.empty(problem.n_tokens + documents, dtype=plan.starts_dtype, device=device)
     owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device) if problem.packed else None
     wanted = Lists(0, documents, starts, owners, argmax, cu_seqlens)
-    if plan.alone_bits:
-        return _listed(problem, plan, wanted), starts
-    return _sorted_lists(problem, plan, wanted, Scratch(None)), starts
+    return _listed(problem, plan, wanted, Scratch(None)), starts
 
 
-def _listed(problem: Problem, plan: ListsPlan, wanted: Lists) -> Tensor:
-    """The rows of every document wanted, listed by one program for each."""
-    number, rows, length = wanted.number, problem.rows, problem.document_length
-    listed = torch.empty(number * rows, dtype=plan.list_dtype, device=problem.device)
-    _list_kernel(
-        (number, 1, 1),
-        (wanted.argmax, listed, wanted.starts),
-        (wanted.first, rows, length),
-        (),
-        (plan.alone_bits, 1 << length.bit_length()),
-        (plan.alone_warps, 1, None),
-    )
-    return listed
+def _listed(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) -> Tensor:
+    """The rows of every document wanted, listed by one program for each, or by one for each of their chunks.
 
-
-def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) -> Tensor:
-    """The rows of every document wanted, listed by as many programs as they have chunks. Fills `wanted.starts`."""
+    Fills `wanted.starts`.
+    """
     first, number, starts, owners, argmax, bounds = wanted
     device, rows, length, n_chunks = problem.device, problem.rows, problem.document_length, plan.n_chunks
+    listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
+    if plan.alone_bits:
+        _list_kernel(
+            (number, 1, 1),
+            (argmax, listed, starts),
+            (first, rows, length),
+            (),
+            (plan.alone_bits, 1 << length.bit_length()),
+            (plan.alone_warps, 1, None),
+        )
+        return listed
     chunk_bits, block_tokens, programs = tables.LIST_CHUNK_BITS, tables.LIST_BLOCK_TOKENS, number * plan.n_chunks
     blocks = -(-length // block_tokens)
     order = scratch.empty(programs << chunk_bits, torch.uint16, device)
     counts = scratch.empty(programs * length, torch.int32, device)
     reached = scratch.empty(programs * blocks, torch.int32, device)
-    listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
     _sort_kernel(
         (programs, 1, 1),
         (argmax, order, counts, counts.view(torch.uint16), reached),

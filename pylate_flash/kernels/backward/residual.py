@@ -13,22 +13,19 @@ from ..launch import kernel
 from ..plan_backward import residual_gradient_plan
 
 
-@kernel
+@kernel(config="size blocks nbits block_rows dtype")
 def _gradient_kernel(
     grad_scores_ptr, argmax_ptr, codes_ptr, residuals_ptr, centroids_ptr, weights_ptr, cu_seqlens_ptr, scales_ptr,
     candidates_ptr, sums_ptr,
-    n_rows, query_length, n_documents, n_splits, next_query, next_document,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    NBITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    n_rows, query_length, n_documents, n_splits, next_query, next_document, config: tl.constexpr,
 ):  # fmt: skip
     """sums[split, row] = sum over the documents of a split of grad_score * document[argmax], [splits, Nq * Lq, d].
 
     Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). `n_rows` are those of a group.
     """
-    PADDED: tl.constexpr = True
+    BLOCK_ROWS: tl.constexpr = config.block_rows
+    BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
+    codec = residuals_ptr, centroids_ptr, weights_ptr
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
     n_groups = tl.num_programs(0) // n_blocks
     group = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -51,15 +48,12 @@ def _gradient_kernel(
         codes = tl.load(codes_ptr + tokens, mask=won, other=0).to(tl.int64)
         scale = tl.load(scales_ptr + tokens, mask=won, other=0.0)
         weight = tl.load(grad_scores_ptr + query * next_query + place * next_document, mask=won, other=0.0)
-        tile = decompressed(
-            residuals_ptr, centroids_ptr, weights_ptr, tokens, codes, scale, won, dim,
-            EMBEDDING, BLOCK_EMBEDDING, NBITS, PADDED, DTYPE,
-        )  # fmt: skip
+        tile = decompressed(codec, tokens, codes, scale, won, dim, config, True, config.dtype)
         total += weight[:, None] * tile.to(tl.float32)
     dims = dim + tl.arange(0, BLOCK_EMBEDDING)
     sums_row = (tl.program_id(1) * n_groups + group) * n_rows + rows
-    at = sums_ptr + sums_row[:, None] * EMBEDDING + dims[None, :]
-    tl.store(at, total, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :])
+    at = sums_ptr + sums_row[:, None] * config.size + dims[None, :]
+    tl.store(at, total, mask=row_exists[:, None] & (dims < config.size)[None, :])
 
 
 def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, argmax: Tensor) -> Tensor:
@@ -73,7 +67,7 @@ def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_sco
         (grad_scores, argmax, *codes, sums),
         (problem.rows, problem.query_length, problem.n_documents, plan.n_splits, *grad_scores.stride()),
         (),
-        (problem.size, plan.blocks.first, codes.nbits, plan.rows, TYPES[problem.dtype]),
+        (problem.size, plan.blocks, codes.nbits, plan.rows, TYPES[problem.dtype]),
         (4, 1, None),
     )
     total = sums.sum(dim=0).view(tensors.queries.shape)

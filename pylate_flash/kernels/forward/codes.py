@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..launch import kernel, wait_for_previous_kernel
-from ..tables import power_of_two
+from ..tables import Blocks, power_of_two
 
 # Tokens that a program decompresses.
 _TOKENS = 32
@@ -19,22 +19,24 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 
 
 @triton.jit
-def bucket_indices(
-    residuals_ptr, tokens, exists, dim,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    NBITS: tl.constexpr,
-    PADDED: tl.constexpr,
-):  # fmt: skip
-    """Bucket indices [tokens, BLOCK_EMBEDDING] from element `dim` on; 0 past the end, or where no token exists.
+def decompressed(
+    codec, tokens, codes, scale, exists, dim, config: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Normalised embeddings [tokens, `blocks.first`] from element `dim` on, in DTYPE.
 
-    Eight elements are loaded as a word, as many as of a centroid in 16 bytes, so that a thread has those of both. The
-    words' dimension comes first, and they are addressed by bytes: Triton gives neighbours along the first dimension to
-    neighbouring threads, a word each, where it takes nothing for contiguous.
+    The residuals of `codec` and `tokens` are those of one document or of all, `codes` are int64. Under PADDED, zeros
+    where no token `exists` and past the embedding's end.
+
+    Eight indices are loaded as a word, as many as elements of a centroid in 16 bytes, so that a thread has those of
+    both. The words' dimension comes first, and they are addressed by bytes: Triton gives neighbours along the first
+    dimension to neighbouring threads, a word each, where it takes nothing for contiguous.
     """
-    ROW_BYTES: tl.constexpr = EMBEDDING * NBITS // 8
+    residuals_ptr, centroids_ptr, weights_ptr = codec
+    NBITS: tl.constexpr = config.nbits
+    BLOCK: tl.constexpr = config.blocks.first
+    ROW_BYTES: tl.constexpr = config.size * NBITS // 8
     WORD: tl.constexpr = tl.int32 if NBITS == 4 else tl.int16
-    places = (dim // 8 + tl.arange(0, BLOCK_EMBEDDING // 8)) * NBITS
+    places = (dim // 8 + tl.arange(0, BLOCK // 8)) * NBITS
     at = residuals_ptr + places[:, None] + tokens[None, :].to(tl.int64) * ROW_BYTES
     at = at.to(tl.pointer_type(WORD), bitcast=True)
     words = tl.load(at, mask=exists[None, :] & (places < ROW_BYTES)[:, None], other=0) if PADDED else tl.load(at)
@@ -46,61 +48,37 @@ def bucket_indices(
     words = tl.join(words >> 4, words)
     if NBITS == 2:
         words = tl.join(words >> 2, words)
-    return tl.reshape(words & ((1 << NBITS) - 1), [tokens.shape[0], BLOCK_EMBEDDING])
-
-
-@triton.jit
-def decompressed(
-    residuals_ptr, centroids_ptr, weights_ptr, tokens, codes, scale, exists, dim,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    NBITS: tl.constexpr,
-    PADDED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Normalised embeddings [tokens, BLOCK_EMBEDDING] from element `dim` on, in DTYPE.
-
-    The residuals and `tokens` are those of one document or of all, `codes` are int64. Under PADDED, zeros where no
-    token `exists` and past the embedding's end.
-    """
-    TOKENS: tl.constexpr = tokens.shape[0]
-    indices = bucket_indices(residuals_ptr, tokens, exists, dim, EMBEDDING, BLOCK_EMBEDDING, NBITS, PADDED)
+    indices = words & ((1 << NBITS) - 1)
     # Looked up in shared memory. Loaded by their indices, weights would have other threads than centroids have.
     weights = tl.load(weights_ptr + tl.arange(0, 1 << NBITS))
-    weights = tl.gather(weights, tl.reshape(indices, [TOKENS * BLOCK_EMBEDDING]), 0)
-    weights = tl.reshape(weights, [TOKENS, BLOCK_EMBEDDING])
-    dims = dim + tl.arange(0, BLOCK_EMBEDDING)
-    at = centroids_ptr + codes[:, None] * EMBEDDING + dims[None, :]
+    weights = tl.gather(weights, tl.reshape(indices, [tokens.shape[0] * BLOCK]), 0)
+    weights = tl.reshape(weights, [tokens.shape[0], BLOCK])
+    dims = dim + tl.arange(0, BLOCK)
+    at = centroids_ptr + codes[:, None] * config.size + dims[None, :]
     if PADDED:
-        inside = exists[:, None] & (dims < EMBEDDING)[None, :]
+        inside = exists[:, None] & (dims < config.size)[None, :]
         embeddings = tl.where(inside, tl.load(at, mask=inside, other=0.0) + weights, 0.0)
     else:
         embeddings = tl.load(at) + weights
     return (embeddings.to(tl.float32) * scale[:, None]).to(DTYPE)
 
 
-@kernel(follows=True)
+@kernel(follows=True, config="size blocks nbits block_tokens")
 def _decompress_kernel(
-    residuals_ptr, codes_ptr, centroids_ptr, weights_ptr, scales_ptr, embeddings_ptr, n_tokens,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    NBITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Normalised embeddings [n_tokens, EMBEDDING]."""
+    residuals_ptr, codes_ptr, centroids_ptr, weights_ptr, scales_ptr, embeddings_ptr, n_tokens, config: tl.constexpr
+):
+    """Normalised embeddings [n_tokens, size]."""
     wait_for_previous_kernel()
-    PADDED: tl.constexpr = BLOCK_EMBEDDING > EMBEDDING
     # The last token again, rather than one that does not exist.
-    tokens = tl.minimum(tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS), n_tokens - 1)
+    tokens = tl.minimum(tl.program_id(0) * config.block_tokens + tl.arange(0, config.block_tokens), n_tokens - 1)
     codes, scale = tl.load(codes_ptr + tokens).to(tl.int64), tl.load(scales_ptr + tokens)
-    embeddings = decompressed(
-        residuals_ptr, centroids_ptr, weights_ptr, tokens, codes, scale, tokens >= 0, 0, EMBEDDING, BLOCK_EMBEDDING,
-        NBITS, PADDED, DTYPE,
-    )  # fmt: skip
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    at = embeddings_ptr + tokens[:, None].to(tl.int64) * EMBEDDING + dims[None, :]
-    tl.store(at, embeddings, mask=(dims < EMBEDDING)[None, :])
+    codec = residuals_ptr, centroids_ptr, weights_ptr
+    PADDED: tl.constexpr = config.blocks.first > config.size
+    DTYPE: tl.constexpr = embeddings_ptr.dtype.element_ty
+    embeddings = decompressed(codec, tokens, codes, scale, tokens >= 0, 0, config, PADDED, DTYPE)
+    dims = tl.arange(0, config.blocks.first)
+    at = embeddings_ptr + tokens[:, None].to(tl.int64) * config.size + dims[None, :]
+    tl.store(at, embeddings, mask=(dims < config.size)[None, :])
 
 
 def decompressed_embeddings(problem: Problem, codes: tuple[Any, ...], nbits: int) -> Tensor:
@@ -113,7 +91,7 @@ def decompressed_embeddings(problem: Problem, codes: tuple[Any, ...], nbits: int
         (residuals, numbers, centroids, weights, scales, embeddings),
         (n_tokens,),
         (),
-        (size, max(32, power_of_two(size)), nbits, _TOKENS, TYPES[problem.dtype]),
+        (size, Blocks(max(32, power_of_two(size)), 0, False), nbits, _TOKENS),
         (4, 1, None),
     )
     return embeddings

@@ -183,14 +183,10 @@ def operand(words):
 
 
 @triton.jit
-def query_values(
-    query_ptr, query_length, stride_token,
-    EMBEDDING: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NBITS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):  # fmt: skip
+def query_values(query_ptr, query_length, stride_token, COLUMNS: tl.constexpr, config: tl.constexpr):
     """A query in int8 [columns, elements], an element for each that words have room for; and the columns' scales."""
+    EMBEDDING: tl.constexpr = config.size
+    NBITS: tl.constexpr = config.nbits
     J: tl.constexpr = words_of(EMBEDDING, NBITS)
     ELEMENTS: tl.constexpr = 4 if NBITS == 0 else 32 // NBITS
     GROUPS: tl.constexpr = 8 if NBITS == 0 else 4
@@ -206,7 +202,7 @@ def query_values(
         exists = (tokens < query_length)[:, None] & (word < HELD)[None, :]
         places = (places // (ELEMENTS * J) * HELD + word) * ELEMENTS + places % ELEMENTS
     rows = tl.load(query_ptr + tokens[:, None] * stride_token + places[None, :], mask=exists, other=0.0)
-    values, scale = rounded_rows(rows.to(tl.float32), tl.int8, NORMALIZE)
+    values, scale = rounded_rows(rows.to(tl.float32), tl.int8, config.normalize)
     return values, scale
 
 
@@ -221,7 +217,7 @@ def operands_of(values, J: tl.constexpr):
 
 @triton.jit
 def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr):
-    """[16 * J, columns] of what `_leave_query` has left: every thread loads what tensor cores take of it."""
+    """[16 * J, columns] of what `_table_kernel` has left: every thread loads what tensor cores take of it."""
     values_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     at = (part * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * (4 * J) + tl.arange(0, 4 * J)[None, :]
     words = tl.load(values_ptr + tl.max_contiguous(at, [1, J]))
@@ -229,76 +225,57 @@ def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr):
     return tl.reshape(tl.permute(bytes_, (2, 1, 3, 0)), [16 * J, COLUMNS])
 
 
-@triton.jit
-def _leave_query(
-    query_ptr, weights_ptr, values_ptr, scales_ptr, luts_ptr, query_length, stride_token,
-    EMBEDDING: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NBITS: tl.constexpr,
+@kernel(follows=True, config="nbits size columns centroids query_unit normalize")
+def _table_kernel(
+    queries_ptr, centroids_ptr, weights_ptr, table_ptr, values_ptr, scales_ptr, luts_ptr,
+    n_centroids, query_length, stride_query, stride_query_token, config: tl.constexpr,
 ):  # fmt: skip
-    """Leave a query in int8, in the order of `query_operand`, and the bucket weights in bytes.
+    """<centroid, v> [queries, centroids, columns], float16, times `unit_of_table`.
 
-    Of the columns, their scales, in the table's unit, and the bits at which sums begin; behind the words of weights,
-    what their unit is in the table.
+    Besides, one program of each query leaves it in int8, in the order of `query_operand`, and the bucket weights in
+    bytes; of the columns, their scales, in the table's unit, and the bits at which sums begin; and behind the words of
+    weights, what their unit is in the table.
 
     In memory the first of the elements of a byte of codes is in its highest bits, and the first byte of a word in its
     lowest; `four_bits` and `two_bits` begin at the lowest.
     """
-    J: tl.constexpr = words_of(EMBEDDING, NBITS)
-    ELEMENTS: tl.constexpr = 32 // NBITS
-    bytes_, unit, more = _bucket_bytes(weights_ptr, NBITS)
-    for word in tl.static_range(4):
-        tl.store(luts_ptr + word, _word(bytes_, 4 * word))
-    tl.store(luts_ptr + 4, (unit * unit_of_table(EMBEDDING)).to(tl.int32, bitcast=True))
-    values, scale = query_values(query_ptr, query_length, stride_token, EMBEDDING, COLUMNS, NBITS, False)
-    columns, places = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
-    word, element = places // ELEMENTS % J, places % ELEMENTS
-    if NBITS == 4:
-        part, byte = element // 4, element % 4 ^ 1
-    else:
-        part, byte = element // 8 * 2 + 1 - element % 2, element // 4 % 2 * 2 + 1 - element // 2 % 2
-    at = (part[None, :] * COLUMNS + columns[:, None]) * 4 + (places // (ELEMENTS * J))[None, :]
-    tl.store(values_ptr + at * (4 * J) + (word * 4 + byte)[None, :], values)
-    tl.store(scales_ptr + columns, scale / unit_of_table(EMBEDDING))
-    begin = tl.floor(tl.sum(values.to(tl.int32), axis=1).to(tl.float32) * more + 0.5).to(tl.int32) + BITS_OF_SUM
-    tl.store(scales_ptr + COLUMNS + columns, begin.to(tl.float32, bitcast=True))
-
-
-@kernel(follows=True)
-def _table_kernel(
-    queries_ptr, centroids_ptr, weights_ptr, table_ptr, values_ptr, scales_ptr, luts_ptr,
-    n_centroids, query_length, stride_query, stride_query_token,
-    NBITS: tl.constexpr,
-    EMBEDDING: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CENTROIDS: tl.constexpr,
-    QUERY_UNIT: tl.constexpr,
-):  # fmt: skip
-    """<centroid, v> [queries, centroids, columns], float16, times `unit_of_table`.
-
-    Besides, by one program of each query, what `_leave_query` leaves.
-    """
     wait_for_previous_kernel()
-    n_programs = tl.cdiv(n_centroids, CENTROIDS) + 1
+    NBITS: tl.constexpr = config.nbits
+    EMBEDDING: tl.constexpr = config.size
+    COLUMNS: tl.constexpr = config.columns
+    n_programs = tl.cdiv(n_centroids, config.centroids) + 1
     query = (tl.program_id(0) // n_programs).to(tl.int64)
     block = tl.program_id(0) % n_programs - 1
-    queries_ptr += query * stride_query * QUERY_UNIT
-    stride_query_token *= QUERY_UNIT
+    queries_ptr += query * stride_query * config.query_unit
+    stride_query_token *= config.query_unit
     if block < 0:
-        SIZE: tl.constexpr = values_size(EMBEDDING, NBITS)
-        values_ptr += query * COLUMNS * SIZE
+        values_ptr += query * COLUMNS * values_size(EMBEDDING, NBITS)
         scales_ptr += query * COLUMNS * 2
-        _leave_query(
-            queries_ptr, weights_ptr, values_ptr, scales_ptr, luts_ptr, query_length, stride_query_token, EMBEDDING,
-            COLUMNS, NBITS,
-        )  # fmt: skip
+        J: tl.constexpr = words_of(EMBEDDING, NBITS)
+        ELEMENTS: tl.constexpr = 32 // NBITS
+        bytes_, unit, more = _bucket_bytes(weights_ptr, NBITS)
+        for word in tl.static_range(4):
+            tl.store(luts_ptr + word, _word(bytes_, 4 * word))
+        tl.store(luts_ptr + 4, (unit * unit_of_table(EMBEDDING)).to(tl.int32, bitcast=True))
+        values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config)
+        columns, places = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
+        word, element = places // ELEMENTS % J, places % ELEMENTS
+        if NBITS == 4:
+            part, byte = element // 4, element % 4 ^ 1
+        else:
+            part, byte = element // 8 * 2 + 1 - element % 2, element // 4 % 2 * 2 + 1 - element // 2 % 2
+        to = (part[None, :] * COLUMNS + columns[:, None]) * 4 + (places // (ELEMENTS * J))[None, :]
+        tl.store(values_ptr + to * (4 * J) + (word * 4 + byte)[None, :], values)
+        tl.store(scales_ptr + columns, scale / unit_of_table(EMBEDDING))
+        begin = tl.floor(tl.sum(values.to(tl.int32), axis=1).to(tl.float32) * more + 0.5).to(tl.int32) + BITS_OF_SUM
+        tl.store(scales_ptr + COLUMNS + columns, begin.to(tl.float32, bitcast=True))
     else:
         tokens, dims = tl.arange(0, COLUMNS), tl.arange(0, triton.next_power_of_2(EMBEDDING))
         inside = dims < EMBEDDING
         at = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
         rows = tl.load(at, mask=(tokens < query_length)[:, None] & inside[None, :], other=0.0)
         rows, _ = divided_rows(rows.to(tl.float32), _LARGEST_VALUE)
-        centroids = block * CENTROIDS + tl.arange(0, CENTROIDS)
+        centroids = block * config.centroids + tl.arange(0, config.centroids)
         exists = centroids < n_centroids
         at = centroids_ptr + centroids[:, None] * EMBEDDING + dims[None, :]
         tile = tl.load(at, mask=exists[:, None] & inside[None, :], other=0.0).to(tl.float16)
@@ -325,7 +302,7 @@ def with_table(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors) -> 
         ),
         (n_centroids, problem.query_length),
         plan.strides[:2],
-        (nbits, size, columns, _CENTROIDS, plan.config.query_unit),
+        (nbits, size, columns, _CENTROIDS, plan.config.query_unit, False),
         (4, 1, None),
     )  # fmt: skip
     return made

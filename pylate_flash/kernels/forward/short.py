@@ -66,50 +66,13 @@ def _words(documents_ptr, tokens, part, config: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def _fetched(
-    documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, last_token,
-    config: tl.constexpr,
-    J: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-):  # fmt: skip
-    """What is read of 32 tokens from `start` on: words, scales, offsets, and the scores of their centroids.
-
-    Scales, and offsets, lie STEP numbers from one to the next.
-    """
-    tokens = tl.minimum(tl.arange(0, _ROWS) + start, last_token)
-    words = _words(documents_ptr, tokens, 0, config, J)
-    second = words
-    if config.values:
-        second = _words(documents_ptr, tokens, 1, config, J)
-    at = tokens if STEP == 1 else tokens.to(tl.int64) * STEP
-    scale = tl.load(scales_ptr + at)
-    offset = scale
-    if config.affine:
-        offset = tl.load(offsets_ptr + at)
-    entries = scale
-    if config.nbits > 0:
-        at = codes[:, None].to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        entries = tl.load(table_ptr + tl.max_contiguous(at, [1, COLUMNS // 4]))
-    return words, second, scale, offset, entries
-
-
-@triton.jit
-def _codes(codes_ptr, start, last_token, config: tl.constexpr):
-    tokens = tl.minimum(tl.arange(0, _ROWS) + start, last_token)
-    if config.nbits > 0:
-        tokens = tl.load(codes_ptr + tokens)
-    return tokens
-
-
-@triton.jit
-def _over(row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.broadcast_to(row[:, None], [ROWS, COLUMNS])
+def _over(row, COLUMNS: tl.constexpr):
+    return tl.broadcast_to(row[:, None], [_ROWS, COLUMNS])
 
 
 @triton.jit
 def _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config: tl.constexpr, PTX: tl.constexpr):
-    """Similarities [32, columns], less the scales of the columns."""
+    """Similarities [32, columns], less the scales of the columns, of what was fetched of 32 tokens."""
     words, second, scale, offset, entries = fetched
     COLUMNS: tl.constexpr = operands[0].shape[1]
     sums = tl.broadcast_to(sums_begin[None, :], [_ROWS, COLUMNS])
@@ -135,8 +98,8 @@ def _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config: t
         entries = tl.permute(tl.reshape(entries, [_ROWS, 4, COLUMNS // 8, 2]), (0, 2, 1, 3))
         entries = tl.reshape(entries, [_ROWS, COLUMNS]).to(tl.float32)
         # What is taken away again is rounded here to half of a unit of the sum.
-        base = tl.fma(entries, _over(scale, _ROWS, COLUMNS), _over(scale * unit * -_SUM, _ROWS, COLUMNS))
-        return tl.fma(sums, _over(scale * unit, _ROWS, COLUMNS), base)
+        base = tl.fma(entries, _over(scale, COLUMNS), _over(scale * unit * -_SUM, COLUMNS))
+        return tl.fma(sums, _over(scale * unit, COLUMNS), base)
     similarities = (sums - _SUM) * scale[:, None]
     if config.affine:
         similarities += (offset + 128.0 * scale)[:, None] * row_sums[None, :]
@@ -170,6 +133,8 @@ def _short_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores [n_queries, n_documents] of the documents of all, or of each query's own.
+
+    Scales, and offsets, lie STEP numbers from one to the next.
 
     Grid: runs of documents x queries; programs that run together meet the same documents. Of padded documents, query i
     meets `n_documents` from i * `next_group` on; "listed" ones are a program's one by one.
@@ -239,10 +204,8 @@ def _short_kernel(
         sums_begin = tl.load(queries_scale_ptr + COLUMNS + tl.arange(0, COLUMNS)).to(tl.int32, bitcast=True)
     else:
         # Left in memory by one program for the others, values would wait for a launch; by all, for each other.
-        values, scale = query_values(
-            queries_ptr + query.to(tl.int64) * stride_query, query_length, stride_query_token, config.size, COLUMNS, 0,
-            config.normalize,
-        )  # fmt: skip
+        queries_ptr += query.to(tl.int64) * stride_query
+        values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config)
         first_operand, second_operand = operands_of(values, J)
         operands = first_operand, second_operand, first_operand, second_operand
         if config.affine:
@@ -252,10 +215,22 @@ def _short_kernel(
     best = tl.full([8, COLUMNS], float("-inf"), tl.float32)
     rows = tl.arange(0, _ROWS)
     for start in tl.range(begin, stop, _ROWS, num_stages=STAGES):
-        codes = _codes(codes_ptr, start, final, config)
-        fetched = _fetched(
-            documents_ptr, scales_ptr, offsets_ptr, table_ptr, codes, start, final, config, J, COLUMNS, STEP
-        )
+        read = tl.minimum(rows + start, final)
+        if config.nbits > 0:
+            codes = tl.load(codes_ptr + read)
+        words = _words(documents_ptr, read, 0, config, J)
+        second = words
+        if config.values:
+            second = _words(documents_ptr, read, 1, config, J)
+        at = read if STEP == 1 else read.to(tl.int64) * STEP
+        read_scale = tl.load(scales_ptr + at)
+        read_offset, entries = read_scale, read_scale
+        if config.affine:
+            read_offset = tl.load(offsets_ptr + at)
+        if config.nbits > 0:
+            at = codes[:, None].to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            entries = tl.load(table_ptr + tl.max_contiguous(at, [1, COLUMNS // 4]))
+        fetched = words, second, read_scale, read_offset, entries
         similarities = _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config, PTX)
         if end <= start + _ROWS:
             # Not the loop's own condition: Triton fetches nothing ahead in a loop of loops.

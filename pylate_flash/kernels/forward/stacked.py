@@ -57,18 +57,12 @@ def _token_tile(
 
     `source` is where each element lies, or, of codes, where the residuals of the document begin.
     """
-    EMBEDDING: tl.constexpr = config.size
-    BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
-    PADDED: tl.constexpr = config.blocks.split or BLOCK_EMBEDDING > EMBEDDING
+    PADDED: tl.constexpr = config.blocks.split or config.blocks.first > config.size
     if config.nbits > 0:
-        tile = decompressed(
-            source, centroids_ptr, weights_ptr, tokens, codes, scale, tokens >= 0, dim, EMBEDDING, BLOCK_EMBEDDING,
-            config.nbits, PADDED, DTYPE,
-        )  # fmt: skip
-        tile = tl.trans(tile)
+        codec = source, centroids_ptr, weights_ptr
+        tile = tl.trans(decompressed(codec, tokens, codes, scale, tokens >= 0, dim, config, PADDED, DTYPE))
     else:
-        inside = inside[:, None]
-        tile = load_padded(source + dim, inside, PADDED)
+        tile = load_padded(source + dim, inside[:, None], PADDED)
         if config.affine:
             tile = (tile ^ _MIDDLE).to(tl.int8, bitcast=True)
         tile = tile.to(DTYPE)
@@ -127,10 +121,9 @@ def _stacked_kernel(
         first -= reaches_into(cu_seqlens_ptr, first - 1, split_start, whole)
 
     if config.quantize_rows:
-        leave_values(
-            queries_ptr, values_ptr, queries_scale_ptr, row_block * BLOCK_ROWS, group, n_queries, query_length,
-            padded_query_length, stride_query, stride_query_token, EMBEDDING, BLOCK_ROWS, config.normalize,
-        )  # fmt: skip
+        tensors = queries_ptr, values_ptr, queries_scale_ptr
+        layout = group, n_queries, query_length, padded_query_length, stride_query, stride_query_token
+        leave_values(tensors, row_block * BLOCK_ROWS, layout, EMBEDDING, BLOCK_ROWS, config.normalize)
         queries_ptr = values_ptr
         stride_query, stride_query_token = query_length * EMBEDDING, EMBEDDING
     DTYPE: tl.constexpr = queries_ptr.dtype.element_ty

@@ -127,7 +127,7 @@ class ChunkedLoss:
                 (scores, *self._labels, self._columns, self._kept, self._values),
                 (n_queries, n_documents, first, self.n_queries, scale, self._margin),
                 (),
-                (block, self.own_candidates, self.n_values),
+                (1, block, self.own_candidates, self.n_values),
                 warps,
             )
         else:
@@ -188,7 +188,7 @@ class ChunkedLoss:
             (*read, grad_scores, self._values, self.loss, self.slope, self.statistics),
             (n_queries, n_documents, self._scale, self._margin, self._share),
             (0, 0) if grad_scores is None else grad_scores.stride(),
-            (*self._whole, cross_entropy.TILE, self.own_candidates, self.n_values),
+            (*self._whole, cross_entropy.TILE, self.own_candidates, False, False, self.n_values),
             (8, 1, None),
         )
 

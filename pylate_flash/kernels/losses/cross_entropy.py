@@ -95,24 +95,20 @@ def _left_out(scores, limit, is_label, exclude_ptr, at, exists):
 
 
 @triton.jit
-def _leave_losses(
-    scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr,
-    n_queries, n_documents, first_query, n_all, scale, margin,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OWN_CANDIDATES: tl.constexpr,
-    N_VALUES: tl.constexpr,
-):  # fmt: skip
-    """The values of ROWS queries (see above), and rows [3, n] for their gradient: highest score, log of the sum, limit.
+def _leave_losses(tensors, n_queries, n_documents, first_query, n_all, scale, margin, config: tl.constexpr):
+    """The values of queries (see above), and rows [3, n] for their gradient: highest score, log of the sum, limit.
 
     Of a chunk of `n_queries`, whose first is query `first_query` of `n_all`. `margin` of -inf: no limit.
     """
+    ROWS: tl.constexpr = config.rows
+    BLOCK: tl.constexpr = config.block
+    scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr = tensors
     local = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = local < n_queries
     query = first_query + local
     starts = scores_ptr + local.to(tl.int64) * n_documents
     scale = _scale_of(temperature_ptr, scale)
-    label = _label_of(query, there, labels_ptr, exclude_ptr, n_documents, OWN_CANDIDATES)
+    label = _label_of(query, there, labels_ptr, exclude_ptr, n_documents, config.own_candidates)
     right = tl.load(starts + label, mask=label >= 0, other=float("nan"))
     limit = right - margin
     row = query.to(tl.int64)[:, None] * n_documents
@@ -138,7 +134,7 @@ def _leave_losses(
         # Not a number where one of the scores is not, though the highest may be one.
         term = tl.where(out, 0.0, tl.exp((scores - best[:, None]) * scale))
         sums += term
-        if N_VALUES > 1:
+        if config.n_values > 1:
             weighted += tl.where(term == 0.0, 0.0, term * (scores - best[:, None]))
     total = tl.sum(sums, axis=1)
     loss = tl.log(total) - (right - best) * scale
@@ -155,9 +151,9 @@ def _leave_losses(
     tl.store(row_ptr + 2 * n_queries + local, limit, mask=there)
     values_ptr += query
     tl.store(values_ptr, loss, mask=there)
-    if N_VALUES > 1:
+    if config.n_values > 1:
         tl.store(values_ptr + n_all, -slope * scale * scale, mask=there)
-    if N_VALUES > 2:
+    if config.n_values > 2:
         some = hardest != float("-inf")
         tl.store(values_ptr + 2 * n_all, (right > hardest).to(tl.float32), mask=there)
         tl.store(values_ptr + 3 * n_all, right, mask=there)
@@ -165,17 +161,15 @@ def _leave_losses(
         tl.store(values_ptr + 5 * n_all, some.to(tl.float32), mask=there)
 
 
-@kernel(follows=True, config="block own_candidates n_values")
+@kernel(follows=True, config="rows block own_candidates n_values")
 def losses_kernel(
     scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr,
     n_queries, n_documents, first_query, n_all, scale, margin, config: tl.constexpr,
 ):  # fmt: skip
     """What `_leave_losses` says; a program for each query of the chunk."""
     wait_for_previous_kernel()
-    _leave_losses(
-        scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr, n_queries, n_documents,
-        first_query, n_all, scale, margin, 1, config.block, config.own_candidates, config.n_values,
-    )  # fmt: skip
+    tensors = scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr
+    _leave_losses(tensors, n_queries, n_documents, first_query, n_all, scale, margin, config)
 
 
 @kernel(follows=True, config="block normalize n_values")
@@ -317,91 +311,66 @@ def total_kernel(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_queries, sha
 
 
 @triton.jit
-def _gradient_of_labels(
-    scores, at, queries, documents, query_exists, exists, labels_ptr, exclude_ptr, columns_ptr, labelled_ptr, row_ptr,
-    n_queries, n_documents, first_query, scale,
-    OWN_CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a tile of `scores`, which stand `at` places of the chunk, divided by `scale`."""
-    best = tl.load(row_ptr + queries, mask=query_exists, other=0.0)
-    log_sum = tl.load(row_ptr + n_queries + queries, mask=query_exists, other=0.0)
-    limit = tl.load(row_ptr + 2 * n_queries + queries, mask=query_exists, other=0.0)
-    label = _label_of(first_query + queries, query_exists, labels_ptr, exclude_ptr, n_documents, OWN_CANDIDATES)
-    is_label = documents[None, :] == label[:, None]
-    in_all = at + tl.cast(first_query, tl.int64) * n_documents
-    out = _left_out(scores, limit[:, None], is_label, exclude_ptr, in_all, exists)
-    grad = tl.where(out, 0.0, tl.exp((scores - best[:, None]) * scale - log_sum[:, None])) - is_label.to(tl.float32)
-    if columns_ptr is not None:
-        there = documents < n_documents
-        highest = tl.load(columns_ptr + documents, mask=there, other=0.0)
-        column_sum = tl.log(tl.load(columns_ptr + n_documents + documents, mask=there, other=1.0))
-        labelled = tl.load(labelled_ptr + documents, mask=there, other=0.0)
-        column = tl.exp((scores - highest[None, :]) * scale - column_sum[None, :]) * labelled[None, :]
-        # What is no query's label has no column, nor need it have a sum.
-        column = tl.where(out | (labelled == 0.0)[None, :], 0.0, column)
-        grad = 0.5 * (grad + column - is_label.to(tl.float32))
-    return tl.where((label >= 0)[:, None], grad, float("nan"))
-
-
-@triton.jit
-def _gradient_of_teacher(
-    scores, teacher, queries, documents, query_exists, row_ptr, n_queries, teacher_scale, NORMALIZE: tl.constexpr
-):
-    """The gradient of a tile of `scores`, divided by the scale of each query, and that scale."""
-    row_ptr += queries
-    best = tl.load(row_ptr, mask=query_exists, other=0.0)[:, None]
-    log_sum = tl.load(row_ptr + n_queries, mask=query_exists, other=0.0)[:, None]
-    scale = tl.load(row_ptr + 2 * n_queries, mask=query_exists, other=0.0)
-    teacher_best = tl.load(row_ptr + 3 * n_queries, mask=query_exists, other=0.0)[:, None]
-    teacher_log_sum = tl.load(row_ptr + 4 * n_queries, mask=query_exists, other=0.0)[:, None]
-    grad = tl.exp((scores - best) * scale[:, None] - log_sum)
-    grad -= tl.exp((teacher - teacher_best) * teacher_scale - teacher_log_sum)
-    if NORMALIZE:
-        of_range = tl.load(row_ptr + 5 * n_queries, mask=query_exists, other=0.0)[:, None]
-        highest = tl.load(row_ptr + 6 * n_queries, mask=query_exists, other=0.0)[:, None]
-        lowest = tl.load(row_ptr + 7 * n_queries, mask=query_exists, other=0.0)[:, None]
-        here = documents.to(tl.float32)[None, :]
-        grad += of_range * ((here == lowest).to(tl.float32) - (here == highest).to(tl.float32))
-    return grad, scale
-
-
-@triton.jit
-def _leave_gradient(
-    tile, scores_ptr, target_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr, counts_ptr,
-    grad_scores_ptr, n_queries, n_documents, first_query, scale, share, stride_query, stride_document,
-    TILE: tl.constexpr,
-    OWN_CANDIDATES: tl.constexpr,
-    HAS_TEACHER: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):  # fmt: skip
+def _leave_gradient(tile, tensors, n_queries, n_documents, first_query, scale, share, strides, config: tl.constexpr):
     """grad_scores = (softmax(scores * scale) - target) * scale * share / counts, of a tile of them.
 
-    `target` are labels or, with HAS_TEACHER, its scores, of which `scale` is then. `counts` [n] may be None. `labelled`
+    `target` are labels or, with a teacher, its scores, of which `scale` is then. `counts` [n] may be None. `labelled`
     [N]: of how many queries each document is the label, for the columns.
     """
-    n_blocks = tl.cdiv(n_documents, TILE)
-    queries = tile // n_blocks * TILE + tl.arange(0, TILE)
-    documents = tile % n_blocks * TILE + tl.arange(0, TILE)
+    (
+        scores_ptr, target_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr, counts_ptr,
+        grad_scores_ptr,
+    ) = tensors  # fmt: skip
+    n_blocks = tl.cdiv(n_documents, config.tile)
+    queries = tile // n_blocks * config.tile + tl.arange(0, config.tile)
+    documents = tile % n_blocks * config.tile + tl.arange(0, config.tile)
     query_exists = queries < n_queries
     exists = query_exists[:, None] & (documents < n_documents)[None, :]
     scale = _scale_of(temperature_ptr, scale)
     at = queries.to(tl.int64)[:, None] * n_documents + documents[None, :]
     scores = tl.load(scores_ptr + at, mask=exists, other=0.0)
-    if HAS_TEACHER:
+    if config.has_teacher:
         teacher = tl.load(target_ptr + tl.cast(first_query, tl.int64) * n_documents + at, mask=exists, other=0.0)
-        grad, factor = _gradient_of_teacher(
-            scores, teacher, queries, documents, query_exists, row_ptr, n_queries, scale, NORMALIZE
-        )
-        factor *= share
+        row_ptr += queries
+        best = tl.load(row_ptr, mask=query_exists, other=0.0)[:, None]
+        log_sum = tl.load(row_ptr + n_queries, mask=query_exists, other=0.0)[:, None]
+        scale_of_query = tl.load(row_ptr + 2 * n_queries, mask=query_exists, other=0.0)
+        teacher_best = tl.load(row_ptr + 3 * n_queries, mask=query_exists, other=0.0)[:, None]
+        teacher_log_sum = tl.load(row_ptr + 4 * n_queries, mask=query_exists, other=0.0)[:, None]
+        grad = tl.exp((scores - best) * scale_of_query[:, None] - log_sum)
+        grad -= tl.exp((teacher - teacher_best) * scale - teacher_log_sum)
+        if config.normalize:
+            of_range = tl.load(row_ptr + 5 * n_queries, mask=query_exists, other=0.0)[:, None]
+            highest = tl.load(row_ptr + 6 * n_queries, mask=query_exists, other=0.0)[:, None]
+            lowest = tl.load(row_ptr + 7 * n_queries, mask=query_exists, other=0.0)[:, None]
+            here = documents.to(tl.float32)[None, :]
+            grad += of_range * ((here == lowest).to(tl.float32) - (here == highest).to(tl.float32))
+        factor = scale_of_query * share
     else:
-        grad = _gradient_of_labels(
-            scores, at, queries, documents, query_exists, exists, target_ptr, exclude_ptr, columns_ptr, labelled_ptr,
-            row_ptr, n_queries, n_documents, first_query, scale, OWN_CANDIDATES,
-        )  # fmt: skip
-        factor = tl.full([TILE], 1.0, tl.float32) * (scale * share)
+        best = tl.load(row_ptr + queries, mask=query_exists, other=0.0)
+        log_sum = tl.load(row_ptr + n_queries + queries, mask=query_exists, other=0.0)
+        limit = tl.load(row_ptr + 2 * n_queries + queries, mask=query_exists, other=0.0)
+        label = _label_of(
+            first_query + queries, query_exists, target_ptr, exclude_ptr, n_documents, config.own_candidates
+        )
+        is_label = documents[None, :] == label[:, None]
+        in_all = at + tl.cast(first_query, tl.int64) * n_documents
+        out = _left_out(scores, limit[:, None], is_label, exclude_ptr, in_all, exists)
+        grad = tl.where(out, 0.0, tl.exp((scores - best[:, None]) * scale - log_sum[:, None])) - is_label.to(tl.float32)
+        if columns_ptr is not None:
+            there = documents < n_documents
+            highest = tl.load(columns_ptr + documents, mask=there, other=0.0)
+            column_sum = tl.log(tl.load(columns_ptr + n_documents + documents, mask=there, other=1.0))
+            labelled = tl.load(labelled_ptr + documents, mask=there, other=0.0)
+            column = tl.exp((scores - highest[None, :]) * scale - column_sum[None, :]) * labelled[None, :]
+            # What is no query's label has no column, nor need it have a sum.
+            column = tl.where(out | (labelled == 0.0)[None, :], 0.0, column)
+            grad = 0.5 * (grad + column - is_label.to(tl.float32))
+        grad = tl.where((label >= 0)[:, None], grad, float("nan"))
+        factor = tl.full([config.tile], 1.0, tl.float32) * (scale * share)
     if counts_ptr is not None:
         factor = factor / tl.load(counts_ptr + queries, mask=query_exists, other=1.0)
-    to = queries.to(tl.int64)[:, None] * stride_query + documents.to(tl.int64)[None, :] * stride_document
+    to = queries.to(tl.int64)[:, None] * strides[0] + documents.to(tl.int64)[None, :] * strides[1]
     tl.store(grad_scores_ptr + to, grad * factor[:, None], mask=exists)
 
 
@@ -419,14 +388,15 @@ def gradient_kernel(
     wait_for_previous_kernel()
     if loss_ptr is not None and tl.program_id(0) == 0:
         _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_all, share, config.n_values, config.block)
-    _leave_gradient(
-        tl.program_id(0), scores_ptr, target_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr,
-        counts_ptr, grad_scores_ptr, n_queries, n_documents, first_query, scale, share, stride_query, stride_document,
-        config.tile, config.own_candidates, config.has_teacher, config.normalize,
+    tensors = (
+        scores_ptr, target_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr, counts_ptr,
+        grad_scores_ptr,
     )  # fmt: skip
+    strides = stride_query, stride_document
+    _leave_gradient(tl.program_id(0), tensors, n_queries, n_documents, first_query, scale, share, strides, config)
 
 
-@kernel(follows=True, config="rows block tile own_candidates n_values")
+@kernel(follows=True, config="rows block tile own_candidates has_teacher normalize n_values")
 def whole_kernel(
     scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr, counts_ptr,
     grad_scores_ptr, values_ptr, loss_ptr, slope_ptr, statistics_ptr,
@@ -435,17 +405,16 @@ def whole_kernel(
 ):  # fmt: skip
     """All of a cross entropy, and its gradient, if asked for; one program, of so few scores that it holds them all."""
     wait_for_previous_kernel()
-    _leave_losses(
-        scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr, n_queries, n_documents,
-        0, n_queries, scale, margin, config.rows, config.block, config.own_candidates, config.n_values,
-    )  # fmt: skip
+    tensors = scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, row_ptr, values_ptr
+    _leave_losses(tensors, n_queries, n_documents, 0, n_queries, scale, margin, config)
     # What threads have left, others read.
     tl.debug_barrier()
     _leave_totals(values_ptr, loss_ptr, slope_ptr, statistics_ptr, n_queries, share, config.n_values, config.rows)
     if grad_scores_ptr is not None:
+        read = (
+            scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr, counts_ptr,
+            grad_scores_ptr,
+        )  # fmt: skip
+        strides = stride_query, stride_document
         for tile in tl.range(0, tl.cdiv(n_queries, config.tile) * tl.cdiv(n_documents, config.tile)):
-            _leave_gradient(
-                tile, scores_ptr, labels_ptr, exclude_ptr, temperature_ptr, columns_ptr, labelled_ptr, row_ptr,
-                counts_ptr, grad_scores_ptr, n_queries, n_documents, 0, scale, share, stride_query, stride_document,
-                config.tile, config.own_candidates, False, False,
-            )  # fmt: skip
+            _leave_gradient(tile, read, n_queries, n_documents, 0, scale, share, strides, config)
