@@ -27,7 +27,7 @@ from .rows import active_tokens, norms_of, through_norm
 class SoftTensors(NamedTuple):
     """The tensors that the kernels read, in their order."""
 
-    # [Nq, Lq, d], rows at equal distances, zeros where a token is masked.
+    # [Nq * Lq, d], zeros where a token is masked.
     queries: Tensor
     documents: Tensor
     # The active tokens of masked documents, and their numbers (`kernels.rows`).
@@ -285,7 +285,8 @@ def soft_backward(
     """
     need_beta, need_queries, need_documents = needs
     inputs = _inputs(problem, tensors, beta, grad_scores, lse)
-    problem = problem._replace(query_strides=inputs.queries.stride()[:2])
+    to_row = inputs.queries.stride(0)
+    problem = problem._replace(query_strides=(problem.query_length * to_row, to_row))
     plan = soft_gradient_plan(problem)
     shape, kind = (problem.size, plan.parts.block, plan.parts.split, plan.parts.owned), problem.kind
     grad_queries = grad_documents = sums = slopes = None
@@ -342,8 +343,8 @@ def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tenso
     active = bounds = None
     if mask is not None:
         embeddings = embeddings.masked_fill((mask == 0).unsqueeze(-1), 0.0)
-    if embeddings.stride(0) != problem.query_length * embeddings.stride(1):
-        embeddings = embeddings.contiguous()
+    # At equal distances, which is a copy where they are not.
+    embeddings = embeddings.flatten(0, 1)
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
     if problem.normalize:

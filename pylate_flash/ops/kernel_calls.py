@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels.backward import Destination, finish_documents, maxsim_backward, write_gradients
 from ..kernels.backward.residual import residual_backward
 from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
+from ..kernels.config import INT32_MAX
 from ..kernels.forward import Codes, maxsim_forward, quantized_forward, residual_forward, soft_forward, sparse_forward
 from ..kernels.listed import look
 from ..kernels.losses import ChunkedLoss, rescale
@@ -364,10 +365,14 @@ def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
     if documents.stride(-1) != 1:
         documents = documents.contiguous()
         problem = problem._replace(document_strides=(*(0, 0, *documents.stride())[-4:-1],), aligned=True)
-    if queries.stride(-1) != 1:
+    # Within a query, kernels count elements in 32 bits.
+    if queries.stride(-1) != 1 or problem.query_length * queries.stride(-2) > INT32_MAX:
         queries = queries.contiguous()
-        to_token = queries.stride(-2)
-        problem = problem._replace(query_strides=(problem.query_length * to_token, to_token))
+        # Of dimensions of one element, strides are still anything.
+        query_strides = queries.stride()[:2]
+        if queries.dim() == 2:
+            query_strides = problem.query_length * queries.stride(0), queries.stride(0)
+        problem = problem._replace(query_strides=query_strides)
     if not queries.is_cuda:
         # Under Triton's interpreter.
         queries_mask, documents_mask = checked_masks(tensors)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.disasm import get_sass
 
-from pylate_flash.kernels import forward, hidden, plan_operations, xtr, xtr_scores
+from pylate_flash.kernels import config, forward, hidden, plan_operations, xtr, xtr_scores
 from pylate_flash.kernels.backward.residual import residual_backward
 from pylate_flash.kernels.forward import Codes
 from pylate_flash.kernels.plan_backward import residual_gradient_plan
@@ -28,29 +28,21 @@ BOTH = {"normalize": True, "masking": "zero"}
 _COPIES = r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)"
 
 
-# Compute capabilities; type, queries, documents, masks, options, kernels of the forward, and those of the backward.
+_MASKED = " active_tokens rows"
+# Compute capabilities; type, queries, documents, masks, options, kernels of the forward, and more of the backward.
 SOFT = [
-    (
-        (80, 90, 100, 120), BF16, (8, 64, 128), (3, 300, 128), (None, None), {}, "tall",
-        "documents queries",
-    ),
-    ((80,), F32, (8, 64, 48), (3, 300, 48), (None, None), {}, "stacked", "documents queries"),
-    (
-        (90,), BF16, (8, 64, 320), (3, 300, 320), MASKS, BOTH, "hopper active_tokens rows",
-        "documents queries finish active_tokens rows",
-    ),
-    (
-        (90,), F16, (2, 64, 96), (300, 96), (None, None), {"normalize": True}, "stacked rows",
-        "documents queries rows",
-    ),
-]  # fmt: skip
+    ((80, 90, 100, 120), BF16, (8, 64, 128), (3, 300, 128), (None, None), {}, "tall", ""),
+    ((80,), F32, (8, 64, 48), (3, 300, 48), (None, None), {}, "stacked", ""),
+    ((90,), BF16, (8, 64, 320), (3, 300, 320), MASKS, BOTH, "hopper" + _MASKED, " finish" + _MASKED),
+    ((90,), F16, (2, 64, 96), (300, 96), (None, None), {"normalize": True}, "stacked rows", " rows"),
+]
 
 
 @pytest.mark.parametrize(
     ("capability", "row"), [(each, row) for every, *row in SOFT for each in every], indirect=["capability"]
 )
 def test_soft(row: list, capability: int) -> None:
-    dtype, queries, documents, masks, options, names, backwards = row
+    dtype, queries, documents, masks, options, names, more = row
     tensors = inputs(queries, documents, dtype, masks)
     options = Options(**options)
     if len(documents) == 2:
@@ -62,7 +54,7 @@ def test_soft(row: list, capability: int) -> None:
     names = names.replace("tall", "hopper" if capability == 90 else "stacked")
     compiled(lambda: forward.soft_forward(problem, tensors, beta, True), names, capability)
     given = problem, tensors, beta, grad, lse, (True, True, True)
-    compiled(partial(soft_backward, *given), backwards, capability)
+    compiled(partial(soft_backward, *given), "documents queries" + more, capability)
 
 
 def soft_on_hopper(tensors: Tensors, names: str, lse: bool = True, **options) -> tuple[str, bytes]:
@@ -349,6 +341,18 @@ def test_residual_codes_and_their_gradient(shape: tuple[int, ...], dtype: torch.
         backward = partial(residual_backward, problem, *given, torch.ones(problem.scores_shape), argmax)
         compiled(backward, "gradient", capability)
     assert residual_gradient_plan(problem).n_splits > 1
+
+
+def test_scores_farther_apart_than_32_bits_count_are_brought_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, *given = residual(torch.empty(3, 20, 64), 4, with_argmax=True)
+    argmax, grad = torch.zeros(200, 60, dtype=torch.int32), torch.zeros(200, 3).T
+    for largest, strides in ((600, (1, 3)), (599, (200, 1))):
+        monkeypatch.setattr(config, "INT32_MAX", largest)
+        with recorded() as launches:
+            residual_backward(problem, *given, grad, argmax)
+        (launch,) = launches["gradient"]
+        numbers = dict(zip(launch.kernel.function.arg_names, launch.arguments, strict=True))
+        assert (numbers["next_query"], numbers["next_document"]) == strides
 
 
 # Compute capability, type, points of x and y, whether there are masks, and whether distances are squared.

@@ -54,7 +54,8 @@ def _register_layout_kernel(ROWS: gl.constexpr, TOKENS: gl.constexpr):
     see(hopper_parts.split_by_lane(gl.zeros([ROWS, TOKENS], gl.float32, mma), ROWS, TOKENS).type.layout)
 
 
-def layout_of(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
+def seen(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
+    """The layout that a kernel looks at."""
     SEEN.clear()
     # A kernel out of the cache is not looked at again.
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
@@ -94,7 +95,7 @@ def test_tokens_of_8_bits_lie_in_the_same_atoms(size: int) -> None:
 
 @pytest.mark.parametrize(("rows", "tokens"), [(128, 64), (64, 64), (64, 128), (128, 128)])
 def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int, monkeypatch) -> None:
-    layout = layout_of(_register_layout_kernel, monkeypatch, ROWS=rows, TOKENS=tokens)
+    layout = seen(_register_layout_kernel, monkeypatch, ROWS=rows, TOKENS=tokens)
     elsewhere = layout.lane_bases + layout.warp_bases + layout.block_bases
     assert all(basis[2] == 0 for basis in elsewhere)
     columns = [basis[2] for basis in layout.reg_bases if basis[2]]

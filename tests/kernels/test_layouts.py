@@ -8,29 +8,19 @@ import re
 from pathlib import Path
 
 import pytest
-import triton
 from PIL import Image
-from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.language._core import builtin
 
 import make_layouts
 from pylate_flash.kernels.config import hopper_blocks
 from pylate_flash.kernels.tables import HOPPER_LONG_WIDE, HOPPER_MAX_SIZE, Blocks
 from pylate_flash.kernels.versions import triton_version
-from tests.kernels.test_hopper import NARROW, OF_96, OF_256, compiled
+from tests.kernels.test_hopper import NARROW, OF_96, OF_256, compiled, see, seen
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(encoding="utf-8")
-SEEN: list = []
-
-
-@builtin
-def see(layout, _semantic=None):
-    SEEN.append(getattr(layout, "value", layout))
 
 
 @gluon.jit
@@ -47,16 +37,6 @@ def _product_layout_kernel(TOKENS: gl.constexpr):
 def _operand_layout_kernel(TOKENS: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     see(gl.to_linear_layout(gl.DotOperandLayout(0, mma, 2), [64, 16]))
-
-
-def seen(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
-    """The linear layout that a kernel looks at."""
-    SEEN.clear()
-    # A kernel out of the cache is not looked at again.
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    source = GluonASTSource(kernel, dict.fromkeys(constants, "constexpr"), constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    return SEEN[0]
 
 
 def at(bases: list[list[int]], index: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem, Tensors
+from .. import config
 from ..forward import Codes
 from ..forward.codes import TYPES, decompressed
 from ..launch import kernel
@@ -59,6 +60,9 @@ def _gradient_kernel(
 def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, argmax: Tensor) -> Tensor:
     """The gradient of the queries [Nq, Lq, d], in their type, from that of the scores, float32 with any strides."""
     plan = residual_gradient_plan(problem)
+    if problem.n_documents * grad_scores.stride(1) > config.INT32_MAX:
+        # The kernel counts from document to document in 32 bits.
+        grad_scores = grad_scores.contiguous()
     shape = plan.n_splits, problem.groups * problem.rows, problem.size
     # Partial sums, without the weights of the queries' mask.
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)

@@ -210,7 +210,8 @@ def _short_kernel(
         operands = first_operand, second_operand, first_operand, second_operand
         if config.affine:
             row_sums = tl.sum(values.to(tl.int32), axis=1).to(tl.float32)
-    factor *= scale
+    # The scale of a token that is not a number is none.
+    factor = tl.where(factor != 0.0, factor * scale, 0.0)
 
     best = tl.full([8, COLUMNS], float("-inf"), tl.float32)
     rows = tl.arange(0, _ROWS)
@@ -253,13 +254,16 @@ def _short_kernel(
 
 def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, scores: Tensor) -> None:
     """Leave the scores, [Nq, documents of each]."""
-    assert tensors.documents_scale is not None
+    scales = tensors.documents_scale
+    assert scales is not None
+    # Of padded documents, they are contiguous, and the stride of a dimension of one element is anything.
+    step = scales.stride(0) if scales.dim() == 1 else 1
     n_centroids = 0 if tensors.centroids is None else len(tensors.centroids)
     next_group = problem.n_documents if problem.groups > 1 and plan.config.documents == "run" else 0
     _short_kernel(
         (plan.n_runs * problem.n_queries, 1, 1),
         (
-            tensors.queries, tensors.documents, tensors.queries_mask, tensors.documents_scale, tensors.documents_offset,
+            tensors.queries, tensors.documents, tensors.queries_mask, scales, tensors.documents_offset,
             tensors.cu_seqlens, tensors.candidates, tensors.codes, tensors.table, tensors.values,
             tensors.queries_scale, tensors.luts, scores,
         ),
@@ -268,6 +272,6 @@ def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sc
             n_centroids, next_group, plan.run, problem.empty_score,
         ),
         plan.strides[:2],
-        (plan.config, not knobs.runtime.interpret, tensors.documents_scale.stride(-1), tables.SHORT_STAGES),
+        (plan.config, not knobs.runtime.interpret, step, tables.SHORT_STAGES),
         plan.config.warps,
     )  # fmt: skip

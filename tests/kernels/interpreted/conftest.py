@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from pylate_flash.kernels import plan, tables
+from pylate_flash.problem import Problem
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return
-    here = Path(__file__).parent
+    marks = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")]
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        reason = "needs TRITON_INTERPRET=1 from the start, as `make test` sets it for this folder"
+        marks.append(pytest.mark.skip(reason=reason))
     for item in items:
-        if here in item.path.parents:
-            item.add_marker(
-                pytest.mark.skip(
-                    reason="needs TRITON_INTERPRET=1 from the start, as `make test` sets it for this folder"
-                )
-            )
+        if Path(__file__).parent in item.path.parents:
+            for mark in marks:
+                item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +88,14 @@ def masks_stay_bool(monkeypatch: pytest.MonkeyPatch) -> None:
         return handle
 
     monkeypatch.setattr(InterpreterBuilder, "create_splat", splat_as_it_is)
+
+
+@pytest.fixture
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of more than 70 tokens are split into segments of at most 70."""
+
+    def splits(problem: Problem, *_: int, **__: int) -> plan.Splits:
+        work = problem.n_tokens + problem.n_documents * tables.DOCUMENT_COST
+        return plan.Splits(70, 70, -(-work // 70))
+
+    monkeypatch.setattr(plan, "splits_of", splits)

@@ -14,8 +14,6 @@ from pylate_flash.ops.norms import inverse_norms, through_norms
 from tests.kernels.backward_cases import KINDS, WAYS, Case, dense, packed, weighted
 from tests.ops.cases import relative_error
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:

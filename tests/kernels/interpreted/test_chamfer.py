@@ -19,8 +19,6 @@ from tests.ops.chamfer_cases import (
     gradients,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 TYPES = (torch.float32, torch.float16)
 
 

@@ -8,7 +8,6 @@ import triton
 
 from pylate_flash.kernels import hidden
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 ROWS = 16
 
 

@@ -12,8 +12,6 @@ from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference
 from tests.ops.cases import relative_error
 from tests.ops.test_hidden import Problem
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 2048])
 @pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed", "packed candidates"])

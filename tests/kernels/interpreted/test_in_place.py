@@ -7,8 +7,6 @@ import torch
 
 from tests.ops.operations import check_changed_in_place, operations
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 EVERY = operations(implementation="triton")
 
 

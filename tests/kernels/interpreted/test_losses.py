@@ -17,8 +17,6 @@ from pylate_flash.problem import Comparison, Targets
 from tests.ops.cases import Case, relative_error
 from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases, loss_problem
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from pylate_flash.kernels import plan, tables
 from pylate_flash.ops import maxsim, maxsim_varlen, pack
-from pylate_flash.problem import Problem
 from tests.ops.cases import Case
 from tests.ops.mask_checks import (
     ALL_OPTIONS,
@@ -20,8 +18,6 @@ from tests.ops.mask_checks import (
     masked,
     plan_of,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 # Kernel, sums of a score, queries, documents.
 PADDED = [
@@ -70,14 +66,9 @@ def test_empty_score(padded: tuple, masking: str, reduction: str) -> None:
     ("query_lengths", "candidates"), [([5], None), ([3, 0, 20], None), ([4, 4], None), ([3, 70, 1], [0, 2, 2, 5])]
 )
 @pytest.mark.parametrize("in_segments", [False, True])
-def test_packed(in_segments: bool, query_lengths, candidates, normalize: bool, reduction: str, monkeypatch) -> None:
+def test_packed(in_segments: bool, query_lengths, candidates, normalize: bool, reduction: str, request) -> None:
     if in_segments:
-
-        def splits(problem: Problem, *_: int, **__: int) -> plan.Splits:
-            work = problem.n_tokens + problem.n_documents * tables.DOCUMENT_COST
-            return plan.Splits(70, 70, -(-work // 70))
-
-        monkeypatch.setattr(plan, "splits_of", splits)
+        request.getfixturevalue("small_splits")
     generator = torch.Generator().manual_seed(0)
     queries, documents = (
         pack([torch.randn(n, 8, generator=generator) for n in sizes]) for sizes in (query_lengths, [71, 0, 30, 150, 0])

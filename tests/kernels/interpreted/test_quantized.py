@@ -5,6 +5,8 @@ The interpreter truncates what it converts to fp8, so queries are quantized to t
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +20,6 @@ from tests.ops.cases import Case, cases
 from tests.ops.test_quantized import CLOSE, fp8_exact, rows_as_quantized
 from tests.ops.test_varlen import packed
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 # With 8-bit queries, and without.
 PRECISIONS = [("int8", True), ("uint8", True), ("int8", False), ("uint8", False), ("fp8", False)]
 
@@ -120,6 +121,20 @@ def test_a_token_that_is_not_a_number() -> None:
     assert not maxsim(queries, quantized, **masks, implementation="triton").isnan().any()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_masked_tokens_of_short_queries_may_be_anything(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "SHORT_QUANTIZED_TOKENS", 0)
+    queries, mask = torch.randn(1, 3, 64), torch.tensor([[True, False, True]])
+    for precision in ("int8", "uint8"):
+        score = partial(maxsim, documents=quantize(torch.randn(3, 5, 64), precision), implementation="triton")
+        for weights in (mask, mask * 0.5):
+            expected = score(queries, queries_mask=weights)
+            spoiled = queries.clone()
+            spoiled[0, 1, 5] = value
+            assert torch.equal(score(spoiled, queries_mask=weights), expected)
+            assert score(spoiled).isnan().all()
+
+
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
 @pytest.mark.parametrize("scale", [2.0**84, 2.0**-44])
 def test_huge_and_tiny_documents_are_normalized(precision: str, scale: float) -> None:
@@ -145,3 +160,13 @@ def test_queries_are_quantized_to_the_bit(normalize: bool) -> None:
         expected = torch.nn.functional.normalize(expected.double(), dim=-1).float()
     found = rows_as_quantized(queries, "int8", normalize=normalize)
     torch.testing.assert_close(found, expected, rtol=1e-6 if normalize else 0.0, atol=0.0, equal_nan=True)
+
+
+def test_scales_of_documents_of_one_token_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "SHORT_QUANTIZED_TOKENS", 0)
+    queries, documents = torch.randn(1, 3, 64), quantize(torch.randn(5, 1, 64), "int8")
+    expected = maxsim(queries, documents, implementation="triton")
+    scales = torch.empty(1, 5).copy_(documents.scales.T).T
+    assert scales.stride() == (1, 5)
+    documents = QuantizedEmbeddings(documents.values, scales, None)
+    assert torch.equal(maxsim(queries, documents, implementation="triton"), expected)

@@ -14,8 +14,6 @@ from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.test_ragged import lists_of
 from tests.ops.test_varlen import packed
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 
 @pytest.fixture(autouse=True)
 def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:

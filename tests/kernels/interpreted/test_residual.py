@@ -21,7 +21,6 @@ from tests.ops.cases import relative_error
 from tests.ops.residual_cases import check_8_bits, residual_cases, residual_codes, residual_gradient
 from tests.ops.test_residual import CLOSE, FIELDS
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 # The interpreter multiplies and adds elements of bfloat16 as integers.
 DTYPES = {"dtypes": HALF_AND_FLOAT, "codec_dtypes": HALF_AND_FLOAT}
 
@@ -78,6 +77,15 @@ def test_a_query_token_that_is_not_a_number() -> None:
     queries, documents = torch.randn(2, 3, 8), residual_codes([4, 0], 8, 4)
     queries[1, 1, 2] = torch.nan
     assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, False]]
+
+
+def test_masked_tokens_of_short_queries_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
+    queries, documents = torch.randn(2, 3, 64), residual_codes([4, 0, 9, 40], 64, 4)
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    expected = maxsim_residual(queries, documents, queries_mask=mask, implementation="triton")
+    queries[0, 1, 5] = torch.nan
+    assert torch.equal(maxsim_residual(queries, documents, queries_mask=mask, implementation="triton"), expected)
 
 
 def test_ties_go_to_the_lowest_token() -> None:

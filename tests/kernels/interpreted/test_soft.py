@@ -19,8 +19,6 @@ from tests.ops.test_soft import (
 )
 from tests.ops.test_varlen import packed
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 kernel = functools.partial(soft_maxsim, implementation="triton")
 varlen_kernel = functools.partial(soft_maxsim_varlen, implementation="triton")
 
@@ -126,3 +124,11 @@ def test_strides_that_differ() -> None:
         check_gradients(soft_gradients(kernel, case, 0.5), expected, 1e-5)
         scores = soft_maxsim_reference(queries.double(), documents.double(), 0.5)
         assert relative_error(kernel(queries, documents, 0.5), scores) <= 2e-6
+
+
+def test_queries_of_one_token_may_have_any_stride_to_the_next() -> None:
+    queries, documents = torch.randn(1, 5, 8).transpose(0, 1), torch.randn(3, 4, 8)
+    assert queries.is_contiguous()
+    assert queries.stride(0) != queries.stride(1)
+    case = Case(queries, documents, None, None, {})
+    check_gradients(soft_gradients(kernel, case, 0.5), soft_gradients(soft_maxsim_reference, case.doubled(), 0.5), 1e-5)

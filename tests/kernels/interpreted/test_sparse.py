@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash.ops import maxsim_sparse_queries, maxsim_sparse_queries_reference
-from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.cases import Case, check_definition, gradients
 from tests.ops.sparse_cases import sparse_cases
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 
 def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
@@ -19,15 +17,7 @@ def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
 
 
 def check(case: Case) -> None:
-    """Scores and gradients equal those of the definition in float64."""
-    with torch.no_grad():
-        scores = kernel(*case.tensors, **case.keywords)
-        expected = maxsim_sparse_queries_reference(*case.doubled().tensors, **case.keywords)
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
-    found, right = gradients(kernel, case), gradients(maxsim_sparse_queries_reference, case.doubled())
-    tolerance = 1e-2 if case.queries.dtype.itemsize == 2 else 1e-5
-    for gradient, expected in zip(found, right, strict=True):
-        assert relative_error(gradient, expected) <= tolerance
+    check_definition(kernel, maxsim_sparse_queries_reference, case.tensors, case.keywords)
 
 
 @settings(max_examples=12)

@@ -14,8 +14,6 @@ from pylate_flash.kernels.backward import maxsim_backward
 from pylate_flash.kernels.launch import Kernel
 from pylate_flash.problem import Options, Tensors, problem_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 
 class Counted:
     """Bytes that each kernel loads and stores, and the addresses of each."""

@@ -17,8 +17,6 @@ from pylate_flash.problem import Options, Rule, Tensors, problem_of
 from tests.ops.cases import Case
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
-
 
 def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return xtr_scores(*tensors, **options, implementation="triton")
