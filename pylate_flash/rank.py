@@ -104,15 +104,16 @@ def rerank(
     ... )
     [[{'id': 'b', 'score': 2.0}, {'id': 'a', 'score': 1.0}]]
     """
+    model = unwrapped(model)
     scorer, masking = scorer_of(model)
     backend = backend_in_force(backend if backend is not None or scorer == "auto" else scorer)
     if isinstance(queries_embeddings, (np.ndarray, Tensor)) and queries_embeddings.ndim == 2:
         queries_embeddings = queries_embeddings[None]
     texts = _are_texts(queries_embeddings, documents_embeddings)
     _check_lengths(documents_ids, queries_embeddings, documents_embeddings)
-    if texts and not hasattr(unwrapped(model), "encode"):
+    if texts and not hasattr(model, "encode"):
         raise ValueError(f"model: texts need a ColBERT model that encodes them, got {type(model).__name__}")
-    given = queries_embeddings, documents_embeddings, unwrapped(model)
+    given = queries_embeddings, documents_embeddings, model
     if _fuses(model, texts, backend, masking, fuse_projection):
         return _results(_scores_of_texts(*given, device, batch_size, show_progress_bar), documents_ids)
     if texts:
@@ -206,7 +207,7 @@ def _fuses(model: Any, texts: bool, backend: str, masking: str, fuse_projection:
     if fuse_projection and reason:
         raise ValueError(f"fuse_projection: {reason}")
     if fuse_projection is None:
-        fuse_projection = getattr(unwrapped(model), "fuse_projection", False)
+        fuse_projection = getattr(model, "fuse_projection", False)
     return bool(fuse_projection) and reason is None
 
 

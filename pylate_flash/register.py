@@ -148,8 +148,9 @@ def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterat
     try:
         yield
     finally:
-        _config.default.reset(token)
+        # First: a generator that is closed in another context than it began in cannot reset this one.
         _PYLATE_ROUTES.release()
+        _config.default.reset(token)
 
 
 def _hold(holder: object, host: str | None, masking: str, strict: bool) -> list[str]:

@@ -28,6 +28,7 @@ from pylate import scores as pylate_scores
 from torch import Tensor
 
 from ._config import backend_in_force, check_backend, check_masking, masking_in_force
+from .encoding.projection import unwrapped
 from .hosts.pylate import original
 from .hosts.pylate.operands import (
     Embeddings,
@@ -301,12 +302,11 @@ xtr_kd_scores = XTRKDScores()
 
 
 def scorer_of(model: Any) -> tuple[str, str]:
-    """Backend and masking by a model's flags: `models.ColBERT` has them, also inside a wrapper with `.module`, as DDP.
+    """Backend and masking by a model's flags: `models.ColBERT` has them, also inside DDP and other wrappers.
 
     Any other model, or None, gives `"auto"` and the masking in force.
     """
-    while not hasattr(model, "scorer") and hasattr(model, "module"):
-        model = model.module
+    model = unwrapped(model)
     return getattr(model, "scorer", "auto"), masking_in_force(getattr(model, "masking", None))
 
 

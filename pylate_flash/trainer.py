@@ -115,24 +115,21 @@ class _Collator(ColBERTCollator):
 
     def __call__(self, features: list[dict]) -> dict[str, Tensor]:
         """Collate rows into a batch."""
+        label = next((features[0][label] for label in self.valid_label_columns if label in features[0]), None)
         for name, value in features[0].items():
             lengths = {len(row[name]) if isinstance(row[name], list) else None for row in features}
             if len(lengths) > 1:
+                listed = " and ".join(map(str, sorted(lengths, key=lambda length: length or 0)))
                 raise ValueError(
-                    f"train_dataset: the lists in the column {name!r} have {_listed(lengths)} elements; expected as "
-                    "many in every row of a batch"
+                    f"train_dataset: the lists in the column {name!r} have {listed} elements; expected as many in "
+                    "every row of a batch"
                 )
-            label = next((features[0][label] for label in self.valid_label_columns if label in features[0]), None)
             if isinstance(value, list) and isinstance(label, list) and len(label) != len(value):
                 raise ValueError(
                     f"train_dataset: {len(value)} elements in the column {name!r} and {len(label)} scores; expected a "
                     "score for each"
                 )
         return super().__call__(features)
-
-
-def _listed(lengths: set[int | None]) -> str:
-    return " and ".join(str(length) for length in sorted(lengths, key=lambda length: length or 0))
 
 
 class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):

@@ -10,6 +10,7 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import nullcontext
+from contextvars import copy_context
 from fractions import Fraction
 from importlib.metadata import version
 
@@ -403,6 +404,15 @@ def test_use_scorer_refuses_unknown_values(arguments: dict) -> None:
     [name] = arguments
     with pytest.raises(ValueError, match=f"{name} must be one of"), use_scorer(**arguments):
         pass
+
+
+def test_a_block_that_ends_in_another_context_gives_back_what_it_held() -> None:
+    """As a generator's, which whoever closes it ends."""
+    block = use_scorer("pylate_flash")
+    copy_context().run(block.__enter__)
+    with pytest.raises(ValueError, match="was created in a different Context"):
+        block.__exit__(None, None, None)
+    assert ROUTES.holders == 0
 
 
 def test_use_scorer_is_not_seen_by_other_threads() -> None:
