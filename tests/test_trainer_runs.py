@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from pylate_flash import losses, models
 from pylate_flash.trainer import ColBERTTrainer
+from pylate_flash.training import trainer_mixin
 from tests.test_trainer import TOPICS, Make, arguments, model, pairs, tiny, trained, trainer, weights_of  # noqa: F401
 
 # Names of fixtures.
@@ -201,6 +203,15 @@ def test_an_iterable_dataset_is_read_in_its_order(trainer: Make, model: models.C
     assert [entry["in_batch_negatives_per_query"] for entry in trained(made)] == [3] * 4
     with pytest.raises(ValueError, match="max_steps has to be specified"):
         trainer(data=pairs.to_iterable_dataset(), max_steps=-1, num_train_epochs=1)
+
+
+def test_passes_over_what_has_no_length_are_counted_by_transformers(pairs: Dataset) -> None:
+    """Which before version 5 has told the data its pass by then: the state says a part of `max_steps`, here a third."""
+    told: list[int] = []
+    for data, epoch in ((pairs, 1.4), (pairs.to_iterable_dataset(), 1 / 3)):
+        loader = SimpleNamespace(dataset=data, set_epoch=told.append)
+        trainer_mixin._Epochs().on_epoch_begin(None, TrainerState(epoch=epoch), None, train_dataloader=loader)
+    assert told == [1]
 
 
 def test_resuming_an_iterable_dataset_in_its_first_pass_only(

@@ -239,6 +239,8 @@ def hidden_states(model: Any) -> Iterator[None]:
             features[BIAS] = bias.view_as(bias)
         return features
 
+    # A hook may have given a layer a forward of its own, as accelerate's do; without one, it is the class's again.
+    before = {layer: vars(layer)["forward"] for layer in (first, *others) if "forward" in vars(layer)}
     try:
         first.forward = hand_over
         for layer in others:
@@ -246,8 +248,9 @@ def hidden_states(model: Any) -> Iterator[None]:
         yield
     finally:
         for layer in (first, *others):
-            # The class's forward is the one again.
-            layer.__dict__.pop("forward", None)
+            del layer.forward
+        for layer, forward in before.items():
+            layer.forward = forward
 
 
 def encode_hidden_states(

@@ -62,7 +62,9 @@ class _Epochs(TrainerCallback):
     """
 
     def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
-        if hasattr(train_dataloader, "set_epoch"):
+        # Of what has no length, `state.epoch` counts no passes: transformers, which before 5 has said the pass by now,
+        # takes all of `max_steps` for one.
+        if hasattr(train_dataloader, "set_epoch") and hasattr(train_dataloader.dataset, "__len__"):
             train_dataloader.set_epoch(int(state.epoch or 0))
 
 

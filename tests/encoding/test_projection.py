@@ -219,6 +219,16 @@ def test_the_model_is_as_before(bert: ColBERT) -> None:
     assert torch.equal(embed(), before)
 
 
+def test_a_forward_that_a_hook_has_given_a_layer_is_there_again(bert: ColBERT) -> None:
+    layer = Dense(4, 2, bias=False)
+    model = copy.deepcopy(bert)
+    model[1] = layer
+    layer.forward = hook = lambda features: features  # type: ignore[method-assign]
+    with hidden_states(model):
+        assert layer.forward is not hook
+    assert layer.forward is hook
+
+
 def test_the_projection_leads_to_the_output(bert: ColBERT) -> None:
     """By which DDP finds the parameters that it waits for, and those that it does not."""
     with hidden_states(bert):
