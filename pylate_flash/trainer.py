@@ -345,7 +345,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
         finally:
             loss.stopwatch = None
 
-    def measurements(self, tokens_here: Tensor) -> dict[str, float]:
+    def measurements(self, tokens_here: int | Tensor) -> dict[str, float]:
         """What has been counted since the last entry of the log, with the share of time of this package's losses."""
         measured = super().measurements(tokens_here)
         if any(isinstance(loss, _FOLLOWING) for loss in self.losses()):

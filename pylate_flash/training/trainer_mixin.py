@@ -30,7 +30,7 @@ class Meter(TrainerCallback):
     def reset(self) -> None:
         """Begin with the next entry."""
         self.finite: Tensor | None = None
-        self.tokens: Tensor | None = None
+        self.tokens: int | Tensor | None = None
         self.negatives: list[int] = []
         self.seconds = 0.0
         self.since = time.perf_counter()
@@ -218,7 +218,7 @@ class MeasuredTrainer(Trainer):
         """One forward and backward of a batch, counted."""
         features, _ = self.collect_features(inputs)  # type: ignore[attr-defined]  # as every host's trainer has it
         # On a GPU this stays there until the next log entry: reading it here would wait for the device at every step.
-        tokens = torch.stack([_tokens(column) for column in features]).sum()
+        tokens = sum(_tokens(column) for column in features)
         self._meter.tokens = tokens if self._meter.tokens is None else self._meter.tokens + tokens
         loss: Any = self.loss_of(inputs)
         if isinstance(loss, self.contrastive) and "attention_mask" in features[0]:
@@ -298,10 +298,10 @@ class MeasuredTrainer(Trainer):
             self._meter.reset()
         super().log(logs, start_time)
 
-    def measurements(self, tokens_here: Tensor) -> dict[str, float]:
+    def measurements(self, tokens_here: int | Tensor) -> dict[str, float]:
         """What has been counted since the last entry of the log, with this rank's tokens."""
         meter, device = self._meter, self.args.device
-        here = torch.stack([tokens_here.to(device), torch.tensor(_peak_memory(device), device=device)])
+        here = torch.stack([torch.as_tensor(count, device=device) for count in (tokens_here, _peak_memory(device))])
         ranks = self.accelerator.gather(here.unsqueeze(0))
         tokens, peak = ranks[:, 0].sum().item(), ranks[:, 1].max().item()
         # Reading the tokens has waited for the device: this is the time of all that was started since the last entry.
@@ -315,10 +315,11 @@ class MeasuredTrainer(Trainer):
         return measured
 
 
-def _tokens(column: dict[str, Tensor]) -> Tensor:
-    """The tokens of a column; sequences that are flattened into one have no padding, and no mask."""
-    mask = column.get("attention_mask")
-    return torch.tensor(column["input_ids"].numel()) if mask is None else mask.sum()
+def _tokens(column: dict[str, Tensor]) -> int | Tensor:
+    """The tokens of a column; sequences that are flattened into one have no padding, and no mask, and images no ids."""
+    if "attention_mask" in column:
+        return column["attention_mask"].sum()
+    return column["input_ids"].numel() if "input_ids" in column else 0
 
 
 def _gathering(loss: nn.Module) -> str:

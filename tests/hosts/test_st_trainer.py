@@ -52,6 +52,34 @@ def test_resuming_goes_on_with_the_scale(tiny_encoder_path, rows, tmp_path):
     assert torch.equal(resumed, whole)
 
 
+def test_columns_that_are_no_texts_are_trained_with(tiny_encoder, rows, tmp_path):
+    """Images, which have neither ids nor a mask, and no tokens to be counted before the model has made them."""
+
+    class OfImages(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, columns, labels=None):
+            assert [column.keys() for column in columns] == [{"pixel_values"}] * 2
+            return sum(parameter.square().mean() for parameter in self.model.parameters())
+
+    def collate(rows):
+        return {f"{column}_pixel_values": torch.ones(len(rows), 3, 4, 4) for column in ("query", "positive")}
+
+    collate.valid_label_columns = ()
+    trainer = MultiVectorEncoderTrainer(
+        model=tiny_encoder,
+        args=arguments(tmp_path, logging_steps=1),
+        train_dataset=Dataset.from_dict(rows),
+        loss=OfImages(tiny_encoder),
+        data_collator=collate,
+    )
+    trainer.train()
+    logged = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [0.0] * 3
+
+
 def work(rank, path, folder, rows):
     """What each process does; the results go to a file, to be compared by the tests."""
     torch.set_num_threads(1)
