@@ -27,10 +27,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "IR_DATASETS_HOME" not in os.environ:
     os.environ["IR_DATASETS_HOME"] = tempfile.mkdtemp(prefix="pylate-flash-ir-datasets-")
     atexit.register(shutil.rmtree, os.environ["IR_DATASETS_HOME"], ignore_errors=True)
+# mteb keeps results there.
+if "MTEB_CACHE" not in os.environ:
+    os.environ["MTEB_CACHE"] = tempfile.mkdtemp(prefix="pylate-flash-mteb-")
+    atexit.register(shutil.rmtree, os.environ["MTEB_CACHE"], ignore_errors=True)
 # Kernels that Inductor has compiled, and keeps, for another processor's instructions give NaN.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="pylate-flash-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+# Commands print as into a pipe of 80 columns, whatever the terminal or the service that runs the tests asks for: typer
+# and rich read these when they are imported.
+os.environ["COLUMNS"] = "80"
+os.environ.pop("FORCE_COLOR", None)
+os.environ.pop("PY_COLORS", None)
+os.environ.pop("TTY_COMPATIBLE", None)
+os.environ.pop("GITHUB_ACTIONS", None)
 
 # A shell lets its background jobs ignore it, and tests interrupt a training run.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -193,7 +193,9 @@ def executed(path: Path, parameters: str, folder: Path, monkeypatch: pytest.Monk
     notebook = nbformat.read(path, as_version=4)
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     cell.source = parameters
-    done = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    done = NotebookClient(
+        notebook, timeout=300, startup_timeout=300, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     outputs = [output for cell in done.cells for output in cell.get("outputs", [])]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
     return pictures, "".join(output.get("text", "") for output in outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import logging
 import os
 import sys
@@ -77,6 +78,13 @@ def _wrapped(text: str, terminal: Console) -> str:
     return textwrap.fill(text, terminal.width, break_long_words=False, break_on_hyphens=False)
 
 
+def print_any_text() -> None:
+    """Let characters that the encoding of the output lacks be printed as escapes, where they would be an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """End a command tidily: one line on standard error, and an exit code that says what kind of end it was.
 
@@ -87,6 +95,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
+        print_any_text()
         try:
             function(*args, **kwargs)
             # What is still in memory is written here, where an error can be told. A closed output takes nothing.

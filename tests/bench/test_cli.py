@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,7 +177,9 @@ def test_a_suite_of_a_file_is_measured_memory_too(tmp_path):
         "    return replace(forward.suite(), name='mine', rows=(Row('tiny', 1, 5, 4, 7, d=16),))\n"
     )
     command = ["pylate_flash.bench", str(path), "--quick", "--device", "cpu", "--memory", "--json", str(kept)]
-    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    # Where the plus-minus sign of a time cannot be printed, too.
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, env=environment)
     (row,) = results.load(kept)["rows"]
     assert row["systems"]["pylate_flash"]["memory_bytes"] >= 0
     assert results.load(kept)["suite"] == "mine"

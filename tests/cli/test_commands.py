@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import torch
 from pylate_flash import __version__
 from pylate_flash.cli import doctor
 from pylate_flash.cli.common import UserError
+from pylate_flash.cli.common import command as tidily
 from pylate_flash.cli.files import check_file
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
@@ -167,6 +169,13 @@ def test_doctor_says_when_there_are_more_threads_than_cores(monkeypatch):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
         monkeypatch.setenv("OMP_NUM_THREADS", given)
         assert expected in invoke("doctor").stdout
+
+
+def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    tidily(lambda: print("0.5 ± 0.1, café"))()
+    assert written.getvalue() == rb"0.5 \xb1 0.1, caf\xe9" + os.linesep.encode()
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals of this kind")
