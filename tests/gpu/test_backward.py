@@ -10,7 +10,7 @@ from torch import Tensor
 from pylate_flash.kernels import tables
 from pylate_flash.ops import maxsim, maxsim_reference
 from tests.gpu.calls import CALLS, STEPS, padded
-from tests.gpu.tools import DTYPES, HALF, equal, memory_of, unit
+from tests.gpu.tools import DTYPES, HALF, captured, equal, memory_of, no_waiting, unit
 from tests.kernels.backward_cases import KINDS, WAYS, Case, choose, dense, packed, weighted
 from tests.ops.cases import relative_error
 
@@ -160,6 +160,17 @@ def test_more_elements_than_32_bits_address() -> None:
         del grad_queries, grad_documents
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_waits_for_nothing(way: str) -> None:
+    for problem in (
+        dense((64, 32), (1, 70, 180), 128, "skewed", True, device="cuda"),
+        dense((4, 32), (1, 3, 3000), 32, "skewed", device="cuda"),
+    ):
+        problem.run(way)
+        with no_waiting():
+            problem.run(way)
+
+
 def test_memory_beyond_the_gradients_is_bounded() -> None:
     """1024 x 1024 pairs of 32 x 180 tokens; the argmax takes 64 MiB and its lists may take half of that."""
     problem = dense((1024, 32), (1, 1024, 180), 128, "skewed", dtype=HALF, device="cuda")
@@ -210,6 +221,17 @@ def test_compiles_into_one_graph(way: str) -> None:
         compiled = torch.compile(function, fullgraph=True)
         found, expected = (call.gradients(each(*call.leaves)) for each in (compiled, function))
         torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("documents", [(70, 180, 128), (64, 4, 180, 128)])
+@IN_EVERY_WAY
+def test_a_step_in_a_cuda_graph(way: str, documents: tuple[int, ...]) -> None:
+    call = padded(maxsim, (64, 32, 128), documents)
+    call.step()
+    found, replay = captured(call.step)
+    call.change()
+    replay()
+    assert equal(found, call.step())
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
