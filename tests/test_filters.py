@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,18 @@ def test_a_filter_ends(index: Flat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filters, "_STEPS_BETWEEN_LOOKS", 1)
     with pytest.raises(ValueError, match="it takes longer than 0 s"):
         kept(index, "year > 1")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python cannot tell SQLite how long strings may be")
+def test_a_filter_looks_at_no_long_strings(index: Flat) -> None:
+    """To find one in the other takes SQLite a step, in which it does not look at the time."""
+    for where in (("instr(?, ?)", ["a" * 300_000, "b"]), ("instr(?1 || ?1, ?1 || 'b')", ["a" * 200_000])):
+        with pytest.raises(ValueError, match="looks at a string of more than 262144 bytes"):
+            kept(index, where)
+    index.add_documents(["long"], documents_of([1]), metadata=[{"year": 2030, "text": "a" * 300_000}])
+    assert index.search(documents_of([1]), where="year = 2030")[0][0]["id"] == "long"
+    with pytest.raises(ValueError, match="looks at a string of more than 262144 bytes"):
+        kept(index, "text like 'a%'")
 
 
 @pytest.mark.parametrize(

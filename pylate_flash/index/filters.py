@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sqlite3
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +24,10 @@ Where = str | tuple[str, Sequence[str | int | float | bool | None]]
 # SQLite has no more than 2000 columns.
 _MOST_COLUMNS = 1000
 _LONGEST_EXPRESSION = 10_000
-# A filter may come from a stranger: it ends after so many seconds, and calls none but these.
+# A filter may come from a stranger: it ends after so many seconds, and calls none but these. SQLite looks at the time
+# between its steps, of which `instr` is one: of long strings it would take minutes.
 FILTER_SECONDS = 10.0
+_LONGEST_STRING = 256 << 10
 _STEPS_BETWEEN_LOOKS = 1000
 _FUNCTIONS = {
     "abs", "coalesce", "date", "datetime", "glob", "ifnull", "iif", "instr", "julianday", "length", "like", "lower",
@@ -162,6 +165,8 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple)
             raise ValueError(f"where: no document has the key {name!r:.100}; {_known(names)}")
     end = time.monotonic() + FILTER_SECONDS
     connection.set_authorizer(allow)
+    if sys.version_info >= (3, 11):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_STRING)
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS_BETWEEN_LOOKS)
     try:
         # On lines of its own, where a comment ends.
@@ -172,6 +177,10 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple)
         if "interrupted" in reason:
             reason = f"it takes longer than {FILTER_SECONDS:g} s"
         raise ValueError(f"where: {expression!r:.200} is no filter: {reason}; {_known(names)}") from None
+    except sqlite3.DataError:
+        raise ValueError(
+            f"where: {expression!r:.200} looks at a string of more than {_LONGEST_STRING} bytes; {_known(names)}"
+        ) from None
     except sqlite3.DatabaseError as error:
         if "prohibited" not in str(error) and "not authorized" not in str(error):
             raise
