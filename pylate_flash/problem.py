@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +70,7 @@ class DocumentOffsets(NamedTuple):
     n_tokens: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """What a problem is but for its sizes, and so what the code that serves it is compiled for; one object for each."""
 
@@ -93,16 +95,24 @@ class Kind:
     quantized: torch.dtype | None = None
     quantize_queries: bool = False
 
-    @property
+    @cached_property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @cached_property
+    def has_candidates(self) -> bool:
+        return self.candidates is not None
+
+    @cached_property
     def zero_masked(self) -> bool:
         return self.masking == "zero" and self.documents_mask is not None
 
-    @property
+    @cached_property
     def weighted(self) -> bool:
         """Whether the queries' mask holds weights."""
         return self.queries_mask is not None and self.queries_mask.is_floating_point
 
-    @property
+    @cached_property
     def precision(self) -> str:
         """Triton's name for the precision of products, where half inputs are multiplied exactly either way."""
         return "ieee" if self.dtype != torch.float32 or self.float32_precision == "highest" else "tf32"
@@ -111,20 +121,18 @@ class Kind:
 kind_of = functools.cache(Kind)
 
 
+def _of_kind(name: str) -> Any:
+    return property(attrgetter(f"kind.{name}"))
+
+
 @functools.cache
 def replaced(kind: Kind, field: str, value: object) -> Kind:
     """The kind that differs in this field."""
     return kind_of(*[value if each.name == field else getattr(kind, each.name) for each in fields(kind)])
 
 
-class Problem(NamedTuple):
-    """What a call asks for, but for the values of its tensors.
-
-    Documents come in groups: one that all queries meet (`groups` 1), or one of each query (`groups` = `n_queries`).
-    Padded documents are [groups, n_documents, document_length, size] by their strides; of packed ones there are
-    `n_documents` and `n_tokens` in all, the longest of `document_length`, and with candidates every query has a group.
-    Queries are [n_queries, query_length, size], where packed ones are padded to the longest.
-    """
+class _Fields(NamedTuple):
+    """Of `Problem`, which has more: a class of fields alone takes no other attributes."""
 
     kind: Kind
     n_queries: int
@@ -140,39 +148,27 @@ class Problem(NamedTuple):
     # Whether documents begin at a multiple of 16 bytes.
     aligned: bool
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.kind.dtype
+
+class Problem(_Fields):
+    """What a call asks for, but for the values of its tensors.
+
+    Documents come in groups: one that all queries meet (`groups` 1), or one of each query (`groups` = `n_queries`).
+    Padded documents are [groups, n_documents, document_length, size] by their strides; of packed ones there are
+    `n_documents` and `n_tokens` in all, the longest of `document_length`, and with candidates every query has a group.
+    Queries are [n_queries, query_length, size], where packed ones are padded to the longest.
+    """
+
+    __slots__ = ()
+    # In C: plans ask for them time and again.
+    device, dtype, size = _of_kind("device"), _of_kind("dtype"), _of_kind("size")
+    packed, has_candidates = _of_kind("packed"), _of_kind("has_candidates")
+    normalize, with_argmax = _of_kind("normalize"), _of_kind("with_argmax")
 
     @property
     def deciding_dtype(self) -> torch.dtype:
         """The type by which an implementation is chosen: that of quantized documents, if kernels take the queries."""
         quantized = self.kind.quantized
         return self.dtype if quantized is None or self.dtype == torch.float64 else quantized
-
-    @property
-    def device(self) -> torch.device:
-        return self.kind.device
-
-    @property
-    def size(self) -> int:
-        return self.kind.size
-
-    @property
-    def normalize(self) -> bool:
-        return self.kind.normalize
-
-    @property
-    def with_argmax(self) -> bool:
-        return self.kind.with_argmax
-
-    @property
-    def packed(self) -> bool:
-        return self.kind.cu_seqlens is not None
-
-    @property
-    def has_candidates(self) -> bool:
-        return self.kind.candidates is not None
 
     @property
     def all_documents(self) -> int:

@@ -28,6 +28,7 @@ from .versions import launcher_is_known
 
 _INT32_MAX = 2**31 - 1
 _or = functools.partial(functools.reduce, operator.or_)
+_address_of, _dtype_of = operator.methodcaller("data_ptr"), operator.attrgetter("dtype")
 
 
 class Described(NamedTuple):
@@ -78,7 +79,8 @@ class Kernel:
         self.follows = follows
         self._names = config.split()
         self._configs: dict[tuple, tuple[Constants]] = {}
-        self._code: dict[tuple, tuple[Callable[..., None], int]] = {}
+        # What launches, how many tensors it needs, and where arguments are None.
+        self._code: dict[tuple, tuple[Callable[..., None], int, list[int]]] = {}
 
     def __call__(
         self,
@@ -113,32 +115,27 @@ class Kernel:
                 self(grid, tensors, numbers, strides, constants, warps, described)
             return
         # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
-        pointers: list[int] = []
-        dtypes: list[torch.dtype | None] = []
-        for tensor in tensors:
-            if tensor is None:
-                pointers.append(0)
-                dtypes.append(None)
-            else:
-                pointers.append(tensor.data_ptr())
-                dtypes.append(tensor.dtype)
+        present = [tensor for tensor in tensors if tensor is not None]
+        pointers = [*map(_address_of, present)]
         integers = (*numbers, *strides)
-        key: tuple = device, *dtypes, constants, warps
+        key: tuple = device, constants, warps, *map(type, tensors), *map(_dtype_of, present)
         # Triton tells apart addresses by 16; strides of 1, multiples of 16, and what needs 64 bits. Mostly, all are
         # multiples of 16 and none needs 64 bits.
-        if _or(strides, _or(pointers)) & 15 or max(integers) > _INT32_MAX:
+        if (unaligned := _or(pointers) & 15) or _or(strides, 0) & 15 or max(integers) > _INT32_MAX:
             key += (
-                tuple([pointer % 16 == 0 for pointer in pointers]),
+                tuple([pointer % 16 == 0 for pointer in pointers]) if unaligned else None,
                 tuple([2 if stride == 1 else stride % 16 == 0 for stride in strides]),
-                tuple([value > _INT32_MAX for value in integers]),
+                tuple([value > _INT32_MAX for value in integers]) if max(integers) > _INT32_MAX else None,
             )
-        code, n_tensors = self._code.get(key) or (None, 0)
+        code, n_tensors, missing = self._code.get(key) or (None, 0, ())
+        for index in missing:
+            pointers.insert(index, 0)
         if code is not None:
             stream = recording.current_stream(device) if device >= 0 else 0
             code(grid, stream, tensors, pointers, integers + constants, described)
         else:
             code, n_tensors = self._compile(grid, tensors, integers, constants, warps, described)
-            self._code[key] = code, n_tensors
+            self._code[key] = code, n_tensors, [index for index, tensor in enumerate(tensors) if tensor is None]
         if (recorder := recording.local.recorder) is not None:
             recorder.note_launch(code, grid, tensors, integers + constants, described, n_tensors)
 
@@ -299,16 +296,15 @@ class Region:
         Its elements.
     """
 
-    __slots__ = ("_address", "_count", "memory", "dtype")
+    __slots__ = ("_address", "_count", "data_ptr", "dtype", "memory")
 
     def __init__(self, memory: Tensor, address: int, count: int, dtype: torch.dtype) -> None:
         self.memory = memory
         self._address = address
         self._count = count
         self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return self._address
+        # A method of C, as that of a tensor.
+        self.data_ptr = address.__int__
 
     def get_device(self) -> int:
         return self.memory.get_device()

@@ -22,7 +22,6 @@ from .chamfer_blocks import gradients_in_blocks, nearest_in_blocks
 from .checks import (
     check_boundaries,
     check_choice,
-    check_differentiation,
     check_embeddings,
     check_mask_layout,
     check_same,
@@ -227,7 +226,6 @@ def _check(arguments: tuple, called: str) -> tuple:
     options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
     check_tensor("x", sets.x)
     check_tensor("y", sets.y)
-    check_differentiation(called, sets.x, sets.y)
     x, y = _cast(sets.x, sets.y, options.metric)
     sets = sets._replace(x=x, y=y)
     check_sets(sets)

@@ -87,7 +87,8 @@ def check_same(
 ) -> None:
     """Raise unless `queries` and `documents`, by their names, agree in device, dtype (if they are to) and size."""
     first, second = names
-    check_beside(second, documents, first, queries, None if same_dtype else (documents.dtype,))
+    if documents.device != queries.device or (same_dtype and documents.dtype != queries.dtype):
+        check_beside(second, documents, first, queries, None if same_dtype else (documents.dtype,))
     if queries.shape[-1] != documents.shape[-1]:
         raise ValueError(
             f"{second} must have the embedding size of {first}, {queries.shape[-1]}, got {documents.shape[-1]}"
@@ -177,8 +178,10 @@ def check(tensors: Tensors, quantized: bool = False) -> None:
             f"documents of shape [Nq, K, Ld, d] must have one row of candidates per query, Nq = {queries.shape[0]}, "
             f"got {list(documents.shape)}"
         )
-    check_mask_layout("queries_mask", queries_mask, queries)
-    check_mask_layout("documents_mask", documents_mask, documents)
+    if queries_mask is not None:
+        check_mask_layout("queries_mask", queries_mask, queries)
+    if documents_mask is not None:
+        check_mask_layout("documents_mask", documents_mask, documents)
     if packed:
         check_packing(tensors)
 

@@ -65,14 +65,15 @@ def scores_by(
     In blocks, that is filled with the number of `saved` first, in the type there, and scores are 0. A query or a
     document may be without tokens, or all of them.
     """
-    if _kernels_serve(problem, tensors, options):
+    chosen, empty = _server(problem, tensors, options)
+    if chosen == "triton" and not empty:
         scores, of_rows = by_kernels()
     else:
         device, of_rows = problem.device, None
         if saved is not None:
             of_rows = torch.full(problem.argmax_shape, saved[0], dtype=saved[1], device=device)
         with without_autocast(device):
-            operands = None if _is_empty(problem, tensors) else operands_of(problem, tensors)
+            operands = None if empty else operands_of(problem, tensors)
             dtype = problem.scores_dtype if operands is None else operands.dtype
             # No view of it is returned, as autograd lets nobody write into a view that its function returns.
             scores = torch.zeros(problem.scores_shape, dtype=dtype, device=device)
@@ -98,9 +99,10 @@ def gradients_by(
     """The gradients that are needed of `likes`, contiguous in their types and shapes, by that of sums over queries."""
     if options.reduction == "mean":
         grad_scores = grad_scores / active_counts(problem, tensors)
-    if _kernels_serve(problem, tensors, options):
+    chosen, empty = _server(problem, tensors, options)
+    if chosen == "triton" and not empty:
         return by_kernels(grad_scores)
-    if _is_empty(problem, tensors):
+    if empty:
         gradients: Gradients = tuple([like.new_zeros(like.shape) for like in likes])
     else:
         with without_autocast(problem.device):
@@ -112,13 +114,10 @@ def gradients_by(
     return tuple(cast)
 
 
-def _is_empty(problem: Problem, tensors: Tensors) -> bool:
-    return problem.is_empty or 0 in tensors.queries.shape
-
-
-def _kernels_serve(problem: Problem, tensors: Tensors, options: Options) -> bool:
+def _server(problem: Problem, tensors: Tensors, options: Options) -> tuple[str, bool]:
+    """The implementation, and whether there is nothing to compute."""
     chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    return chosen == "triton" and not _is_empty(problem, tensors)
+    return chosen, problem.is_empty or 0 in tensors.queries.shape
 
 
 @functools.cache

@@ -143,7 +143,7 @@ def explain(
         tensors, options = checked_with_values("explain", tensors, options)
         problem = problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries))
     else:
-        tensors, options = checked("explain", tensors, options)
+        tensors, options = checked(tensors, options)
         learns = needs_gradient(*tensors[:2])
         problem = checked_problem(tensors, options, learns and not soft, offsets)
     kind = implementation, problem.device, problem.deciding_dtype, problem.size

@@ -196,10 +196,9 @@ def _check(arguments: tuple, called: str) -> tuple:
     packed = tensors.documents_cu_seqlens is not None
     check_embeddings("hidden", tensors.documents, _PACKED_HIDDEN if packed else _HIDDEN)
     check_embeddings("queries", tensors.queries, _PACKED_QUERIES if packed else _QUERIES)
-    tensors, options = checked(called, tensors, options)
+    tensors, options = checked(tensors, options)
     queries, hidden = tensors[:2]
     layer = _checked_layer("", weight, bias, "hidden", hidden)
-    check_differentiation(called, *[each for each in layer if each is not None])
     check_beside("queries", queries, "hidden", hidden)
     if queries.shape[-1] != weight.shape[0]:
         raise ValueError(

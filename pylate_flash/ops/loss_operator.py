@@ -48,6 +48,8 @@ def loss_of(inputs: tuple, how: tuple) -> tuple[Tensor, Any]:
 
         loss, statistics = repeat(key, compute, inputs)[0]
         return loss, statistics
+    if key is NOT_PLAIN:
+        check_differentiation("maxsim", *[tensor for tensor in inputs if isinstance(tensor, Tensor)])
     inputs, how = _checked(inputs, how)
     comparison = Comparison(*how[-_N_COMPARISON:])
     if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
@@ -81,9 +83,7 @@ def _checked(inputs: Sequence, how: tuple) -> tuple[tuple, tuple]:
     """The operator's arguments, tensors and others, after every check and autocast."""
     _, _, temperature, _, _, bounds, target, exclude = inputs
     comparison = checked_comparison(Comparison(*how[-_N_COMPARISON:]))
-    tensors, scoring = checked("maxsim", _scored(inputs), _scoring(how))
-    if temperature is not None:
-        check_differentiation("maxsim", temperature)
+    tensors, scoring = checked(_scored(inputs), _scoring(how))
     longest = how[0]
     if bounds is None:
         check_layout(tensors, None, longest)

@@ -18,7 +18,6 @@ from .checks import (
     FLOATING,
     check,
     check_choice,
-    check_differentiation,
     check_packing,
     check_tensor,
     checked_number,
@@ -117,26 +116,31 @@ def with_lengths(
     return Options(max_query_length, max_document_length, max_candidates, *options[3:])
 
 
-def checked(operation: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
+def checked(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
     """What comes before an operator: checks of the options, and of what it would not take; autocast."""
-    check_choice("reduction", options.reduction, REDUCTIONS)
-    check_choice("masking", options.masking, MASKINGS)
-    check_choice("implementation", options.implementation, IMPLEMENTATIONS)
-    empty_score = checked_number("empty_score", options.empty_score)
-    if empty_score is not options.empty_score:
-        options = options._replace(empty_score=empty_score)
-    queries, documents, queries_mask, documents_mask = tensors[:4]
-    check_tensor("queries", queries)
-    check_tensor("documents", documents)
-    if queries_mask is not None:
-        check_tensor("queries_mask", queries_mask, otherwise=" or None")
-    if documents_mask is not None:
-        check_tensor("documents_mask", documents_mask, otherwise=" or None")
-    check_differentiation(operation, queries, documents)
-    cast = autocast(queries, documents, implementation=options.implementation)
-    if cast[0] is not queries or cast[1] is not documents:
-        tensors = Tensors(cast[0], cast[1], *tensors[2:])
+    for option, choices in _CHOICES.items():
+        value = getattr(options, option)
+        if type(value) is not str or value not in choices:
+            check_choice(option, value, choices)
+    empty_score = options.empty_score
+    if type(empty_score) is not float or empty_score != 0.0:
+        options = options._replace(empty_score=checked_number("empty_score", empty_score))
+    for name, tensor, otherwise in zip(Tensors._fields, tensors[:4], _OTHERWISE, strict=False):
+        if tensor is None and otherwise:
+            continue
+        # Of plain ones, checks to come say the same.
+        if type(tensor) is not Tensor or tensor.is_nested:
+            check_tensor(name, tensor, otherwise=otherwise)
+    if torch._C._is_any_autocast_enabled():
+        queries, documents = tensors[:2]
+        cast = autocast(queries, documents, implementation=options.implementation)
+        if cast[0] is not queries or cast[1] is not documents:
+            tensors = Tensors(cast[0], cast[1], *tensors[2:])
     return tensors, options
+
+
+_CHOICES = {"reduction": REDUCTIONS, "masking": MASKINGS, "implementation": IMPLEMENTATIONS}
+_OTHERWISE = "", "", " or None", " or None"
 
 
 def autocast(*tensors: Tensor, implementation: str = "blocked") -> tuple[Tensor, ...]:
@@ -195,7 +199,7 @@ def call_of(arguments: tuple) -> tuple[Tensors, Options]:
 
 def _check(arguments: tuple, called: str) -> tuple:
     call = call_of(arguments)
-    tensors, options = checked(called, *call)
+    tensors, options = checked(*call)
     return arguments if tensors is call[0] and options is call[1] else (*tensors, *options)
 
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from ..kernels.recording import local
 from ..problem import rounded_total
-from .checks import no_second_derivative
+from .checks import check_differentiation, no_second_derivative
 
 PLAIN_TYPES = (Tensor, Parameter)
 _STRIDED = torch.strided
@@ -259,6 +259,7 @@ class Operation:
         if prepare is not None and (with_gradient or not isinstance(key, tuple)):
             return self(prepare(arguments), called, packed)
         if key is NOT_PLAIN:
+            check_differentiation(called, *[tensor for tensor in tensors if isinstance(tensor, Tensor)])
             return self.operator(*self.check(arguments, called))
         if with_gradient:
             return apply(self.function, key, (key, options, called), *tensors)

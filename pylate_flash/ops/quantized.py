@@ -63,7 +63,7 @@ def _check(arguments: tuple, operation: str) -> tuple:
 def checked_with_values(operation: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
     """`maxsim.checked` for tensors with the values of quantized documents."""
     # The documents are checked already, and autocast has no say in their type.
-    (queries, *_), options = checked(operation, Tensors(tensors.queries, tensors.queries, *tensors[2:]), options)
+    (queries, *_), options = checked(Tensors(tensors.queries, tensors.queries, *tensors[2:]), options)
     if needs_gradient(queries):
         raise RuntimeError(
             f"{operation} of quantized documents has no gradient: call it under torch.no_grad(), or with "

@@ -136,7 +136,7 @@ def maxsim_ragged_pairwise(
     on_host = query.device.type == "cpu" and _implementation(query, options) == "blocked"
     if on_host and _why_not_in_place(examples, options) is None:
         check_same(query, document)
-        checked(operation, Tensors(query, document), options)
+        checked(Tensors(query, document), options)
         return _scores_of_pairs(listed, found, options)
     return _scores(operation, listed, found, None, candidates, options)
 
@@ -309,7 +309,7 @@ def _in_place(
         query = _together(queries)[0]
     tensors = Tensors(query, origin, queries_mask, None, None, table["bounds"], table.get("candidates", candidates))
     offsets = DocumentOffsets(table["starts"], unit, int(arrays["bounds"][-1]))
-    return *checked(operation, tensors, options), offsets
+    return *checked(tensors, options), offsets
 
 
 def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:

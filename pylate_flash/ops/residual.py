@@ -147,7 +147,7 @@ def _check(arguments: tuple, called: str) -> tuple:
     check_embeddings("queries", call.queries, {3: "[Nq, Lq, d]"})
     check_choice("precision", call.precision, ("int8", "full"))
     # The documents are checked already, and autocast has no say in their type.
-    (queries, *_), options = checked(called, Tensors(call.queries, call.queries, call.queries_mask), _options(call))
+    (queries, *_), options = checked(Tensors(call.queries, call.queries, call.queries_mask), _options(call))
     if call.candidates is not None:
         _check_candidates(call.candidates, call.cu_seqlens, queries)
     return call._replace(queries=queries, empty_score=options.empty_score)

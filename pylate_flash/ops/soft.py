@@ -19,7 +19,6 @@ from torch import Tensor
 from ..problem import Options, Tensors, accumulation_dtype
 from .blocked import blocked_forward
 from .checks import (
-    check_differentiation,
     check_positive,
     check_tensor,
     checked_flag,
@@ -162,9 +161,7 @@ def soft_scores_of(operation: str, tensors: Tensors, beta: float | Tensor, optio
 def _check(arguments: tuple, called: str) -> tuple:
     """Beta is the tensor in front, or the number behind all."""
     learned, *call, number = arguments
-    tensors, options = checked(called, *call_of(tuple(call)))
-    if learned is not None:
-        check_differentiation(called, learned)
+    tensors, options = checked(*call_of(tuple(call)))
     dtype, device = accumulation_dtype(tensors.queries.dtype), tensors.queries.device
     check_positive("beta", number if learned is None else learned, tensors.queries, dtype)
     beta = torch.full((), float(number), dtype=dtype, device=device) if learned is None else learned.to(dtype).view(())

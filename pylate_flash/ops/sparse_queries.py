@@ -197,7 +197,7 @@ def _call(arguments: Sequence[Any]) -> tuple[Tensors, Tensor, Options]:
 
 def _check(arguments: tuple, called: str) -> tuple:
     tensors, query_tokens, options = _call(arguments)
-    tensors, options = checked(called, tensors, options)
+    tensors, options = checked(tensors, options)
     return *tensors, query_tokens, *options
 
 

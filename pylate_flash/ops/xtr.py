@@ -141,7 +141,7 @@ def xtr_scores(
 
 def _check(arguments: tuple, called: str) -> tuple:
     *call, k, normalizer = arguments
-    tensors, options = checked(called, *call_of(tuple(call)))
+    tensors, options = checked(*call_of(tuple(call)))
     return *tensors, *options, k, normalizer
 
 

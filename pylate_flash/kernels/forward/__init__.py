@@ -52,23 +52,23 @@ def maxsim_forward(
     known.
     """
     plan = forward_plan(problem)
-    device, single, argmax = problem.device, plan.kernel == "single", None
+    device, argmax, in_segments = problem.device, None, plan.config.in_segments
     if problem.with_argmax:
         argmax = torch.empty(*problem.argmax_shape, dtype=problem.argmax_dtype, device=device)
     inputs = _forward_tensors(tensors, offsets, argmax)
     # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows. The
     # programs of the single kernel, which meet every token once, take norms themselves.
-    if problem.normalize and not single:
+    if problem.normalize and plan.config.kernel != "single":
         inputs = _with_norms(problem, inputs, norms)
-    elif problem.normalize and plan.in_segments:
+    elif problem.normalize and in_segments:
         inputs = inputs._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
-    if plan.in_segments:
+    if in_segments:
         shape = 2 * plan.splits.number, plan.row_blocks * plan.block_rows
         inputs = inputs._replace(segments=torch.empty(shape, dtype=torch.float32, device=device))
         if problem.with_argmax:
             inputs = inputs._replace(segment_argmax=torch.empty(shape, dtype=torch.int32, device=device))
     scores = _score(problem, plan, inputs)
-    if plan.in_segments:
+    if in_segments:
         merge_segments(problem, plan, inputs, scores)
     return scores, argmax
 
@@ -194,7 +194,8 @@ def _score(problem: Problem, plan: ForwardPlan, inputs: ForwardTensors) -> Tenso
     # The only sum of a score is the score. (Sizes one by one, as a tuple takes the host twice as long.)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    score = _hopper() if plan.kernel == "hopper" else _PLAIN[plan.kernel]
+    kernel = plan.config.kernel
+    score = _hopper() if kernel == "hopper" else _PLAIN[kernel]
     score(problem, plan, inputs, sums)
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
 

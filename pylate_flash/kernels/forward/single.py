@@ -241,7 +241,7 @@ def _single_kernel(
 
 def score_single(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
     """Leave the sums [n_sums, scores] of every score."""
-    n_segments = 2 * plan.splits.number if plan.in_segments else 0
+    n_segments = 2 * plan.splits.number if plan.config.in_segments else 0
     n_scores = problem.n_documents if problem.has_candidates else problem.n_queries * problem.n_documents
     chosen = tensors.query_tokens
     described = (0, 0, 0) if chosen is None else (chosen.shape[2], *chosen.stride()[:2])
