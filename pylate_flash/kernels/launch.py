@@ -242,10 +242,9 @@ def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
     # What Triton has around its C function describes anew at every launch.
     launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if metas else run.launch
     # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
-    fixed = (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
-        None, None, None,
-    )  # fmt: skip
+    scratches, hooked = (None, None), (None, None, None)
+    how = run.launch_cooperative_grid, run.launch_pdl
+    fixed = compiled.function, *how, *scratches, compiled.packed_metadata, *hooked
 
     hooks = knobs.runtime
 

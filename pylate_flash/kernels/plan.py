@@ -361,10 +361,9 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
         run = run_length(n_documents, n_queries, sms, per_sm, config.INT32_MAX)
     strides, units = config.divided_strides(problem.query_strides, (0, 0, 0))
     tile, blocks = Tile(tables.SHORT_ROWS, columns, 1, 1), Blocks(problem.size, 0, False)
-    made = config.config_of(
-        "short", kind, tile, blocks, units, tables.SHORT_REGISTERS, documents=documents, nbits=nbits,
-        row=problem.size * nbits // 32 if nbits else problem.document_strides[2] // 4,
-    )  # fmt: skip
+    row = problem.size * nbits // 32 if nbits else problem.document_strides[2] // 4
+    special = {"documents": documents, "nbits": nbits, "row": row}
+    made = config.config_of("short", kind, tile, blocks, units, tables.SHORT_REGISTERS, **special)
     n_runs = splits.number if documents == "split" else -(-n_documents // run)
     reason += f", and queries of at most {tables.SHORT_MAX_LENGTH} tokens"
     return ForwardPlan(made, strides, columns, run, n_runs, n_documents, splits, 1, 1, reason)

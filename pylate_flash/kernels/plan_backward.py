@@ -171,10 +171,8 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     if block_embedding > 128:
         num_warps = min(8, block_embedding // 128)
         block_rows = max(4, min(block_rows, num_warps * 2048 // block_embedding))
-    return ListsPlan(
-        block, alone_bits, alone_warps, n_chunks, n_segments, list_dtype, starts_dtype, sorts_in_gradient,
-        block_embedding, block_rows, num_warps,
-    )  # fmt: skip
+    listing = block, alone_bits, alone_warps, n_chunks, n_segments, list_dtype, starts_dtype, sorts_in_gradient
+    return ListsPlan(*listing, block_embedding, block_rows, num_warps)
 
 
 class ResidualGradientPlan(NamedTuple):

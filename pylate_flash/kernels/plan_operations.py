@@ -118,10 +118,9 @@ def search_plan(problem: Problem, k: int) -> SearchPlan:
     collected = collection.slots(tile.columns) + collection.packed
     # In multiples of 16, as launches want it.
     scratch = -(-max(1 << tables.XTR_BIN_BITS, n_groups if groups else 0, collected) // 16) * 16
-    return SearchPlan(
-        tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run), groups, n_groups, collection,
-        scratch, None if blocks.split or item > 2 else tables.registers_of(2, tile.num_warps),
-    )  # fmt: skip
+    registers = None if blocks.split or item > 2 else tables.registers_of(2, tile.num_warps)
+    walk = tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run)
+    return SearchPlan(*walk, groups, n_groups, collection, scratch, registers)
 
 
 def _collection(n_documents: int, k: int, columns: int, row_blocks: int, sms: int) -> Collection:
@@ -184,7 +183,6 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
     strides, units = divided_strides(problem.query_strides, problem.document_strides)
     # A set of y is a document alone in its group.
     strides = strides[:3] + strides[4:]
-    return MeetingPlan(
-        tile, direct, block, split, tables.CHAMFER_DIRECT_GROUPS if direct else tables.CHAMFER_GROUPS, precision,
-        strides, units, row_blocks, share * tile.columns, -(-tiles // share),
-    )  # fmt: skip
+    groups = tables.CHAMFER_DIRECT_GROUPS if direct else tables.CHAMFER_GROUPS
+    grid = row_blocks, share * tile.columns, -(-tiles // share)
+    return MeetingPlan(tile, direct, block, split, groups, precision, strides, units, *grid)

@@ -289,7 +289,8 @@ def check_positive(name: str, value: object, of: Tensor | None = None, dtype: to
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a tensor of one element, got shape {list(value.shape)}")
         value = value.item() if is_readable(value) else 1.0
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    # An abstract class takes long to say that a float is one.
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name} must be a number{_OR_TENSOR.get(name, '')}, got {type(value).__name__}")
     if not is_positive(value if isinstance(value, int) else float(value), dtype):
         used = str(dtype).removeprefix("torch.")

@@ -32,7 +32,9 @@ def compute(
         blocked_forward(operands, functools.partial(maxima, with_argmax=with_argmax), scores, argmax)
 
     saved = (-1, problem.argmax_dtype) if with_argmax else None
-    return scores_by(problem, tensors, options, lambda: kernels().scores(problem, tensors, starts), in_blocks, saved)
+    return scores_by(
+        problem, tensors, options, lambda *inputs: kernels().maxsim_forward(*inputs, starts), in_blocks, saved
+    )
 
 
 def compute_gradients(
@@ -56,7 +58,7 @@ def scores_by(
     problem: Problem,
     tensors: Tensors,
     options: Options,
-    by_kernels: Callable[[], tuple[Tensor, Tensor | None]],
+    by_kernels: Callable[[Problem, Tensors], tuple[Tensor, Tensor | None]],
     in_blocks: Callable[[Operands, Tensor, Tensor | None], None],
     saved: tuple[float, torch.dtype] | None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -67,7 +69,7 @@ def scores_by(
     """
     chosen, empty = _server(problem, tensors, options)
     if chosen == "triton" and not empty:
-        scores, of_rows = by_kernels()
+        scores, of_rows = by_kernels(*kernels().for_kernels(problem, tensors))
     else:
         device, of_rows = problem.device, None
         if saved is not None:

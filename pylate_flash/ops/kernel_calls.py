@@ -42,38 +42,21 @@ if TYPE_CHECKING:
     from .chamfer import Pair, Sets
 
 __all__ = [
-    "cast_both", "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows",
-    "pad", "quantized_scores", "rescale", "residual_gradient", "residual_scores", "scores", "soft_gradients",
-    "soft_scores", "sparse_scores", "through_normalized_rows", "xtr_scores",
+    "cast_both", "chamfer_gradients", "chamfer_nearest", "for_kernels", "gradients", "look", "loss", "maxsim_forward",
+    "nonzero_rows", "normalized_rows", "pad", "quantized_forward", "rescale", "residual_backward", "residual_scores",
+    "soft_forward", "soft_gradients", "sparse_forward", "through_normalized_rows", "with_codes", "xtr_scores",
 ]  # fmt: skip
-
-
-def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scores, and argmax if the problem has them; no size is 0. `offsets` are those of `DocumentOffsets`."""
-    return maxsim_forward(*_for_kernels(problem, tensors), offsets)
 
 
 def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
     """Leave XTR's scores, and what comes with them, in `to`, `number` queries at a time; no size is 0."""
-    problem, inputs = _for_kernels(problem, tensors)
+    problem, inputs = for_kernels(problem, tensors)
     active = bounds = None
     if inputs.documents_mask is not None:
         active, bounds = active_tokens(inputs.documents_mask)
     for chunk, part, results in in_chunks(problem, inputs, to, number):
         found = retrieve(chunk, SearchTensors(part.queries, part.documents, active, bounds), rule)
         score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
-
-
-def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, argmax: Tensor | None) -> Tensor:
-    """Scores of chosen query tokens [Nq, Nd or K, k], whose argmax is written over those of -1; no size is 0."""
-    if query_tokens.stride(-1) != 1:
-        query_tokens = query_tokens.contiguous()
-    return sparse_forward(*_for_kernels(problem, tensors), query_tokens, argmax)
-
-
-def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
-    """Scores of quantized documents, whose values are in the place of documents; no size is 0."""
-    return quantized_forward(*_for_kernels(problem, tensors), scales, offsets)
 
 
 def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +68,7 @@ def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor |
     most = decompressed_tokens(problem, codes[-1] is not None)
     capturing = problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if not 0 < most < problem.n_tokens or problem.with_argmax or capturing:
-        return residual_forward(*_with_codes(problem, tensors, codes))
+        return residual_forward(*with_codes(problem, tensors, codes))
     inputs = Codes(*codes)  # type: ignore[arg-type]
     bounds = host_bounds("cu_seqlens", inputs.cu_seqlens, problem.n_tokens, "codes")
     scores = torch.full(problem.scores_shape, problem.empty_score, dtype=torch.float32, device=problem.device)
@@ -94,43 +77,30 @@ def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor |
         size = tokens.stop - tokens.start
         if size > 0:
             own = inputs.cu_seqlens[first : last + 1] - tokens.start
-            some = inputs._replace(
-                codes=inputs.codes[tokens], residuals=inputs.residuals[tokens], scales=inputs.scales[tokens],
-                cu_seqlens=own,
-            )  # fmt: skip
+            part = {name: getattr(inputs, name)[tokens] for name in ("codes", "residuals", "scales")}
+            some = inputs._replace(**part, cu_seqlens=own)
             of_block = tensors._replace(documents_cu_seqlens=own)
             block = problem._replace(n_documents=last - first, n_tokens=size, document_length=size)
-            scores[:, documents] = residual_forward(*_with_codes(block, of_block, some))[0]
+            scores[:, documents] = residual_forward(*with_codes(block, of_block, some))[0]
     return scores, None
 
 
-def residual_gradient(
-    problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None], grad_scores: Tensor, argmax: Tensor
-) -> Tensor:
-    """The gradient of the queries."""
-    return residual_backward(*_with_codes(problem, tensors, codes), grad_scores, argmax)
-
-
-def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
+def with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
+    """Both as kernels take them, and the codes contiguous."""
     inputs = Codes(*[None if tensor is None else tensor.contiguous() for tensor in codes])  # type: ignore[arg-type]
     if inputs.residuals.data_ptr() % 4:
         # They are loaded by words.
         inputs = inputs._replace(residuals=inputs.residuals.clone())
-    return *_for_kernels(problem, tensors._replace(documents=inputs.residuals)), inputs
+    return *for_kernels(problem, tensors._replace(documents=inputs.residuals)), inputs
 
 
 def gradients(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, argmax: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of queries and documents, in their shapes and type; None for one that is not needed."""
-    problem, inputs = _with_padded_queries(*_for_kernels(problem, tensors))
+    problem, inputs = _with_padded_queries(*for_kernels(problem, tensors))
     grad_queries, grad_documents = maxsim_backward(problem, inputs, grad_scores, argmax, need_queries, need_documents)
     return _as_passed(grad_queries, tensors, inputs), grad_documents
-
-
-def soft_scores(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Soft scores, and if asked for log(sum(exp(beta * similarity))) [documents, rows]; no size is 0."""
-    return soft_forward(*_for_kernels(problem, tensors), beta, with_lse)
 
 
 def soft_gradients(
@@ -142,7 +112,7 @@ def soft_gradients(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of beta, queries and documents, in their shapes and types; None for one that is not needed."""
-    problem, inputs = _with_padded_queries(*_for_kernels(problem, tensors))
+    problem, inputs = _with_padded_queries(*for_kernels(problem, tensors))
     slope, queries, documents = soft_backward(problem, inputs, beta, grad_scores, lse, needs)
     return slope, _as_passed(queries, tensors, inputs), documents
 
@@ -229,7 +199,7 @@ def loss(
     """
     problem = checked_problem(tensors, options, needs[0] or needs[1])
     chunks = chunks_of(problem, comparison.max_scratch_bytes)
-    problem, inputs = _for_kernels(problem, tensors)
+    problem, inputs = for_kernels(problem, tensors)
     if options.reduction == "mean":
         # The score of an empty document is not divided.
         problem = problem._replace(empty_score=0.0)
@@ -359,8 +329,8 @@ def _finished(problem: Problem, documents: Tensor, norms: Norms | None, total: T
     return found
 
 
-def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
-    """Both with padded queries, contiguous rows and masks, and boundaries on the device."""
+def for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
+    """Both as kernels take them: padded queries, contiguous rows and masks, boundaries on the device; no size is 0."""
     queries, documents, queries_mask, documents_mask, queries_bounds, bounds, candidates = tensors
     if documents.stride(-1) != 1:
         documents = documents.contiguous()
@@ -395,6 +365,4 @@ def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
 
 
 def _on_device(boundaries: Tensor, device: torch.device) -> Tensor:
-    if boundaries.device != device:
-        boundaries = boundaries.to(device, non_blocking=True)
-    return boundaries.contiguous()
+    return boundaries.to(device, non_blocking=True).contiguous()

@@ -10,7 +10,7 @@ A loss of each query, and one over no tokens, are torch's operations after `maxs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,11 @@ def loss_of(inputs: tuple, how: tuple) -> tuple[Tensor, Any]:
     queries, documents, _, _, _, bounds, _, _ = inputs
     if bounds is not None:
         # Whether a length is to be found out hangs on whether a gradient is needed.
-        how = (_packed_length(inputs, how), *how[1:])
+        longest, (tensors, _, options, _) = how[0], _call_of(inputs, how)
+        check_layout(tensors, None, longest)
+        check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
+        check_tensor("documents", documents, {2: "[Td, d]"})
+        how = (with_lengths(tensors, options, None, longest).max_document_length, *how[1:])
     key = signature("maxsim_loss", inputs, how)
     # What is no string the checks refuse.
     one_by_one = isinstance(how[_LOSS_REDUCTION], str) and how[_LOSS_REDUCTION] == "none"
@@ -44,61 +48,64 @@ def loss_of(inputs: tuple, how: tuple) -> tuple[Tensor, Any]:
             return apply(_MaxsimLoss, key, (key, how), *inputs)
 
         def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
-            return _computed(*_checked(inputs, how), (False, False, False))[:2], None
+            return _computed(_checked(_call_of(inputs, how)), (False, False, False))[:2], None
 
         loss, statistics = repeat(key, compute, inputs)[0]
         return loss, statistics
     if key is NOT_PLAIN:
         check_differentiation("maxsim", *[tensor for tensor in inputs if isinstance(tensor, Tensor)])
-    inputs, how = _checked(inputs, how)
-    comparison = Comparison(*how[-_N_COMPARISON:])
+    call = _checked(_call_of(inputs, how))
+    tensors, targets, options, comparison = call
     if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
+        inputs, how = _arguments(call)
         return _maxsim_loss(*inputs, *how)
-    scores = scores_of("maxsim", _scored(inputs), _scoring(how))
-    found = compared(scores, Targets(inputs[-2], inputs[-1], inputs[2]), comparison, inputs[1].dim() == 4)
+    scores = scores_of("maxsim", tensors, options)
+    found = compared(scores, targets, comparison, tensors.documents.dim() == 4)
     statistics = statistics_of(found) if comparison.with_statistics else None
     return reduced(found.losses, comparison.loss_reduction), statistics
 
 
-def _packed_length(inputs: tuple, how: tuple) -> int:
-    tensors, longest = _scored(inputs), how[0]
-    check_layout(tensors, None, longest)
-    check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
-    check_tensor("documents", tensors.documents, {2: "[Td, d]"})
-    return with_lengths(tensors, _scoring(how), None, longest).max_document_length
+class _Call(NamedTuple):
+    """What the operator's arguments describe; padded documents have a `max_document_length` of 0."""
+
+    tensors: Tensors
+    targets: Targets
+    options: Options
+    comparison: Comparison
 
 
-def _scored(inputs: Sequence) -> Tensors:
-    """What is scored, of the operator's tensors."""
-    queries, documents, _, queries_mask, documents_mask, bounds, *_ = inputs
-    return Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
+def _call_of(inputs: Sequence, how: Sequence) -> _Call:
+    queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = inputs
+    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
+    options = Options(0, how[0], 0, *how[1:-_N_COMPARISON])
+    return _Call(tensors, Targets(target, exclude, temperature), options, Comparison(*how[-_N_COMPARISON:]))
 
 
-def _scoring(how: tuple) -> Options:
-    longest, *scoring = how[:-_N_COMPARISON]
-    return Options(0, longest, 0, *scoring)
+def _arguments(call: _Call) -> tuple[tuple, tuple]:
+    """The operator's arguments, tensors and others."""
+    (queries, documents, *masks, _, bounds, _), (target, exclude, temperature), options, comparison = call
+    inputs = queries, documents, temperature, *masks, bounds, target, exclude
+    return inputs, (options[1], *options[3:], *comparison)
 
 
-def _checked(inputs: Sequence, how: tuple) -> tuple[tuple, tuple]:
-    """The operator's arguments, tensors and others, after every check and autocast."""
-    _, _, temperature, _, _, bounds, target, exclude = inputs
-    comparison = checked_comparison(Comparison(*how[-_N_COMPARISON:]))
-    tensors, scoring = checked(_scored(inputs), _scoring(how))
-    longest = how[0]
-    if bounds is None:
-        check_layout(tensors, None, longest)
-        longest = 0
+def _checked(call: _Call) -> _Call:
+    """The call after every check and autocast."""
+    comparison = checked_comparison(call.comparison)
+    tensors, options = checked(call.tensors, call.options)
+    if tensors.documents_cu_seqlens is None:
+        if options.max_document_length is not None:
+            check_layout(tensors, None, options.max_document_length)
+        options = options._replace(max_document_length=0)
         # The operators make every check; those of what is compared with the scores rely on this much.
         if tensors.queries.dim() != 3 or tensors.documents.dim() not in (3, 4):
             check(tensors)
-    target, exclude, temperature = checked_targets(Targets(target, exclude, temperature), comparison, tensors)
+    target, exclude, temperature = checked_targets(call.targets, comparison, tensors)
     if comparison.loss_reduction != "none":
         if target is not None:
             wide = accumulation_dtype(tensors.queries.dtype)
             target = (target.to(wide) if target.is_floating_point() else target).contiguous()
         exclude = None if exclude is None else exclude.contiguous()
-    inputs = (*tensors[:2], temperature, *tensors[2:4], bounds, target, exclude)
-    return inputs, (longest, *scoring[3:], *comparison)
+    return _Call(tensors, Targets(target, exclude, temperature), options, comparison)
 
 
 # The fields of `Tensors` that a loss has, and those of `Targets`; then the same of `Options`, and `Comparison`.
@@ -129,24 +136,18 @@ _maxsim_loss_gradients = torch.ops.pylate_flash.maxsim_loss_gradients.default
 _maxsim_loss_backward = torch.ops.pylate_flash.maxsim_loss_backward.default
 
 
-def _by_kernels(queries: Tensor, options: tuple) -> bool:
-    implementation = options[-_N_COMPARISON - 1]
-    return choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton"
+def _by_kernels(call: _Call) -> bool:
+    queries = call.tensors.queries
+    return choose(call.options.implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton"
 
 
-def _computed(tensors: Sequence, options: tuple, needs: tuple[bool, bool, bool]) -> LossResult:
-    """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
-    compute = kernels().loss if _by_kernels(tensors[0], options) else loss_in_blocks
-    targets = Targets(tensors[-2], tensors[-1], tensors[2])
-    return compute(_scored(tensors), targets, _scoring(options), Comparison(*options[-_N_COMPARISON:]), needs)
-
-
-def _loss_alone(*arguments) -> tuple[Tensor, ...]:
-    return _loss_and_gradients(*arguments, False, False, False)[:2]
+def _computed(call: _Call, needs: tuple[bool, bool, bool]) -> LossResult:
+    """The loss, and what is needed of its gradients."""
+    return (kernels().loss if _by_kernels(call) else loss_in_blocks)(*call, needs)
 
 
 def _loss_and_gradients(*arguments) -> tuple[Tensor, ...]:
-    loss, *others = _computed(arguments[:_N_TENSORS], arguments[_N_TENSORS:-3], arguments[-3:])
+    loss, *others = _computed(_call_of(arguments[:_N_TENSORS], arguments[_N_TENSORS:-3]), arguments[-3:])
     return loss, *[loss.new_empty(0) if tensor is None else tensor for tensor in others]
 
 
@@ -175,8 +176,9 @@ class _MaxsimLoss(torch.autograd.Function):
         if ctx.plain:
 
             def compute(tensors: Sequence) -> tuple[tuple, tuple]:
-                used, how = _checked(tensors, options)
-                return (*_computed(used, how, needs), *used), (how, _by_kernels(used[0], how))
+                call = _checked(_call_of(tensors, options))
+                used, how = _arguments(call)
+                return (*_computed(call, needs), *used), (how, _by_kernels(call))
 
             (loss, statistics, *found), (options, ctx.by_kernels) = repeat(key, compute, tensors)
             ctx.gradients, tensors = found[:_N_DIFFERENTIABLE], tuple(found[_N_DIFFERENTIABLE:])
@@ -197,7 +199,7 @@ class _MaxsimLoss(torch.autograd.Function):
         if eager:
             ctx.gradients = None
             if gradients is None:
-                gradients = _computed(ctx.saved_tensors, ctx.options, ctx.needs)[2:]
+                gradients = _computed(_call_of(ctx.saved_tensors, ctx.options), ctx.needs)[2:]
         if eager and not torch.is_grad_enabled():
             # The inputs are not looked at: that would take as long as all else here.
             found = _scaled(grad_loss, gradients, ctx.likes, ctx.by_kernels)
@@ -264,7 +266,7 @@ def _backward(grad_loss: Tensor, queries: Tensor, documents: Tensor, temperature
     return tuple([_times(gradient, grad_loss, like.dtype) for gradient, like in zip(gradients, likes, strict=True)])
 
 
-LIBRARY.impl("maxsim_loss", _loss_alone, "CompositeExplicitAutograd")
+LIBRARY.impl("maxsim_loss", lambda *call: _loss_and_gradients(*call, *[False] * 3)[:2], "CompositeExplicitAutograd")
 LIBRARY.impl("maxsim_loss", _differentiable, "Autograd")
 LIBRARY.impl("maxsim_loss_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
 LIBRARY.impl("maxsim_loss_backward", _backward, "CompositeExplicitAutograd")

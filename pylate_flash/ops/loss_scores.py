@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,16 +117,15 @@ class Compared(NamedTuple):
 
 def compared(scores: Tensor, targets: Targets, comparison: Comparison, own_candidates: bool) -> Compared:
     """Compare scores [n, N] with targets of as many queries."""
+    how: dict[str, Any]
     temperature: float | Tensor = comparison.temperature
     if targets.temperature is not None:
         # Half a number is widened, as its square leaves the range of half.
         temperature = targets.temperature.to(accumulation_dtype(targets.temperature.dtype))
     if comparison.kind == CROSS_ENTROPY:
         labels = labels_of(targets.target, scores.shape[0], own_candidates, scores.device)
-        losses = cross_entropy_reference(
-            scores, labels, exclude=targets.exclude, margin=comparison.margin, temperature=temperature,
-            symmetric=comparison.symmetric, loss_reduction="none",
-        )  # fmt: skip
+        how = {"exclude": targets.exclude, "margin": comparison.margin, "symmetric": comparison.symmetric}
+        losses = cross_entropy_reference(scores, labels, **how, temperature=temperature, loss_reduction="none")
         if not comparison.with_statistics:
             return Compared(losses)
         _, _, positives, is_label, left_out = _labelled(scores, labels, targets.exclude, comparison.margin)
@@ -135,11 +134,9 @@ def compared(scores: Tensor, targets: Targets, comparison: Comparison, own_candi
     assert targets.target is not None
     if comparison.kind != DIVERGENCE:
         return Compared(margin_mse_reference(scores, targets.target, loss_reduction="none"))
-    losses = kl_divergence_reference(
-        scores, targets.target, temperature=temperature, teacher_temperature=comparison.teacher_temperature,
-        normalize_scores=comparison.normalize_scores, loss_reduction="none",
-    )  # fmt: skip
-    return Compared(losses)
+    how = {"temperature": temperature, "teacher_temperature": comparison.teacher_temperature}
+    how |= {"normalize_scores": comparison.normalize_scores, "loss_reduction": "none"}
+    return Compared(kl_divergence_reference(scores, targets.target, **how))
 
 
 def differentiated(

@@ -24,10 +24,8 @@ def nonzero_rows(embeddings: Tensor) -> Tensor:
 
 def nonzero_rows_of_both(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     """`nonzero_rows` of each, by one launch where a kernel takes both."""
-    alike = (queries.dtype, queries.device, queries.shape[-1]) == (
-        documents.dtype, documents.device, documents.shape[-1],
-    )  # fmt: skip
-    if alike and _kernel_takes(queries) and _kernel_takes(documents):
+    of_queries, of_documents = ((each.dtype, each.device, each.shape[-1]) for each in (queries, documents))
+    if of_queries == of_documents and _kernel_takes(queries) and _kernel_takes(documents):
         return kernels().nonzero_rows(queries, documents)
     return nonzero_rows(queries), nonzero_rows(documents)
 

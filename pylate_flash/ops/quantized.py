@@ -85,7 +85,7 @@ def _scores(arguments: tuple) -> Tensor:
     implementation = choose(options.implementation, problem.device, problem.deciding_dtype, problem.size)
     if implementation == "blocked" or problem.is_empty:
         return _scores_in_blocks(*_call(arguments))
-    scores = kernels().quantized_scores(problem, tensors, scales, offsets)
+    scores = kernels().quantized_forward(*kernels().for_kernels(problem, tensors), scales, offsets)
     if options.reduction == "mean":
         # The score of an empty document is not divided.
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)

@@ -201,7 +201,8 @@ def _compute_gradients(grad_scores: Tensor, saved: Sequence[Tensor], arguments: 
     if by_kernels:
         if call.reduction == "mean":
             grad_scores = grad_scores / active_counts(problem, _tensors(call))
-        return (kernels().residual_gradient(problem, _tensors(call), call[2:9], grad_scores, argmax),)
+        inputs = kernels().with_codes(problem, _tensors(call), call[2:9])
+        return (kernels().residual_backward(*inputs, grad_scores, argmax),)
     tensors, options, blocks, produce = _by_block(call)
     flow = grad_scores if call.candidates is None else grad_scores.flatten()
     total = torch.zeros_like(tensors.queries, memory_format=torch.contiguous_format)

@@ -173,13 +173,13 @@ def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     beta, (tensors, options) = arguments[0], call_of(arguments[1:])
     problem = checked_problem(tensors, options)
 
-    def by_kernels() -> tuple[Tensor, Tensor | None]:
-        return kernels().soft_scores(problem, tensors, beta, with_lse)
-
     def in_blocks(operands: Operands, scores: Tensor, lse: Tensor | None) -> None:
         blocked_forward(operands, partial(_log_sums, beta=beta), scores, lse, together=False)
 
-    return scores_by(problem, tensors, options, by_kernels, in_blocks, (0.0, beta.dtype) if with_lse else None)
+    saved = (0.0, beta.dtype) if with_lse else None
+    return scores_by(
+        problem, tensors, options, lambda *inputs: kernels().soft_forward(*inputs, beta, with_lse), in_blocks, saved
+    )
 
 
 def _compute_gradients(

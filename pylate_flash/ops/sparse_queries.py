@@ -209,11 +209,12 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
         query_tokens = F.pad(query_tokens, (0, 1), value=-1)
     query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
 
-    def by_kernels() -> tuple[Tensor, Tensor | None]:
+    def by_kernels(*inputs: Any) -> tuple[Tensor, Tensor | None]:
         argmax = None
         if with_argmax:
             argmax = torch.full(problem.argmax_shape, -1, dtype=problem.argmax_dtype, device=problem.device)
-        return kernels().sparse_scores(problem, tensors, query_tokens, argmax), argmax
+        rows = query_tokens if query_tokens.stride(-1) == 1 else query_tokens.contiguous()
+        return kernels().sparse_forward(*inputs, rows, argmax), argmax
 
     def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
         _in_blocks(operands, _positions(query_tokens, tensors.queries), scores, argmax)

@@ -163,11 +163,10 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     if problem.with_argmax:
         shape = problem.groups * problem.n_documents, problem.rows
         argmax = torch.empty(*shape, dtype=torch.int32, device=problem.device)
-    inputs = ForwardTensors(
-        tensors.queries, codes.residuals, tensors.queries_mask, documents_scale=codes.scales,
-        cu_seqlens=codes.cu_seqlens, candidates=codes.candidates, argmax=argmax, codes=codes.codes,
-        centroids=codes.centroids, bucket_weights=codes.bucket_weights,
-    )  # fmt: skip
+    # Its other fields have the names that they have there.
+    named = {name: tensor for name, tensor in codes._asdict().items() if name not in ("residuals", "scales")}
+    inputs = ForwardTensors(tensors.queries, codes.residuals, tensors.queries_mask, argmax=argmax, **named)
+    inputs = inputs._replace(documents_scale=codes.scales)
     if plan.kernel == "short":
         inputs = with_table(problem, plan, inputs)
     return _score(problem, plan, inputs), argmax
