@@ -91,7 +91,7 @@ def load_beir_folder(
             f"{folder} is not a BEIR folder with a split {split!r}: expected corpus.jsonl, queries.jsonl and "
             f"qrels/{split}.tsv, missing {', '.join(missing)}; splits found: {splits}"
         )
-    documents = [document._asdict() for document in Corpus(files[0])]
+    documents = [{"id": document.id, "text": document.text} for document in Corpus(files[0])]
     ids = {document["id"] for document in documents}
     with files[1].open("rb") as lines:
         texts = {query_id: record["text"] for query_id, record in read_records(lines, files[1])}

@@ -12,8 +12,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,30 +28,6 @@ TRACEBACK_VARIABLE = "PYLATE_FLASH_TRACEBACK"
 UNEXPECTED = 70
 """Exit code of an error that the command does not know: a mistake of the program rather than of the user."""
 _LONGEST_CAUSE = 300
-
-
-class Scorer(str, Enum):
-    """Who computes the scores."""
-
-    pylate_flash = "pylate_flash"
-    torch = "torch"
-    flash = "flash"
-    lik = "lik"
-    auto = "auto"
-
-
-SCORERS = f"{', '.join(list(Scorer)[:-1])} or {Scorer.auto.value}"
-
-BatchSize = Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")]
-QueryLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")]
-DocumentLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code", help="Run code that comes with the model: it can do whatever you can. Default: refuse."
-    ),
-]
 
 
 class UserError(Exception):

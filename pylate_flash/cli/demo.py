@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from .._extras import check_host, check_installed
-from . import defaults
-from .common import Device, TrustRemoteCode, UserError, be_quiet, check_device, console, explained, note, say
+from . import options
+from .common import UserError, be_quiet, check_device, console, explained, note, say
 from .models import PYLATE, check_model_name, host_of, load_model
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for everything that the demo leaves.")] = defaults.DEMO_OUTPUT,
+    output: Annotated[Path, typer.Option(help="Folder for everything that the demo leaves.")] = options.DEMO_OUTPUT,
     model: Annotated[
         str | None, typer.Option(help="Encoder: a folder or a name. Default: all-MiniLM-L6-v2, from a package.")
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Four times the training, twice the text: 6 to 20 minutes.")
     ] = False,
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train, index, search and evaluate a ColBERT model on real text, offline, in two to four minutes on a CPU.
 
@@ -57,9 +57,14 @@ def demo(
             raise UserError(f"the demo trains models of PyLate, and {model} is a MultiVectorEncoder; name another one")
         # Loaded before anything is prepared: what cannot be used says so at once, and code of its own does not run.
         job.seed(settings)
-        lengths = {"query_length": settings.query_length, "document_length": settings.document_length}
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device": device, **lengths}
-        encoder = load_model(model, scorer="pylate_flash", **options)
+        encoder = load_model(
+            model,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            scorer="pylate_flash",
+            query_length=settings.query_length,
+            document_length=settings.document_length,
+        )
     with explained():
         job.prepare_output(output)
     results = job.run(output, model, settings, device=device, console=console, started=started, encoder=encoder)

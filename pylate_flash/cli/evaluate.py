@@ -21,27 +21,10 @@ from rich.table import Column, Table
 from .._extras import check_installed
 from ..demo.job import METRICS, versions
 from ..encoding.texts import encode
-from . import defaults
+from . import options
 from .against import Compared, check_run_ids, check_systems, compare_systems, comparison_table, plain_table, run_text
 from .collections import Collection, load_collections
-from .common import (
-    SCORERS,
-    BatchSize,
-    Device,
-    DocumentLength,
-    QueryLength,
-    Scorer,
-    TrustRemoteCode,
-    UserError,
-    be_quiet,
-    check_device,
-    console,
-    explained,
-    loading,
-    note,
-    notes,
-    say,
-)
+from .common import UserError, check_device, console, explained, loading, note, notes, say
 from .files import check_new_file, write_file
 from .indexing import INDEX_ERRORS, check_new_index, check_place, holds_index
 from .models import (
@@ -109,10 +92,11 @@ def evaluate(
         ),
     ],
     model: Annotated[str, typer.Option(help="ColBERT model, MultiVectorEncoder, or an encoder: a folder or a name.")],
-    split: Annotated[str, typer.Option(help="Which file of qrels/.")] = defaults.SPLIT,
+    split: Annotated[str, typer.Option(help="Which file of qrels/.")] = "test",
     scorer: Annotated[
-        Scorer, typer.Option(metavar="NAME", help=f"Computes the scores: {SCORERS}. auto: as the model says.")
-    ] = Scorer.auto,
+        options.Scorer,
+        typer.Option(metavar="NAME", help=f"Computes the scores: {options.SCORERS}. auto: as the model says."),
+    ] = "auto",
     compare_torch: Annotated[
         bool,
         typer.Option(
@@ -148,14 +132,14 @@ def evaluate(
     picture: Annotated[
         Path | None, typer.Option(help="Draw the metrics; with `--against`, quality and time. PNG, SVG or PDF.")
     ] = None,
-    batch_size: BatchSize = defaults.BATCH_SIZE,
-    query_length: QueryLength = None,
-    document_length: DocumentLength = None,
-    device: Device = None,
+    batch_size: options.BatchSize = options.BATCH_SIZE,
+    query_length: options.QueryLength = None,
+    document_length: options.DocumentLength = None,
+    device: options.Device = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the index that is already in `--index`.")
     ] = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Evaluate a model's retrieval on collections in BEIR's layout, by exact search.
 
@@ -163,7 +147,7 @@ def evaluate(
     without a projection gets a random one, as in its library: train it first.
     """
     check_encoding_host("pylate-flash evaluate")
-    if compare_torch and scorer is Scorer.torch:
+    if compare_torch and scorer == "torch":
         raise UserError("--compare-torch compares another scorer with torch; leave out --scorer torch")
     seeds = _seeds(repeat, model)
     if index is not None:
@@ -183,7 +167,6 @@ def evaluate(
         if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise UserError(f"--picture {picture} must end in .png, .svg or .pdf")
         check_installed("matplotlib", "--picture", "demo")
-    be_quiet()
     loading(f"the model {names[0]}")
     if index is not None:
         check_place(index.resolve())
@@ -204,7 +187,7 @@ def evaluate(
             query_length=query_length,
             document_length=document_length,
         )
-        chosen = None if scorer is Scorer.auto else scorer.value
+        chosen = None if scorer == "auto" else scorer
         check_scorer(chosen, loaded)
         for collection in collections:
             if index is not None:
@@ -237,12 +220,12 @@ def _seeds(repeat: str | None, model: str) -> list[int | None]:
     return [int(seed) for seed in seeds]
 
 
-def _load(name: str, **options: Any) -> Model:
+def _load(name: str, **given: Any) -> Model:
     import torch
 
     # A projection that the encoder has not got is drawn at random: the same one at every call.
-    torch.manual_seed(defaults.SEED)
-    loaded = load_model(name, **options)
+    torch.manual_seed(options.SEED)
+    loaded = load_model(name, **given)
     if has_random_projection(loaded, name):
         note(
             f"Warning: {name} is an encoder without a projection. A random one was drawn, so the numbers below say "

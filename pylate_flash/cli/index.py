@@ -6,30 +6,16 @@ import json
 import os
 import shlex
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.filesize import decimal
 from typer.core import TyperGroup
 
 from ..data.files import Corpus, read_lines
-from . import defaults
-from .common import (
-    BatchSize,
-    Device,
-    DocumentLength,
-    QueryLength,
-    TrustRemoteCode,
-    UserError,
-    be_quiet,
-    command,
-    explained,
-    loading,
-    note,
-    say,
-)
+from . import options
+from .common import UserError, command, explained, loading, note, say
 from .files import check_file, check_new_folder
 from .indexing import (
     DEFAULT_INDEX,
@@ -54,7 +40,6 @@ from .models import check_encoding_host, check_model_name, load_model
 from .ranks import device_of_rank, together
 
 if TYPE_CHECKING:
-    from ..index.ranks import Ranks
     from ..index.store import PackedStore
     from ..indexes import Flat
 
@@ -77,11 +62,12 @@ app = typer.Typer(
 
 
 # How embeddings are kept: the keys of `index.layout.DTYPES`, whose import takes seconds.
-_FEWER_BITS = ("int8", "uint8", "fp8", "residual4", "residual2")
-_BESIDE = tuple(f"{fewer}+{beside}" for fewer in _FEWER_BITS for beside in ("float16", "bfloat16"))
-DTYPES = ("float32", "float16", "bfloat16", *_FEWER_BITS, *_BESIDE)
-Dtype = Enum("Dtype", {name: name for name in DTYPES}, type=str)  # type: ignore[misc]  # not written one by one
-
+Dtype = Literal[
+    "float32", "float16", "bfloat16", "int8", "uint8", "fp8", "residual4", "residual2",
+    "int8+float16", "int8+bfloat16", "uint8+float16", "uint8+bfloat16", "fp8+float16", "fp8+bfloat16",
+    "residual4+float16", "residual4+bfloat16", "residual2+float16", "residual2+bfloat16",
+]  # fmt: skip
+DTYPES = get_args(Dtype)
 
 Index = Annotated[Path, typer.Option(help="Folder of the index.")]
 Data = Annotated[
@@ -103,9 +89,9 @@ def build(
     data: Data,
     model: Annotated[str, typer.Option(help="ColBERT model or MultiVectorEncoder: a folder or a name.")],
     index: Index = DEFAULT_INDEX,
-    batch_size: BatchSize = defaults.BATCH_SIZE,
-    query_length: QueryLength = None,
-    document_length: DocumentLength = None,
+    batch_size: options.BatchSize = options.BATCH_SIZE,
+    query_length: options.QueryLength = None,
+    document_length: options.DocumentLength = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -115,11 +101,11 @@ def build(
             "for `search --rescore`. Default: float32.",
         ),
     ] = None,
-    device: Device = None,
+    device: options.Device = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Empty an index that is already there, and begin anew.")
     ] = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Encode the documents of a corpus, and keep them in an index that remembers the model.
 
@@ -131,27 +117,7 @@ def build(
     each, on a GPU of their own, and the first adds them in order. If one ends, all do.
     """
     check_encoding_host("pylate-flash index build")
-    be_quiet()
-    with together() as ranks:
-        kept_as = dtype and dtype.value
-        _build(data, model, index_path(index), batch_size, query_length, document_length, kept_as, device, overwrite,
-               trust_remote_code, ranks)  # fmt: skip
-
-
-def _build(
-    data: Path,
-    model: str,
-    place: Path,
-    batch_size: int,
-    query_length: int | None,
-    document_length: int | None,
-    dtype: str | None,
-    device: str | None,
-    overwrite: bool,
-    trust_remote_code: bool,
-    ranks: Ranks | None,
-) -> None:
-    """As `build`: on several ranks, of which the first has the index, and the others encode for it."""
+    place = index_path(index)
     flat: Flat | None = None
 
     def check() -> tuple[Corpus, list[str]]:
@@ -170,49 +136,48 @@ def _build(
 
     def record() -> set[str]:
         nonlocal flat
-        if overwrite:
+        if flat is None:
             flat = open_flat(place, device, dtype=dtype, override=True)
-        assert flat is not None
         with explained(kinds=INDEX_ERRORS):
             # Refuses another model than that of the documents which are there.
             flat.record_model(encoder, name=model)
             _record_corpus(flat, data)
         return set(flat.documents_ids)
 
-    corpus, ids = ranks.agreed(check) if ranks else check()
-    loading(f"the model {model}")
-    encoder = load_model(
-        model,
-        searching=True,
-        device=device_of_rank(device, ranks),
-        query_length=query_length,
-        document_length=document_length,
-        trust_remote_code=trust_remote_code,
-    )
-    there = ranks.agreed(record) if ranks else record()
-    before = len(there)
-    if flat is not None and before == len(ids):
-        say(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
-    if before == len(ids):
-        return
-    if flat is not None and before:
-        say(f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already")
-    if flat is not None and not before:
-        train_codec(flat, encoder, corpus, len(ids), batch_size)
-    try:
-        texts = (text for text in corpus.with_metadata() if text[0].id not in there)
-        add_texts(flat, encoder, texts, len(ids) - before, batch_size, ranks=ranks)
-    except KeyboardInterrupt:
-        if flat is not None:
-            note(
-                f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
-                f"{' without --overwrite' if overwrite else ''} goes on"
-            )
-        raise
-    if flat is not None:
-        where = shlex.join(["--index", str(place)])
-        say(f"{place} holds {counted(len(flat), 'document')}")
-        print(f'Next: pylate-flash search "..." {where}')
+    with together() as ranks:
+        corpus, ids = ranks.agreed(check)
+        loading(f"the model {model}")
+        encoder = load_model(
+            model,
+            searching=True,
+            device=device_of_rank(device, ranks),
+            query_length=query_length,
+            document_length=document_length,
+            trust_remote_code=trust_remote_code,
+        )
+        there = ranks.agreed(record)
+        before = len(there)
+        if before == len(ids):
+            held = counted(before, "document")
+            say(f"Nothing to do: {place} holds the {held} of {corpus.path}, by their ids, already")
+            return
+        if before:
+            held = f"{before:,} of the {len(ids):,} documents"
+            say(f"Going on: {place} holds {held} of {corpus.path}, by their ids, already")
+        elif flat is not None:
+            train_codec(flat, encoder, corpus, len(ids), batch_size)
+        try:
+            documents = (document for document in corpus if document.id not in there)
+            add_texts(flat, encoder, documents, len(ids) - before, batch_size, ranks=ranks)
+        except KeyboardInterrupt:
+            if flat is not None:
+                note(
+                    f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
+                    f"{' without --overwrite' if overwrite else ''} goes on"
+                )
+            raise
+        say(f"{place} holds {counted(len(ids), 'document')}")
+        print(f'Next: pylate-flash search "..." {shlex.join(["--index", str(place)])}')
 
 
 @app.command(epilog="Example: `pylate-flash index add --data more.jsonl --index my-index`")
@@ -226,9 +191,9 @@ def add(
     replace: Annotated[
         bool, typer.Option("--replace", help="Put documents in the place of those that have their ids in the index.")
     ] = False,
-    batch_size: BatchSize = defaults.BATCH_SIZE,
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    batch_size: options.BatchSize = options.BATCH_SIZE,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Add documents to an index, encoded by the model that it was built with.
 
@@ -240,7 +205,6 @@ def add(
     check_index(place)
     corpus = open_corpus(data)
     ids = read_ids(corpus)
-    be_quiet()
     flat = open_flat(place, device)
     new = sum(id_ not in flat for id_ in ids)
     there = len(ids) - new
@@ -251,8 +215,8 @@ def add(
         with explained(kinds=INDEX_ERRORS):
             _record_corpus(flat, data)
         known = set() if replace else set(flat.documents_ids)
-        texts = (text for text in corpus.with_metadata() if text[0].id not in known)
-        add_texts(flat, encoder, texts, len(ids) if replace else new, batch_size, replace)
+        documents = (document for document in corpus if document.id not in known)
+        add_texts(flat, encoder, documents, len(ids) if replace else new, batch_size, replace)
     replaced = f", replaced {there:,}" if replace else ""
     say(f"Added {counted(new, 'document')}{replaced}; {place} holds {len(flat):,}")
 

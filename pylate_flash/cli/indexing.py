@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._extras import check_installed
-from ..data.files import Corpus, Text
+from ..data.files import Corpus, Document
 from ..encoding.texts import encode, read_lengths
 from .common import UserError, check_device, explained, loading, note, notes
 from .files import check_file, check_new_folder
 from .models import check_model_name, document_tokens, load_model
+from .ranks import Alone
 
 if TYPE_CHECKING:
     from ..index.ranks import Ranks
@@ -102,13 +103,13 @@ def read_ids(corpus: Corpus) -> list[str]:
 
     ids = []
     with explained(kinds=(ValueError, OSError, TypeError)), notes.status(f"Reading {corpus.path}"):
-        for (id_, _), metadata in corpus.with_metadata():
-            ids.append(id_)
-            if metadata:
+        for document in corpus:
+            ids.append(document.id)
+            if document.metadata:
                 try:
-                    checked_metadata([metadata], 1)
+                    checked_metadata([document.metadata], 1)
                 except (ValueError, TypeError) as error:
-                    raise ValueError(f"{corpus.path}: the document {ascii(id_):.100}: {error}") from None
+                    raise ValueError(f"{corpus.path}: the document {ascii(document.id):.100}: {error}") from None
     return ids
 
 
@@ -200,11 +201,11 @@ def noted() -> Iterator[None]:
 def add_texts(
     flat: Flat | None,
     model: Model,
-    texts: Iterable[tuple[Text, dict[str, Any]]],
+    documents: Iterable[Document],
     total: int,
     batch_size: int,
     replace: bool = False,
-    ranks: Ranks | None = None,
+    ranks: Ranks | Alone | None = None,
 ) -> None:
     """Encode texts and add them to an index, with progress on standard error.
 
@@ -217,9 +218,8 @@ def add_texts(
         The index; None on other ranks than the first.
     model
         Its model.
-    texts
-        Documents that are not in the index, or with `replace` also such that take the place of those there; each with
-        its metadata.
+    documents
+        Those that are not in the index, or with `replace` also such that take the place of those there.
     total
         How many they are.
     batch_size
@@ -246,6 +246,7 @@ def add_texts(
         except torch.cuda.OutOfMemoryError:
             raise UserError(f"--batch-size {batch_size} is too large for the memory of {model.device}") from None
 
+    ranks = ranks or Alone()
     terminal = sys.stderr.isatty()
     started = noted = written = time.monotonic()
     done = nbytes = 0
@@ -259,21 +260,18 @@ def add_texts(
         tqdm(total=total, desc="Encoding", unit="doc", disable=not terminal) as progress,
     ):
         step = batch_size * _BATCHES_PER_STEP
-        for some in _steps(texts, step * (ranks.size if ranks else 1)):
-            some_texts = [text for (_, text), _ in some]
+        for some in _steps(documents, step * ranks.size):
+            some_texts = [document.text for document in some]
             if not done:
                 _note_truncation(model, some_texts[:step])
-            if ranks is None:
-                found = encoded(some_texts)
-            else:
-                share = partial(encoded, some_texts[step * ranks.rank :][:step])
-                found = list(itertools.chain(*ranks.to_first(share, "encode")))
+            share = partial(encoded, some_texts[step * ranks.rank :][:step])
+            found = list(itertools.chain(*ranks.to_first(share, "encode")))
             if flat is None:
                 continue
             embeddings += found
             nbytes += sum(array.nbytes for array in found)
-            ids += [id_ for (id_, _), _ in some]
-            metadata += [own for _, own in some]
+            ids += [document.id for document in some]
+            metadata += [document.metadata for document in some]
             done += len(some)
             progress.update(len(some))
             now = time.monotonic()
@@ -306,7 +304,7 @@ def train_codec(flat: Flat, model: Model, corpus: Corpus, total: int, batch_size
     sample = max(_SAMPLE, 16 * math.isqrt(total))
     loading("what residual codes are made by")
     with explained(kinds=INDEX_ERRORS):
-        texts = [text for (_, text) in itertools.islice(corpus, 0, None, -(-total // sample))]
+        texts = [document.text for document in itertools.islice(corpus, 0, None, -(-total // sample))]
         flat.train_codec(encode(model, texts, is_query=False, batch_size=batch_size))
 
 

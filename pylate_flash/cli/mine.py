@@ -10,22 +10,8 @@ from typing import Annotated
 
 import typer
 
-from . import defaults
-from .common import (
-    BatchSize,
-    Device,
-    DocumentLength,
-    QueryLength,
-    TrustRemoteCode,
-    UserError,
-    be_quiet,
-    check_device,
-    explained,
-    loading,
-    note,
-    notes,
-    say,
-)
+from . import options
+from .common import UserError, check_device, explained, loading, note, notes, say
 from .files import check_file, check_new_file, write_file
 from .indexing import counted, open_corpus
 from .models import check_encoding_host, check_model_name, load_model
@@ -55,7 +41,7 @@ def mine(
             "with its title or without. Default: the positives of `--data`."
         ),
     ] = None,
-    num_negatives: Annotated[int, typer.Option(min=1, help="Negatives of every pair.")] = defaults.NEGATIVES,
+    num_negatives: Annotated[int, typer.Option(min=1, help="Negatives of every pair.")] = 3,
     range_min: Annotated[
         int,
         typer.Option(
@@ -70,12 +56,12 @@ def mine(
         float | None,
         typer.Option(help="The same, as a part of the positive's score: 0.05 asks for 95 % of it at most."),
     ] = None,
-    batch_size: BatchSize = defaults.BATCH_SIZE,
-    query_length: QueryLength = None,
-    document_length: DocumentLength = None,
-    device: Device = None,
+    batch_size: options.BatchSize = options.BATCH_SIZE,
+    query_length: options.QueryLength = None,
+    document_length: options.DocumentLength = None,
+    device: options.Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is already there.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Find hard negatives for pairs of a query and a positive: the texts that a model wrongly scores highest.
 
@@ -90,7 +76,6 @@ def mine(
     check_model_name(model)
     check_file(data)
     check_new_file(output, "--output", overwrite, data=data, corpus=corpus)
-    be_quiet()
     loading(str(data))
     with explained():
         from ..data.training import read_training_file
@@ -163,9 +148,9 @@ def _texts(path: Path, positives: set[str]) -> tuple[list[str], dict[str, list[s
     with_titles: dict[str, list[str]] = {}
     corpus = open_corpus(path)
     with explained():
-        for text, body in corpus.texts_and_bodies():
-            if text:
-                texts.append(text)
-            if body in positives:
-                with_titles.setdefault(body, []).append(text)
+        for document in corpus:
+            if document.text:
+                texts.append(document.text)
+            if document.body in positives:
+                with_titles.setdefault(document.body, []).append(document.text)
     return texts, with_titles

@@ -21,8 +21,8 @@ from ..encoding.texts import (
 )
 from ..encoding.weights import no_missing_weights
 from ..hosts import HOSTS
-from . import defaults
-from .common import Scorer, UserError, cause, check_text, explained
+from . import options
+from .common import UserError, be_quiet, cause, check_text, explained
 from .model_folder import check_model_folder
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ _PYLATE_DENSE = "pylate.models.Dense.Dense"
 
 
 def check_encoding_host(needed_by: str) -> None:
-    """Refuse what encodes texts where neither PyLate nor sentence-transformers 6 is installed, and name the extras."""
+    """Refuse what encodes texts where neither PyLate nor sentence-transformers 6 is installed, and name the extras.
+
+    Whichever of them it is, its notes about loading stay off the terminal from here on.
+    """
+    be_quiet()
     if not any(HOSTS[name].is_there() for name in (PYLATE, SENTENCE_TRANSFORMERS)):
         raise MissingExtraError(
             f"{needed_by} needs PyLate or sentence-transformers 6, and neither is installed: "
@@ -109,21 +113,20 @@ def load_model(
     the model is set up with.
     """
     what, host = _described(model), host_of(model, trust_remote_code)
-    lengths = {"query_length": query_length, "document_length": document_length}
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device": device}
+    lengths: dict[str, Any] = {"query_length": query_length, "document_length": document_length}
+    given: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device": device}
     with _loader_errors(model, what):
         loaded: Model
         with no_missing_weights():
             if host == PYLATE:
                 from ..models import ColBERT
 
-                options |= lengths
-                loaded = ColBERT(model, scorer=scorer, **options)
+                loaded = ColBERT(model, scorer=scorer, **given, **lengths)
             else:
                 from ..hosts.sentence_transformers.models import MultiVectorEncoder
 
                 _check_scorer_of_encoder(scorer)
-                loaded = MultiVectorEncoder(model, scorer=scorer, **options)
+                loaded = MultiVectorEncoder(model, scorer=scorer, **given)
         _check_words(loaded)
     with explained(f"{what}: "):
         if host == SENTENCE_TRANSFORMERS:
@@ -177,7 +180,7 @@ def check_scorer(scorer: str | None, model: Any) -> None:
 
 
 def _check_scorer_of_encoder(scorer: str | None) -> None:
-    if scorer in (Scorer.flash.value, Scorer.lik.value):
+    if scorer in ("flash", "lik"):
         raise UserError(
             f"--scorer {scorer} is one of PyLate's, and sentence-transformers loads this model; expected pylate_flash, "
             "torch or auto"
@@ -290,12 +293,12 @@ def check_model_name(model: str) -> None:
     elif (
         model.startswith((".", "/", "~"))
         or model.count("/") > 1
-        or Path(model).parts[:1] == defaults.DEMO_OUTPUT.parts
+        or Path(model).parts[:1] == options.DEMO_OUTPUT.parts
         or not model.strip()
     ):
         hint = (
             "; run `pylate-flash demo` first, or name one with --model"
-            if model == str(defaults.DEMO_OUTPUT / "model")
+            if model == str(options.DEMO_OUTPUT / "model")
             else ""
         )
         raise UserError(f"there is no model in {model!r}{hint}")

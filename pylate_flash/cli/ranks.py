@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -15,15 +15,32 @@ from .common import UserError
 if TYPE_CHECKING:
     from ..index.ranks import Ranks
 
+T = TypeVar("T")
+
+
+class Alone:
+    """One process, which does by itself what `Ranks` do together."""
+
+    rank, size = 0, 1
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def to_first(self, make: Callable[[], T], what: str) -> list[T]:
+        return [make()]
+
 
 @contextlib.contextmanager
-def together() -> Iterator[Ranks | None]:
-    """The processes that torchrun has started, if it has started several, each of which runs what is in the context.
+def together() -> Iterator[Ranks | Alone]:
+    """The processes that torchrun has started, each of which runs what is in the context.
 
     The first alone says something, unless another has ended.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield None
+        yield Alone()
         return
     import torch
     import torch.distributed as dist
@@ -49,9 +66,9 @@ def together() -> Iterator[Ranks | None]:
         dist.destroy_process_group()
 
 
-def device_of_rank(device: str | None, ranks: Ranks | None) -> str | None:
+def device_of_rank(device: str | None, ranks: Ranks | Alone) -> str | None:
     """The device that a process computes on: of several GPUs, one of its own."""
-    if ranks is None or device not in (None, "cuda"):
+    if ranks.size == 1 or device not in (None, "cuda"):
         return device
     import torch
 

@@ -18,7 +18,8 @@ from rich.text import Text as RichText
 
 from ..data.files import Corpus, Text, read_queries
 from ..encoding.texts import encode
-from .common import Device, TrustRemoteCode, UserError, be_quiet, check_text, console, explained, note
+from . import options
+from .common import UserError, check_text, console, explained, note
 from .explaining import marked_document, marked_query, match_lines, match_records, strongest_tokens
 from .files import check_file
 from .indexing import (
@@ -116,8 +117,8 @@ def search(
             '"text": "..."}]}`.',
         ),
     ] = False,
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Search an index, and print the best documents.
 
@@ -136,7 +137,6 @@ def search(
     asked = [Text("", _checked(query))] if query is not None else _read_queries(str(queries))
     place = _find_index(index)
     corpora = [] if data is None else [open_corpus(data)]
-    be_quiet()
     flat = open_flat(place, device)
     if where is not None or rescore is not None:
         # What is wrong with them is known before the model is loaded, and what is found is kept for the search.

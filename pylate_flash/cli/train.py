@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import re
 import time
 from contextlib import nullcontext
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from tqdm import tqdm
 
 from ..encoding.texts import read_lengths
-from . import defaults
-from .common import (
-    SCORERS,
-    Device,
-    DocumentLength,
-    QueryLength,
-    Scorer,
-    TrustRemoteCode,
-    UserError,
-    be_quiet,
-    check_device,
-    explained,
-    loading,
-    note,
-    say,
-)
+from . import options
+from .common import UserError, check_device, explained, loading, note, say
 from .files import check_file, writable_folder
 from .models import (
     SENTENCE_TRANSFORMERS,
@@ -57,12 +44,8 @@ _SETTINGS = (
 )
 
 
-class Precision(str, Enum):
-    """What the model computes in; weights are float32."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
+# What the model computes in; weights are float32.
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def train(
@@ -82,9 +65,9 @@ def train(
         Loss,
         typer.Option(
             metavar="NAME",
-            help=f"{', '.join(Loss)}: `cached` trains large batches in the memory of small ones.",
+            help="contrastive, cached, distillation: `cached` trains large batches in the memory of small ones.",
         ),
-    ] = Loss.contrastive,
+    ] = "contrastive",
     batch_size: Annotated[
         int,
         typer.Option(
@@ -92,12 +75,12 @@ def train(
             help="Lines per step and device, at most: in `contrastive` and `cached`, lines that share a text are never "
             "in one batch.",
         ),
-    ] = defaults.LINES_PER_STEP,
+    ] = 32,
     mini_batch_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=f"Texts encoded at a time, with `--loss cached`. Default: {defaults.MINI_BATCH_SIZE}, or as "
+            help=f"Texts encoded at a time, with `--loss cached`. Default: {options.MINI_BATCH_SIZE}, or as "
             "`--mini-batch-tokens` says.",
         ),
     ] = None,
@@ -109,13 +92,11 @@ def train(
             "memory, found by trial.",
         ),
     ] = None,
-    epochs: Annotated[
-        float, typer.Option(help="Times that the data are seen. Not with `--max-steps`.")
-    ] = defaults.EPOCHS,
+    epochs: Annotated[float, typer.Option(help="Times that the data are seen. Not with `--max-steps`.")] = 1.0,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Train for so many steps. Not with `--epochs`, which it replaces.")
     ] = None,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = defaults.LEARNING_RATE,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-5,
     temperature: Annotated[
         float,
         typer.Option(
@@ -123,25 +104,26 @@ def train(
             "suits sums of the maxima of 32 query tokens, which differ by whole units; 0.02, as for single cosines, "
             "would be far too low."
         ),
-    ] = defaults.TEMPERATURE,
-    query_length: QueryLength = None,
-    document_length: DocumentLength = None,
+    ] = 1.0,
+    query_length: options.QueryLength = None,
+    document_length: options.DocumentLength = None,
     scorer: Annotated[
-        Scorer,
+        options.Scorer,
         typer.Option(
             metavar="NAME",
-            help=f"Computes the scores, and is saved with the model: {SCORERS}. flash and lik are PyLate's alone.",
+            help=f"Computes the scores, and is saved with the model: {options.SCORERS}. flash and lik are PyLate's "
+            "alone.",
         ),
-    ] = Scorer.pylate_flash,
+    ] = "pylate_flash",
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Of the order of lines, of dropout, and of a new projection.")
-    ] = defaults.SEED,
+    ] = options.SEED,
     precision: Annotated[
         Precision,
         typer.Option(
             help="`bf16` and `fp16` compute in half precision where that is safe (autocast); `fp16` on a GPU."
         ),
-    ] = Precision.fp32,
+    ] = "fp32",
     eval_data: Annotated[
         Path | None,
         typer.Option(help="More lines as in `--data`, which are not trained on: their loss is shown on the way."),
@@ -150,7 +132,7 @@ def train(
         int | None,
         typer.Option(min=1, help="Evaluate after every so many steps, with `--eval-data`. Default: after each epoch."),
     ] = None,
-    device: Device = None,
+    device: options.Device = None,
     save_steps: Annotated[
         int | None,
         typer.Option(
@@ -175,7 +157,7 @@ def train(
             "are kept. Not with `--resume`.",
         ),
     ] = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train a ColBERT model, or a MultiVectorEncoder of sentence-transformers 6, on a file of JSON lines.
 
@@ -194,44 +176,39 @@ def train(
     """
     check_encoding_host("pylate-flash train")
     given = {name for name in context.params if _is_given(context, name)}
-    tokens = _tokens(mini_batch_tokens)
     _check_options(given, data, eval_data, epochs, lr, temperature)
     check_model_name(model)
     with explained(kinds=(ValueError, OSError, RuntimeError)):  # a link that leads to itself
         output = output.resolve()
         checkpoints = Checkpoints(output)
-    be_quiet()
     with together() as ranks:
-        first = ranks is None or not ranks.rank
+        first = not ranks.rank
         with explained(kinds=(ValueError, OSError, RuntimeError)):
-            checked = lambda: check_output(output, checkpoints, overwrite, resume)  # noqa: E731
-            _ = ranks.agreed(checked) if ranks else checked()
+            ranks.agreed(lambda: check_output(output, checkpoints, overwrite, resume))
         loading(str(data))
         host = host_of(model, trust_remote_code)
-        _check_tokens(tokens, host, scorer)
+        tokens = _tokens(mini_batch_tokens, host, scorer)
         with explained():
             check_device(device)
             from ..data.training import read_training_file
 
-            lines = read_training_file(data, distillation=loss is Loss.distillation)
+            lines = read_training_file(data, distillation=loss == "distillation")
             evaluated = None
             if eval_data is not None:
-                evaluated = read_training_file(eval_data, distillation=loss is Loss.distillation)
-        if loss is not Loss.distillation and lines.documents_per_query == 1 and 1 in (batch_size, len(lines.rows)):
+                evaluated = read_training_file(eval_data, distillation=loss == "distillation")
+        if loss != "distillation" and lines.documents_per_query == 1 and 1 in (batch_size, len(lines.rows)):
             raise UserError(
                 "a batch of one line with one document has no negatives to learn from: raise --batch-size, or give "
                 f"{data} more lines or hard negatives"
             )
-        settings = {name: getattr(value, "value", value) for name, value in context.params.items() if name in _SETTINGS}
-        settings |= {
+        asked = context.params | {
             "data": lines.digest,
             "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
             "epochs": None if max_steps else epochs,
             "temperature": temperature if loss in USED_BY[host]["temperature"] else None,
             "eval_data": None if evaluated is None else evaluated.digest,
         }
-        settings = {_option(name): value for name, value in settings.items()}
-        settings["processes"] = ranks.size if ranks else 1
+        settings = {_option(name): asked[name] for name in _SETTINGS} | {"processes": ranks.size}
         checkpoint = checkpoints.check(settings) if resume else None
         loading(f"the model {model}")
         import torch
@@ -244,12 +221,12 @@ def train(
                 model,
                 trust_remote_code=trust_remote_code,
                 device=device_of_rank(device, ranks),
-                scorer=scorer.value,
+                scorer=scorer,
                 query_length=query_length,
                 document_length=document_length,
             )
-            check_scorer(None if scorer is Scorer.auto else scorer.value, loaded)
-            _check_device(loaded, precision, tokens if loss is Loss.cached else None)
+            check_scorer(None if scorer == "auto" else scorer, loaded)
+            _check_device(loaded, precision, tokens if loss == "cached" else None)
             if checkpoint is None and first:
                 checkpoints.begin(settings)
             try:
@@ -258,8 +235,8 @@ def train(
                         loaded,
                         lines.rows,
                         None if evaluated is None else evaluated.rows,
-                        make_loss(loaded, loss, scorer.value, mini_batch_size, tokens, temperature),
-                        scorer.value,
+                        make_loss(loaded, loss, scorer, mini_batch_size, tokens, temperature),
+                        scorer,
                         output_dir=str(checkpoints.folder),
                         num_train_epochs=epochs,
                         max_steps=max_steps or -1,
@@ -267,8 +244,8 @@ def train(
                         learning_rate=lr,
                         seed=seed,
                         per_device_eval_batch_size=batch_size,
-                        bf16=precision is Precision.bf16,
-                        fp16=precision is Precision.fp16,
+                        bf16=precision == "bf16",
+                        fp16=precision == "fp16",
                         eval_strategy="no" if evaluated is None else "steps" if eval_steps else "epoch",
                         eval_steps=eval_steps,
                         save_strategy="no" if save_steps is None else "steps",
@@ -277,7 +254,7 @@ def train(
                     _print_summary(trainer, lines, loss, scorer, data)
                     if evaluated is not None:
                         say(f"{len(evaluated.rows)} lines to evaluate with")
-                    if loss is Loss.cached and tokens == "auto":
+                    if loss == "cached" and tokens == "auto":
                         _find_budget(trainer, batch_size * lines.documents_per_query, precision)
                     _print_notes(lines, loss, given, host)
                     _run(trainer, loaded, request, checkpoint, checkpoints, output)
@@ -302,26 +279,22 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _tokens(mini_batch_tokens: str | None) -> int | str | None:
-    """`--mini-batch-tokens`, read."""
-    if mini_batch_tokens in (None, "auto"):
-        return mini_batch_tokens
-    if not mini_batch_tokens.isascii() or not mini_batch_tokens.isdigit() or int(mini_batch_tokens) < 1:
-        raise UserError(f"--mini-batch-tokens must be a number of tokens from 1 on, or auto, got {mini_batch_tokens}")
-    return int(mini_batch_tokens)
-
-
-def _check_tokens(tokens: int | str | None, host: str, scorer: Scorer) -> None:
-    """What `--mini-batch-tokens` may be depends on the library that has the loss, and on the scorer."""
+def _tokens(given: str | None, host: str, scorer: options.Scorer) -> int | str | None:
+    """`--mini-batch-tokens`, read: what it may be depends on the library that has the loss, and on the scorer."""
+    if given is None:
+        return None
+    if given != "auto" and not re.fullmatch("0*[1-9][0-9]{0,14}", given):
+        raise UserError(f"--mini-batch-tokens must be a number of tokens from 1 on, or auto, got {given:.100}")
     # sentence-transformers' own loss takes a number, but counts no padding, so that this does not limit the memory.
     of_st = host == SENTENCE_TRANSFORMERS
-    if scorer not in (Scorer.pylate_flash, Scorer.auto) and (tokens == "auto" or (tokens is not None and not of_st)):
+    if scorer not in ("pylate_flash", "auto") and (given == "auto" or not of_st):
         name = "--mini-batch-tokens auto" if of_st else "--mini-batch-tokens"
-        raise UserError(f"{name} needs --scorer pylate_flash or auto, got {scorer.value}")
+        raise UserError(f"{name} needs --scorer pylate_flash or auto, got {scorer}")
+    return given if given == "auto" else int(given)
 
 
 def _check_device(loaded: Model, precision: Precision, tokens: int | str | None) -> None:
-    if precision is Precision.fp16 and loaded.device.type == "cpu":
+    if precision == "fp16" and loaded.device.type == "cpu":
         raise UserError("--precision fp16 needs a GPU; bf16 is for CPUs too")
     if tokens == "auto" and loaded.device.type != "cuda":
         raise UserError(
@@ -337,7 +310,8 @@ def _check_options(
         if {one, other} <= given:
             raise UserError(f"{_option(one)} and {_option(other)} exclude each other; give one of them")
     for name, value in (("--epochs", epochs), ("--lr", lr), ("--temperature", temperature)):
-        if not 0 < value < math.inf:
+        # Numbers of 64 bits become numbers of 32.
+        if not 0 < ctypes.c_float(value).value < math.inf:
             raise UserError(f"{name} must be a finite number above 0, got {value:g}")
     if "eval_steps" in given and eval_data is None:
         raise UserError("--eval-steps says how often to evaluate; give --eval-data, what to evaluate with")
@@ -352,7 +326,7 @@ def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision)
     from ..training.token_budget import largest_token_budget
 
     loss, device = trainer.loss, next(trainer.loss.parameters()).device
-    dtype = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[precision]
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     try:
         loss.mini_batch_num_tokens = largest_token_budget(loss, documents, dtype)
     except torch.OutOfMemoryError as error:
@@ -362,7 +336,9 @@ def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision)
     say(f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {device}")
 
 
-def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, scorer: Scorer, data: Path) -> None:
+def _print_summary(
+    trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, scorer: options.Scorer, data: Path
+) -> None:
     args, rows, loaded = trainer.args, lines.rows, cast("Model", trainer.model)
     per_epoch = len(trainer.get_train_dataloader())
     full = math.ceil(len(rows) / (args.train_batch_size * args.world_size))
@@ -375,10 +351,8 @@ def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, sc
                 "negatives to learn from: give lines with other texts, or hard negatives"
             )
         size, on_average = len(rows) / (per_epoch * args.world_size), " on average"
-    say(
-        f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss.value} loss, scorer {scorer.value}, {loaded.device}"
-    )
-    if loss is Loss.distillation:
+    say(f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss} loss, scorer {scorer}, {loaded.device}")
+    if loss == "distillation":
         compared = f"{lines.documents_per_query} documents per query"
     else:
         hard = lines.documents_per_query - 1
@@ -406,7 +380,7 @@ def _print_notes(lines: TrainingData, loss: Loss, given: set[str], host: str) ->
         note(f"pylate-flash: note: keys that are not used: {names}")
     for name in sorted(given & USED_BY[host].keys()):
         if loss not in USED_BY[host][name]:
-            note(f"pylate-flash: note: {_option(name)} has no effect with --loss {loss.value}")
+            note(f"pylate-flash: note: {_option(name)} has no effect with --loss {loss}")
 
 
 def _run(

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Corpus", "Text", "json_object", "read_lines", "read_queries", "read_records", "replace_file"]
+__all__ = ["Corpus", "Document", "Text", "json_object", "read_lines", "read_queries", "read_records", "replace_file"]
 
 _SUFFIXES = (".txt", ".md")
 # JSON may spell half of a pair, which no file and no tokenizer takes; Python puts one for a byte of a file's name that
@@ -32,10 +32,22 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Text(NamedTuple):
-    """A document or a query."""
+    """A query."""
 
     id: str
     text: str
+
+
+class Document(NamedTuple):
+    """A document: its text with the title before it, the same without, and what search may filter by.
+
+    A list or an object in the metadata is the text of its JSON.
+    """
+
+    id: str
+    text: str
+    body: str
+    metadata: dict[str, Any]
 
 
 class Corpus:
@@ -73,8 +85,8 @@ class Corpus:
                 shutil.copyfileobj(pipe, self._pipe)
             self._pipe.flush()
 
-    def __iter__(self) -> Iterator[Text]:
-        return self._texts_of_files(self._files) if self._files is not None else self._texts_of_lines()
+    def __iter__(self) -> Iterator[Document]:
+        return self._read_lines() if self._files is None else self._read_files(self._files)
 
     def find(self, ids: Collection[str]) -> dict[str, str]:
         """Return the texts of some documents, by id; those that are not here are left out.
@@ -90,75 +102,42 @@ class Corpus:
             As while iterating.
         """
         wanted = set(ids)
-        texts = iter(self)
+        documents = iter(self)
         if self._files is not None:
-            texts = self._texts_of_files(file for file in self._files if self._id(file) in wanted)
+            documents = self._read_files(file for file in self._files if self._id(file) in wanted)
         found: dict[str, str] = {}
-        while wanted and (text := next(texts, None)):
-            if text.id in wanted:
-                wanted.remove(text.id)
-                found[text.id] = text.text
+        while wanted and (document := next(documents, None)):
+            if document.id in wanted:
+                wanted.remove(document.id)
+                found[document.id] = document.text
         return found
 
-    def texts_and_bodies(self) -> Iterator[tuple[str, str]]:
-        """Read the text of every document, and what that is without the title.
-
-        Raises
-        ------
-        ValueError, OSError
-            As while iterating.
-        """
-        if self._files is not None:
-            yield from ((text, text) for _, text in self)
-            return
-        for _, record in self._records():
-            yield _with_title(record), record["text"].strip()
-
-    def with_metadata(self) -> Iterator[tuple[Text, dict[str, Any]]]:
-        """Read every document, and the "metadata" of its line; a list or an object in it is the text of its JSON.
-
-        Raises
-        ------
-        ValueError, OSError
-            As while iterating.
-        """
-        if self._files is not None:
-            yield from ((text, {}) for text in self)
-            return
-        for id_, record in self._records():
-            own = record.get("metadata") or {}
-            nested = {key: json.dumps(value) for key, value in own.items() if isinstance(value, (list, dict))}
-            yield Text(id_, _with_title(record)), {**own, **nested}
-
-    def _open(self) -> IO[bytes]:
-        return self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
-
-    def _records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        with self._open() as file:
+    def _read_lines(self) -> Iterator[Document]:
+        opened = self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
+        with opened as file:
             # What shares its place with an earlier reader, a copied pipe and on some systems /dev/fd/N, is at its end.
             file.seek(0)
-            yield from read_records(file, self.path)
-
-    def _texts_of_lines(self) -> Iterator[Text]:
-        for id_, record in self._records():
-            yield Text(id_, _with_title(record))
+            for id_, record in read_records(file, self.path):
+                metadata = {
+                    key: json.dumps(value) if isinstance(value, (list, dict)) else value
+                    for key, value in (record.get("metadata") or {}).items()
+                }
+                text, body = f"{record.get('title') or ''} {record['text']}".strip(), record["text"].strip()
+                yield Document(id_, text, body, metadata)
 
     def _id(self, file: Path) -> str:
         return file.relative_to(self.path).as_posix()
 
-    def _texts_of_files(self, files: Iterable[Path]) -> Iterator[Text]:
+    def _read_files(self, files: Iterable[Path]) -> Iterator[Document]:
         for file in files:
             id_ = self._id(file)
             if _SURROGATE.search(id_):
                 raise ValueError(f"{ascii(str(file))}: the name is not UTF-8 text")
             try:
-                yield Text(id_, file.read_bytes().decode("utf-8-sig").strip())
+                text = file.read_bytes().decode("utf-8-sig").strip()
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file}: not UTF-8 text ({error})") from None
-
-
-def _with_title(record: dict[str, Any]) -> str:
-    return f"{record.get('title') or ''} {record['text']}".strip()
+            yield Document(id_, text, text, {})
 
 
 def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[Text]:

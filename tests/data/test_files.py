@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pylate_flash.beir import load_beir_folder
-from pylate_flash.data.files import Corpus, Text, read_queries
+from pylate_flash.data.files import Corpus, Document, Text, read_queries
 
 GOOD = '{"_id": "a", "title": "One", "text": "first"}\n\n{"_id": "b", "title": null, "text": "second"}\n'
 
@@ -18,17 +18,18 @@ GOOD = '{"_id": "a", "title": "One", "text": "first"}\n\n{"_id": "b", "title": n
 def test_a_corpus_is_read_as_beir_reads_it(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text("\ufeff" + GOOD, encoding="utf-8")
     (tmp_path / "notes.txt").write_text("not a document, for there is a corpus.jsonl")
-    expected = [Text("a", "One first"), Text("b", "second")]
+    expected = [Document("a", "One first", "first", {}), Document("b", "second", "second", {})]
     for path in (tmp_path / "corpus.jsonl", tmp_path):
         assert list(Corpus(path)) == expected
 
 
 def test_a_text_is_read_with_its_title_and_without(tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(GOOD + '{"_id": "c", "title": "Only", "text": " "}\n')
-    assert list(Corpus(tmp_path).texts_and_bodies()) == [("One first", "first"), ("second", "second"), ("Only", "")]
+    expected = [("a", "One first", "first", {}), ("b", "second", "second", {}), ("c", "Only", "", {})]
+    assert list(Corpus(tmp_path)) == expected
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text(" first\n")
-    assert list(Corpus(tmp_path / "texts").texts_and_bodies()) == [("first", "first")]
+    assert list(Corpus(tmp_path / "texts")) == [("one.txt", "first", "first", {})]
 
 
 # Little, and more than a pipe holds, so that it must be read while it is written.
@@ -53,7 +54,7 @@ def test_the_texts_of_a_folder_are_named_by_their_paths(tmp_path: Path) -> None:
     for name in ("b.txt", "a/deep/note.md", "a/README.MD", "a/picture.png", ".git/hidden.txt", ".hidden.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f" text of {name}\n")
-    expected = [(name, f"text of {name}") for name in ("a/README.MD", "a/deep/note.md", "b.txt")]
+    expected = [(name, f"text of {name}", f"text of {name}", {}) for name in ("a/README.MD", "a/deep/note.md", "b.txt")]
     assert list(Corpus(tmp_path)) == expected
 
 

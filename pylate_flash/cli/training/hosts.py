@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...encoding.texts import is_multi_vector_encoder, prompt_of
-from .. import defaults
+from .. import options
 from ..models import PYLATE, SENTENCE_TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -17,20 +16,12 @@ if TYPE_CHECKING:
     from ..models import Model
 
 
-class Loss(str, Enum):
-    """What is trained with; every library has a loss of each kind."""
-
-    contrastive = "contrastive"
-    cached = "cached"
-    distillation = "distillation"
-
-
-# The options that only some of the losses use, by library.
-_CACHED = {"mini_batch_size": (Loss.cached,), "mini_batch_tokens": (Loss.cached,)}
+# What is trained with; every library has a loss of each kind.
+Loss = Literal["contrastive", "cached", "distillation"]
+# The options that only some of the losses use, by library. PyLate's distillation scales each query's scores by itself.
 USED_BY: dict[str, dict[str, tuple[Loss, ...]]] = {
-    # Its distillation scales the scores of each query by themselves.
-    PYLATE: {"temperature": (Loss.contrastive, Loss.cached), **_CACHED},
-    SENTENCE_TRANSFORMERS: {"temperature": tuple(Loss), **_CACHED},
+    host: {"temperature": losses, "mini_batch_size": ("cached",), "mini_batch_tokens": ("cached",)}
+    for host, losses in ((PYLATE, ("contrastive", "cached")), (SENTENCE_TRANSFORMERS, get_args(Loss)))
 }
 
 
@@ -46,9 +37,9 @@ def make_loss(
 
         divided = {"temperature": temperature}
         kinds = {
-            Loss.contrastive: (losses.Contrastive, divided),
-            Loss.cached: (losses.CachedContrastive, {"mini_batch_size": mini_batch_size, **limits, **divided}),
-            Loss.distillation: (losses.Distillation, {}),
+            "contrastive": (losses.Contrastive, divided),
+            "cached": (losses.CachedContrastive, {"mini_batch_size": mini_batch_size, **limits, **divided}),
+            "distillation": (losses.Distillation, {}),
         }
     else:
         if scorer == "torch":
@@ -56,15 +47,15 @@ def make_loss(
         else:
             from ...hosts.sentence_transformers import losses as st
 
-        limits["mini_batch_size"] = mini_batch_size or defaults.MINI_BATCH_SIZE
+        limits["mini_batch_size"] = mini_batch_size or options.MINI_BATCH_SIZE
         scale = {"scale": 1 / temperature}
         kinds = {
-            Loss.contrastive: (st.MultiVectorMultipleNegativesRankingLoss, scale),
-            Loss.cached: (st.CachedMultiVectorMultipleNegativesRankingLoss, {**limits, **scale}),
-            Loss.distillation: (st.MultiVectorDistillKLDivLoss, {"temperature": temperature}),
+            "contrastive": (st.MultiVectorMultipleNegativesRankingLoss, scale),
+            "cached": (st.CachedMultiVectorMultipleNegativesRankingLoss, {**limits, **scale}),
+            "distillation": (st.MultiVectorDistillKLDivLoss, {"temperature": temperature}),
         }
-    kind, options = kinds[loss]
-    return kind(model, **options)
+    kind, arguments = kinds[loss]
+    return kind(model, **arguments)
 
 
 def make_trainer(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..common import note
+from ..ranks import Alone
 from .output import first_non_finite
 
 if TYPE_CHECKING:
@@ -114,9 +115,9 @@ class StopRequest:
     torchrun passes on.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    def __init__(self, ranks: Ranks | Alone | None = None) -> None:
         self.signal: int | None = None  # that came
-        self.ranks = ranks
+        self.ranks = ranks or Alone()
         self._before: dict[int, Any] = {}
         self._came = 0.0
 
@@ -134,12 +135,12 @@ class StopRequest:
 
     def _ask(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if self.signal is not None and (self.ranks is None or now - self._came > SAME_SIGNAL):
-            raise KeyboardInterrupt
         if self.signal is not None:
+            if self.ranks.size == 1 or now - self._came > SAME_SIGNAL:
+                raise KeyboardInterrupt
             return
         self.signal, self._came = number, now
-        if self.ranks and self.ranks.rank:
+        if self.ranks.rank:
             return
         with contextlib.suppress(OSError):
             # Not by `print`, which may be what was interrupted.
@@ -147,8 +148,6 @@ class StopRequest:
 
     def agree(self) -> None:
         """Hear of a request to any rank; all have to call it."""
-        if self.ranks is None:
-            return
         came = [number for number in self.ranks.gather(self.signal) if number]
         if came:
             self.signal, self._came = came[0], self._came or time.monotonic()
@@ -193,7 +192,7 @@ class Guard(TrainerCallback):
 
     def on_prediction_step(self, args, state, control, **kwargs) -> None:
         # The others would go on with theirs.
-        if self.request.signal is not None and not self.request.ranks:
+        if self.request.signal is not None and self.request.ranks.size == 1:
             self._heed_request(state, control)
             raise EvaluationStopped
 

@@ -1,0 +1,28 @@
+"""The options that several commands have, and the defaults of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import typer
+
+# Texts encoded at a time; those of a step at a time, and what is random, of `train`; where the demo leaves its output.
+BATCH_SIZE = 32
+MINI_BATCH_SIZE = 32
+SEED = 42
+DEMO_OUTPUT = Path("demo-output")
+
+Scorer = Literal["pylate_flash", "torch", "flash", "lik", "auto"]
+SCORERS = "{}, {}, {}, {} or {}".format(*get_args(Scorer))
+
+BatchSize = Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")]
+QueryLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")]
+DocumentLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that comes with the model: it can do whatever you can. Default: refuse."
+    ),
+]
