@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..indexes import Flat
 
 Results = list[list["SearchResult"]]
+Run = dict[str, list["SearchResult"]]
 # Documents retrieved, and the depths of exact search's lists that are compared.
 K, DEPTHS = 100, (10, 100)
 # Documents that are scored again by 16 bits, of an index that keeps these beside fewer.
@@ -50,27 +51,32 @@ class Compared:
         return {**found, "recall": {f"exact@{depth}": value for depth, value in self.recall.items()}}
 
 
-def check_systems(against: str, collections: int) -> list[str]:
-    """The systems that `--against` names, before any work."""
-    systems = [name.strip() for name in against.split(",")]
+def check_systems(against: str, collections: Sequence[Collection]) -> dict[str, Run | None]:
+    """The systems that `--against` names, before any work: of files the runs, and of ways to keep embeddings None."""
+    systems: dict[str, Run | None] = {name.strip(): None for name in against.split(",")}
     for name in systems:
         if name == PLAID:
             check_installed("pylate", "--against plaid", "pylate", title="PyLate")
         elif os.path.exists(name) or os.sep in name or "." in name:
             if not os.path.isfile(name):
                 raise UserError(f"--against: there is no file {name}")
-            if collections > 1:
-                raise UserError(f"--against {name} is a run of one collection, and there are {collections}")
+            if len(collections) > 1:
+                raise UserError(f"--against {name} is a run of one collection, and there are {len(collections)}")
+            with explained(f"--against {name}: "):
+                run = systems[name] = read_run(Path(name))
+            if not run.keys() & collections[0].qrels.keys():
+                raise UserError(f"--against {name} has found nothing for any query of {collections[0].name}")
         else:
             from ..indexes import Flat
 
-            with explained(f"--against {name}: expected {PLAID}, a file of a run, or how our index keeps embeddings: "):
+            expected = f"{PLAID}, a file of a run, or how our index keeps embeddings"
+            with explained(f"--against {name or repr(name)}: expected {expected}: "):
                 Flat(None, dtype=name, device="cpu")
     return systems
 
 
 def compare_systems(
-    systems: Sequence[str], exact: Flat, collection: Collection, embeddings: list[Any], build_seconds: float
+    systems: Mapping[str, Run | None], exact: Flat, collection: Collection, embeddings: list[Any], build_seconds: float
 ) -> list[Compared]:
     """Search by an exact index, and by each system over the same embeddings.
 
@@ -101,10 +107,8 @@ def compare_systems(
         return Compared(name, metrics, recall, *costs)
 
     rows = [compared("exact", best, build_seconds, milliseconds, exact.info().scored_bytes / tokens)]
-    for name in systems:
-        if os.path.isfile(name):
-            with explained(f"--against {name}: "):
-                run = read_run(Path(name))
+    for name, run in systems.items():
+        if run is not None:
             rows.append(compared(Path(name).name, [run.get(query_id, [])[:K] for query_id in collection.qrels]))
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +155,8 @@ def comparison_table(rows: Sequence[Compared], title: str) -> Table:
     """Quality, the share of exact search's best documents, and costs, a row for each system."""
     names = ["nDCG@10", "R@100", *(f"exact@{depth}" for depth in DEPTHS), "build s", "ms/query", "B/token"]
     columns = (Column(name, justify="right", no_wrap=True) for name in names)
-    table = plain_table("", *columns, title=title)
+    # Names are folded rather than cut: in 80 columns, there are 13 for them.
+    table = plain_table(Column(overflow="fold"), *columns, title=title)
     for row in rows:
         quality = [f"{row.metrics[name]:.4f}" for name in ("ndcg@10", "recall@100")]
         recall = [f"{row.recall[depth]:.4f}" for depth in DEPTHS]
@@ -164,7 +169,7 @@ def comparison_table(rows: Sequence[Compared], title: str) -> Table:
 # Runs, in TREC's format
 
 
-def read_run(path: Path) -> dict[str, list[SearchResult]]:
+def read_run(path: Path) -> Run:
     """What a TREC run file found for every query, best first.
 
     Raises

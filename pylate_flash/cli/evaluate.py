@@ -22,11 +22,20 @@ from .._extras import check_installed
 from ..demo.job import METRICS, versions
 from ..encoding.texts import encode
 from . import options
-from .against import Compared, check_run_ids, check_systems, compare_systems, comparison_table, plain_table, run_text
+from .against import (
+    Compared,
+    Run,
+    check_run_ids,
+    check_systems,
+    compare_systems,
+    comparison_table,
+    plain_table,
+    run_text,
+)
 from .collections import Collection, load_collections
 from .common import UserError, check_device, console, explained, loading, note, notes, say
 from .files import check_new_file, write_file
-from .indexing import INDEX_ERRORS, check_new_index, check_place, holds_index
+from .indexing import INDEX_ERRORS, check_new_index, check_place, counted, holds_index
 from .models import (
     check_encoding_host,
     check_model_name,
@@ -156,9 +165,13 @@ def evaluate(
         _check_index(index, overwrite)
     elif overwrite:
         raise UserError("--overwrite replaces the index in --index, which was not given")
-    for file, option in ((run, "--run"), (per_query, "--per-query"), (json_file, "--json"), (picture, "--picture")):
+    files_of_beir = ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv")
+    others = [("--data", Path(folder) / name) for folder in data for name in files_of_beir]
+    others += [("--against", Path(name)) for name in (against or "").split(",") if name]
+    for option, file in (("--run", run), ("--per-query", per_query), ("--json", json_file), ("--picture", picture)):
         if file is not None:
-            check_new_file(file, option)
+            check_new_file(file, option, *others)
+            others.append((option, file))
     names = [model if seed is None else model.replace(_SEED, str(seed)) for seed in seeds]
     for name in names:
         check_model_name(name)
@@ -173,7 +186,7 @@ def evaluate(
     collections = load_collections(data, split)
     if run is not None:
         check_run_ids(collections)
-    systems = [] if against is None else check_systems(against, len(collections))
+    systems = {} if against is None else check_systems(against, collections)
     check_device(device)
     evaluated: list[Evaluated] = []
     for seed, name in zip(seeds, names, strict=True):
@@ -194,7 +207,7 @@ def evaluate(
                 # Loading takes long enough for somebody else to have built one there.
                 _check_index(index, overwrite)
             if len(collections) > 1:
-                note(f"{collection.name}: {len(collection.documents)} documents, {len(collection.qrels)} queries")
+                note(f"{collection.name}: {_size(collection)}")
             evaluated.append(
                 _evaluate(collection, loaded, name, seed, index, chosen, batch_size, compare_torch, systems)
             )
@@ -207,6 +220,11 @@ def evaluate(
             draw(evaluated, picture)
     if not all(one.agreement.holds for one in evaluated if one.agreement):
         raise typer.Exit(1)
+
+
+def _size(collection: Collection) -> str:
+    judged = len(collection.qrels)
+    return f"{counted(len(collection.documents), 'document')}, {judged:,} {'query' if judged == 1 else 'queries'}"
 
 
 def _seeds(repeat: str | None, model: str) -> list[int | None]:
@@ -243,7 +261,7 @@ def _evaluate(
     scorer: str | None,
     batch_size: int,
     compare_torch: bool,
-    systems: list[str],
+    systems: dict[str, Run | None],
 ) -> Evaluated:
     """Encode a collection, and search it by all that is asked for."""
     from .. import beir
@@ -288,7 +306,7 @@ def _print(evaluated: list[Evaluated], split: str) -> None:
     """The table of all, what it took, and the comparisons."""
     several = len({one.collection.name for one in evaluated}) > 1
     first = evaluated[0]
-    size = f"{len(first.collection.documents)} documents, {len(first.collection.qrels)} queries ({split})"
+    size = f"{_size(first.collection)} ({split})"
     # Of 80 columns, so much is left for the names.
     labels = ["encode s", "search s", "queries/s", *(name.replace("recall", "R") for name in METRICS.values())]
     columns = (Column(label, justify="right", no_wrap=True) for label in labels)

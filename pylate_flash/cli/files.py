@@ -27,11 +27,11 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path} may not be read: permission denied")
 
 
-def check_new_file(path: Path, option: str, overwrite: bool = True, **read: Path | None) -> None:
+def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], overwrite: bool = True) -> None:
     """A file must be writable there, or in the place of what is there; nothing is left of the trial.
 
-    `option` names it. What is `read`, by the names of its options, is not replaced, as what is left out of it would be
-    lost; anything else is if `overwrite` says so.
+    `option` names it. The files of `others`, with their options' names, which are read or written too, are never
+    replaced; anything else is if `overwrite` says so.
     """
     if os.path.isdir(path):
         raise UserError(f"{option}: {path} is a folder; name a file")
@@ -45,13 +45,20 @@ def check_new_file(path: Path, option: str, overwrite: bool = True, **read: Path
             os.close(os.open(path, os.O_WRONLY))
         elif not os.path.exists(path):
             raise ValueError(f"{path} is a link to nothing")
-    if not os.path.isfile(path):
+    if _is_standard_output(path) or (os.path.exists(path) and not os.path.isfile(path)):
         return
-    for name, place in read.items():
-        if place is not None and os.path.exists(place) and os.path.samefile(path, place):
-            raise UserError(f"{option} {path} is the file of --{name}; name another one")
-    if not overwrite:
+    for name, place in others:
+        if place is not None and any(_is_same(path, file) for file in (place, place / "corpus.jsonl")):
+            raise UserError(f"{option} {path} is the file of {name}; name another one")
+    if os.path.isfile(path) and not overwrite:
         raise UserError(f"there is a file {path} already; --overwrite replaces it")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Whether two files are one, or will be when they are written."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
 
 
 @contextmanager

@@ -274,6 +274,8 @@ def info(
         rows["weights"] = f"sha256 {model['fingerprint']}"
         rows["lengths"] = f"queries {model['query_length']} tokens, documents {model['document_length']} at most"
         rows["prefixes"] = f"queries {model['query_prefix']!r}, documents {model['document_prefix']!r}"
+    if described["embedding_size"] is None:
+        rows["embeddings"] = described["dtype"]
     for name, value in rows.items():
         print(f"{name:<12}{escaped(str(value))}")
 

@@ -75,7 +75,7 @@ def mine(
     _check_margins(max_score, absolute_margin, relative_margin)
     check_model_name(model)
     check_file(data)
-    check_new_file(output, "--output", overwrite, data=data, corpus=corpus)
+    check_new_file(output, "--output", ("--data", data), ("--corpus", corpus), overwrite=overwrite)
     loading(str(data))
     with explained():
         from ..data.training import read_training_file

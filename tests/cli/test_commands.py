@@ -301,6 +301,15 @@ def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_p
     assert piped.stdout == "before\nwritten\nafter\n"
 
 
+def test_standard_output_is_no_file_to_be_replaced(tmp_path):
+    code = (
+        "from pathlib import Path; from pylate_flash.cli.files import check_new_file; "
+        "check_new_file(Path('/dev/stdout'), '--output', overwrite=False)"
+    )
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+
+
 def test_a_pipe_is_a_file_to_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     check_file(tmp_path / "pipe")

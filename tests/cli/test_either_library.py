@@ -216,7 +216,8 @@ def test_mine_keeps_its_hands_off_other_files(corpus, pylate_checkpoint, tmp_pat
     mine = ("mine", "--data", pairs, "--model", pylate_checkpoint, *CPU, "--output")
     assert_one_clear_sentence(invoke(*mine, out), out, "--overwrite replaces it")
     assert_one_clear_sentence(invoke(*mine, pairs, "--overwrite"), "is the file of --data")
-    assert_one_clear_sentence(invoke(*mine, corpus, "--corpus", corpus, "--overwrite"), "is the file of --corpus")
+    for place in (corpus, corpus.parent):
+        assert_one_clear_sentence(invoke(*mine, corpus, "--corpus", place, "--overwrite"), "is the file of --corpus")
     assert_one_clear_sentence(invoke(*mine, tmp_path / "no" / "out"), "--output: there is no folder", tmp_path / "no")
     assert_one_clear_sentence(invoke(*mine, tmp_path / "new", "--relative-margin", 1), "--relative-margin must be")
     assert_one_clear_sentence(invoke(*mine, tmp_path / "new", "--max-score", "nan"), "--max-score must be a finite")

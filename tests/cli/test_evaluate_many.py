@@ -13,7 +13,7 @@ import torch
 
 from pylate_flash.beir import evaluate_run, load_beir_folder, recall_of
 from pylate_flash.cli.against import check_systems, read_run, run_text
-from pylate_flash.cli.collections import load_collections
+from pylate_flash.cli.collections import Collection, load_collections
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.models import load_model
 from pylate_flash.encoding.texts import encode
@@ -175,10 +175,30 @@ def test_what_cannot_be_evaluated_is_one_sentence(options, part, pylate_checkpoi
     assert_one_clear_sentence(invoke(*arguments, *options), part)
 
 
-def test_a_run_is_of_one_collection(tmp_path):
+def test_a_run_is_of_one_collection_and_of_its_queries(tmp_path):
     (tmp_path / "run.trec").write_text("q1 Q0 d1 1 2.5 name\n")
+    here, elsewhere = (Collection("name", "data", [], {}, {query_id: {"d1": 1}}) for query_id in ("q1", "q2"))
+    assert check_systems(str(tmp_path / "run.trec"), [here])
     with pytest.raises(UserError, match="is a run of one collection, and there are 2"):
-        check_systems(str(tmp_path / "run.trec"), 2)
+        check_systems(str(tmp_path / "run.trec"), [here, elsewhere])
+    with pytest.raises(UserError, match=r"run\.trec has found nothing for any query of name"):
+        check_systems(str(tmp_path / "run.trec"), [elsewhere])
+
+
+def test_what_is_written_replaces_neither_what_is_read_nor_each_other(beir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.trec").write_text("q1 Q0 d1 1 2.5 name\n")
+    Path("link.json").symlink_to(beir / "corpus.jsonl")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for options, said in (
+        (("--json", "beir/corpus.jsonl"), "--json beir/corpus.jsonl is the file of --data"),
+        (("--json", "link.json"), "--json link.json is the file of --data"),
+        (("--run", "beir/qrels/test.tsv"), "--run beir/qrels/test.tsv is the file of --data"),
+        (("--against", "int8,run.trec", "--run", "run.trec"), "--run run.trec is the file of --against"),
+        (("--run", "new", "--json", "beir/../new"), "--json beir/../new is the file of --run"),
+    ):
+        assert_one_clear_sentence(invoke("evaluate", "--data", "beir", "--model", "m", *options), said)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_run_cannot_hold_ids_with_blanks(beir, pylate_checkpoint, tmp_path):

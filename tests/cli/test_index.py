@@ -378,8 +378,10 @@ def test_info_says_what_the_index_holds(index, tiny_colbert_path):
     assert (record["dtype"], record["bytes"], record["files"]) == ("float32", size, 2)
     assert (record["model"]["name"], record["model"]["document_length"]) == (tiny_colbert_path, 32)
     table = succeed("index", "info", "--index", index)
-    for part in ("documents", "3", f"{tokens:,}", "float32", record["model"]["fingerprint"][:12]):
+    for part in ("documents", "3", f"{tokens:,}", "32 numbers each, float32", record["model"]["fingerprint"][:12]):
         assert part in table
+    succeed("index", "remove", "a", "b", "c", "--index", index)
+    assert "embeddings  float32\n" in succeed("index", "info", "--index", index)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

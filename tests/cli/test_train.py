@@ -82,6 +82,8 @@ def test_train_with_mini_batches_of_so_many_tokens(pylate_checkpoint, pairs, tmp
         (("--precision", "fp16"), "--precision fp16 needs a GPU"),
         (("--eval-steps", "2"), "--eval-steps says how often to evaluate; give --eval-data"),
         (("--eval-data", "no-such-file"), "there is no file no-such-file"),
+        (("--temperature", "1e-300"), "--temperature must be a finite number above 0, got 1e-300"),
+        (("--mini-batch-tokens", "9" * 5000), "--mini-batch-tokens must be a number of tokens from 1 on"),
     ],
 )
 def test_train_refuses_what_cannot_be(options, message, pylate_checkpoint, pairs, tmp_path):
