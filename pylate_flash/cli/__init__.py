@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -75,6 +77,10 @@ app.command()(command(doctor.doctor))
 
 def main() -> None:
     """Run the command line."""
+    # A stream that was closed cannot be asked for a terminal, and the next file that is opened would have its number.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- it lives as long as the process
     # Python ends with collections of garbage over all that the libraries hold, which take seconds and free nothing.
     atexit.register(gc.freeze)
     app(prog_name="pylate-flash")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Column, Table
 
 from .._extras import check_installed
 from .collections import Collection
-from .common import UserError, explained
+from .common import UserError, console, explained
 
 if TYPE_CHECKING:
     from ..index.search import SearchResult
@@ -145,18 +146,22 @@ def _searched(index: Callable[..., Any], embeddings: list[Any], **options: Any) 
     return found, 1e3 * (time.perf_counter() - started) / len(embeddings)
 
 
-def plain_table(*columns: Column | str, title: str) -> Table:
-    """A table of many numbers, narrow enough for 80 columns."""
+def plain_table(labels: Sequence[str], title: str) -> Table:
+    """A table of names and numbers for 80 columns, of which a long name takes two lines."""
+    numbers = (Column(label, justify="right", no_wrap=True) for label in labels)
     box: dict[str, Any] = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 0, 0, 1)}
-    return Table(*columns, title=title, title_justify="left", title_style="bold", **box)
+    return Table(Column(overflow="fold"), *numbers, title=title, title_justify="left", title_style="bold", **box)
+
+
+def show_table(table: Table) -> None:
+    """Print it: where there are fewer columns, its lines are broken rather than its numbers cut."""
+    Console(width=max(80, console.width)).print(table)
 
 
 def comparison_table(rows: Sequence[Compared], title: str) -> Table:
     """Quality, the share of exact search's best documents, and costs, a row for each system."""
     names = ["nDCG@10", "R@100", *(f"exact@{depth}" for depth in DEPTHS), "build s", "ms/query", "B/token"]
-    columns = (Column(name, justify="right", no_wrap=True) for name in names)
-    # Names are folded rather than cut: in 80 columns, there are 13 for them.
-    table = plain_table(Column(overflow="fold"), *columns, title=title)
+    table = plain_table(names, title)
     for row in rows:
         quality = [f"{row.metrics[name]:.4f}" for name in ("ndcg@10", "recall@100")]
         recall = [f"{row.recall[depth]:.4f}" for depth in DEPTHS]

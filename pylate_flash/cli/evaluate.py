@@ -16,7 +16,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from .._extras import check_installed
 from ..demo.job import METRICS, versions
@@ -31,9 +31,10 @@ from .against import (
     comparison_table,
     plain_table,
     run_text,
+    show_table,
 )
 from .collections import Collection, load_collections
-from .common import UserError, check_device, console, explained, loading, note, notes, say
+from .common import UserError, check_device, explained, loading, note, notes, say
 from .files import check_new_file, write_file
 from .indexing import INDEX_ERRORS, check_new_index, check_place, counted, holds_index
 from .models import (
@@ -309,9 +310,8 @@ def _print(evaluated: list[Evaluated], split: str) -> None:
     size = f"{_size(first.collection)} ({split})"
     # Of 80 columns, so much is left for the names.
     labels = ["encode s", "search s", "queries/s", *(name.replace("recall", "R") for name in METRICS.values())]
-    columns = (Column(label, justify="right", no_wrap=True) for label in labels)
     title = f"{len(evaluated)} evaluations ({split})" if several else size
-    table = plain_table("", *columns, title=title)
+    table = plain_table(labels, title)
     rows: dict[str, list[Evaluated]] = {}
     for one in evaluated:
         rows.setdefault(one.collection.name if several else one.result.scorer, []).append(one)
@@ -328,11 +328,11 @@ def _print(evaluated: list[Evaluated], split: str) -> None:
         means = [_mean([one.result.metrics for one in evaluated if one.seed == seed]) for seed in seeds]
         table.add_section()
         _add_rows(table, ["mean", "", "", ""], means)
-    console.print(table)
+    show_table(table)
     for one in evaluated:
         title = one.collection.name if one.seed is None else f"{one.collection.name}, seed {one.seed}"
         if one.compared:
-            console.print(comparison_table(one.compared, f"{title}: against exact search"))
+            show_table(comparison_table(one.compared, f"{title}: against exact search"))
         if one.agreement:
             agree = "agree" if one.agreement.holds else "disagree"
             scorers = f"{one.result.scorer} and torch of {one.library}"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pylate_flash import __version__
+from pylate_flash import __version__, indexes
 from pylate_flash.cli import doctor
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.common import command as tidily
@@ -308,6 +308,19 @@ def test_standard_output_is_no_file_to_be_replaced(tmp_path):
     )
     with (tmp_path / "out").open("w") as out:
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_takes_nothing_of_the_other(closed, tmp_path):
+    flat = indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [torch.eye(2)])
+    del flat
+    arguments = [sys.executable, "-m", "pylate_flash", "index", "verify", "--index", str(tmp_path / "index")]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = ["sh", "-c", f'exec "$@" {1 if closed == "stdout" else 2}>&-', "sh", *arguments]
+    done = subprocess.run(run, **streams, text=True, timeout=120)
+    said = {"stdout": f"{tmp_path / 'index'} is as it was written: 1 document\n"}
+    said["stderr"] = f"Loading the index in {tmp_path / 'index'} ...\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, *(said[name] * (name != closed) for name in streams))
 
 
 def test_a_pipe_is_a_file_to_read(tmp_path):

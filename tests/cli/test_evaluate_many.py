@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pylate_flash.beir import evaluate_run, load_beir_folder, recall_of
-from pylate_flash.cli.against import check_systems, read_run, run_text
+from pylate_flash.cli.against import Compared, check_systems, comparison_table, read_run, run_text, show_table
 from pylate_flash.cli.collections import Collection, load_collections
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.models import load_model
@@ -118,6 +118,18 @@ def test_other_indexes_against_exact_search(collections, pylate_checkpoint, tmp_
         numbers = [row["metrics"]["ndcg@10"], row["metrics"]["recall@100"], *row["recall"].values()]
         assert line.split()[1:5] == [f"{number:.4f}" for number in numbers]
     assert all(len(line) <= 80 for line in printed.splitlines() if "metrics 0" not in line)
+
+
+def test_a_narrow_terminal_cuts_no_number_and_no_name(capsys, monkeypatch):
+    row = {"metrics": {"ndcg@10": 0.1234, "recall@100": 0.5678}, "recall": {10: 0.9, 100: 0.99}}
+    monkeypatch.setenv("COLUMNS", "34")
+    show_table(comparison_table([Compared("residual4+bfloat16", **row, bytes_a_token=12.5)], "title"))
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    first, second = printed.splitlines()[-2:]
+    assert first.split() == ["residual4+bfl", "0.1234", "0.5678", "0.9000", "0.9900", "12.5"]
+    assert second.split() == ["oat16"]
 
 
 def test_plaid_against_exact_search(collections, pylate_checkpoint, tmp_path):
