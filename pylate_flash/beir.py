@@ -331,14 +331,16 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
     if isinstance(metrics, str) or not metrics:
         raise ValueError(f"metrics must be a list of at least one name, got {metrics!r}")
     for metric in metrics:
-        name, _, cutoff = metric.partition("-l")[0].partition("@")
+        name, at, cutoff = metric.partition("-l")[0].partition("@")
         try:
             metric_switch(name.partition(".")[0])
             # The number of rank-biased precision is its persistence, not a cutoff.
-            exceeded = k is not None and bool(cutoff) and name != "rbp" and int(cutoff) > k
+            depth = int(cutoff) if at and name != "rbp" else 0
+            if depth < 0:
+                raise ValueError("its cutoff is below 0")
         except ValueError as error:
             raise ValueError(f"metrics: {metric!r} is no metric of ranx: {error}") from None
-        if exceeded:
+        if k is not None and depth > k:
             raise ValueError(f"metrics: {metric!r} needs {cutoff} documents per query, but k is {k}")
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from pylate_flash import demo, evaluation, indexes, models
 from pylate_flash.demo.corpus import build_corpus, read_package, split_docstring
-from pylate_flash.demo.job import prepare_output
-from pylate_flash.demo.schedule import Schedule
+from pylate_flash.demo.job import expected_seconds, prepare_output, time_left
 from tests.cli.commands import succeed
 from tests.tiny_demo import TINY, run_tiny_demo
 
@@ -184,24 +183,16 @@ def test_the_command_trains_the_model_that_it_has_checked(
     assert results["after"] == finished[1]["after"]
 
 
-def test_the_time_that_is_left_follows_the_pace_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    schedule = Schedule(demo.Settings(), started=100.0)
-    expected = sum(schedule._seconds)
-    assert 90 < expected < 300
-    assert schedule.left() == f"about {expected / 60:.1f} min left"
-    # Loading took its time, and the first evaluation twice what was expected: so will the rest.
-    now += schedule._seconds[0]
-    schedule.step_done()
-    assert "left" in schedule.left()
-    now += schedule._seconds[0] + 2 * schedule._seconds[1]
-    schedule.step_done()
-    assert schedule.left() == f"about {2 * sum(schedule._seconds[2:]) / 60:.1f} min left"
-    now += 2 * sum(schedule._seconds[2:4])
-    schedule.step_done()
-    schedule.step_done()
-    assert schedule.left() == "about 5 s left"
+def test_the_time_that_is_left_follows_the_pace_of_this_machine() -> None:
+    expected = expected_seconds(demo.Settings())
+    total = sum(expected)
+    assert 90 < total < 300
+    assert time_left(expected, 0, 1.0) == f"about {total / 60:.1f} min left"
+    # Loading took ten times as long, which says nothing of the rest.
+    assert time_left(expected, 1, 10 * expected[0]) == f"about {sum(expected[1:]) / 60:.1f} min left"
+    # All took twice what was expected: so will the rest.
+    assert time_left(expected, 2, 2 * sum(expected[:2])) == f"about {2 * sum(expected[2:]) / 60:.1f} min left"
+    assert time_left(expected, 4, 2 * sum(expected[:4])) == "about 5 s left"
 
 
 def test_each_step_says_how_long_is_left(finished: tuple[Path, dict[str, Any], str]) -> None:

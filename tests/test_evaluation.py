@@ -302,6 +302,8 @@ def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.Mo
         ({"metrics": ["recall@100"], "k": 10}, "'recall@100' needs 100 documents per query, but k is 10"),
         ({"metrics": ["accuracy"]}, "'accuracy' is no metric of ranx"),
         ({"metrics": ["ndcg@ten"]}, "'ndcg@ten' is no metric of ranx"),
+        ({"metrics": ["ndcg@"]}, "'ndcg@' is no metric of ranx"),
+        ({"metrics": ["ndcg@-1"]}, "'ndcg@-1' is no metric of ranx: its cutoff is below 0"),
         ({"metrics": "ndcg"}, "metrics must be a list of at least one name, got 'ndcg'"),
         ({"qrels": {}}, "nothing to evaluate: 4 documents, 0 judged queries"),
         ({"documents": []}, "nothing to evaluate: 0 documents, 2 judged queries"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,10 +64,12 @@ def _fetch_beir(name: str) -> list[Path]:
 
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            download_and_unzip(_BEIR.format(name), str(cache))
+            # The collection appears when it is whole: the next call would take half of it for all.
+            with tempfile.TemporaryDirectory(dir=cache, prefix=".") as folder:
+                download_and_unzip(_BEIR.format(name), folder)
+                os.rename(Path(folder, name), cache / name)
         # Whatever requests and zipfile raise.
         except Exception as error:
-            (cache / f"{name}.zip").unlink(missing_ok=True)
             raise UserError(f"--data beir:{name} could not be fetched: {cause(error, named=True)}") from error
     if (cache / name / "corpus.jsonl").exists():
         return [cache / name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -36,7 +37,7 @@ from .against import (
 from .collections import Collection, load_collections
 from .common import UserError, check_device, explained, loading, note, notes, say
 from .files import check_new_file, write_file
-from .indexing import INDEX_ERRORS, check_new_index, check_place, counted, holds_index
+from .indexing import INDEX_ERRORS, check_new_index, check_place, counted, holds_index, record_corpus
 from .models import (
     check_encoding_host,
     check_model_name,
@@ -231,9 +232,9 @@ def _size(collection: Collection) -> str:
 def _seeds(repeat: str | None, model: str) -> list[int | None]:
     if repeat is None:
         return [None]
-    seeds = repeat.split(",")
-    if not all(seed.strip().isdecimal() for seed in seeds):
-        raise UserError(f"--repeat expects seeds, whole numbers between commas, got {repeat!r}")
+    seeds = [seed.strip() for seed in repeat.split(",")]
+    if not all(re.fullmatch("[0-9]{1,19}", seed) for seed in seeds) or len({*map(int, seeds)}) < len(seeds):
+        raise UserError(f"--repeat expects seeds, each a whole number and once, between commas, got {repeat!r:.100}")
     if _SEED not in model:
         raise UserError(f"--repeat evaluates a model for each seed: put {_SEED} into --model {model}")
     return [int(seed) for seed in seeds]
@@ -399,7 +400,7 @@ def _new_index(index: Path | None, model: Model, name: str, data: Path) -> Itera
         try:
             with explained(kinds=INDEX_ERRORS):
                 flat.record_model(model, name)
-                flat.record_corpus(data)
+                record_corpus(flat, data)
             yield flat
         except BaseException:
             # The index refuses both where another process has written to it, to which all is left then.

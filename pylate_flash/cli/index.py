@@ -34,6 +34,7 @@ from .indexing import (
     open_flat,
     open_store,
     read_ids,
+    record_corpus,
     train_codec,
 )
 from .models import check_encoding_host, check_model_name, load_model
@@ -141,7 +142,7 @@ def build(
         with explained(kinds=INDEX_ERRORS):
             # Refuses another model than that of the documents which are there.
             flat.record_model(encoder, name=model)
-            _record_corpus(flat, data)
+            record_corpus(flat, data)
         return set(flat.documents_ids)
 
     with together() as ranks:
@@ -213,7 +214,7 @@ def add(
     if new or replace:
         encoder = load_model_of(flat, model, device, trust_remote_code)
         with explained(kinds=INDEX_ERRORS):
-            _record_corpus(flat, data)
+            record_corpus(flat, data)
         known = set() if replace else set(flat.documents_ids)
         documents = (document for document in corpus if document.id not in known)
         add_texts(flat, encoder, documents, len(ids) if replace else new, batch_size, replace)
@@ -354,12 +355,6 @@ def _describe(store: PackedStore) -> dict[str, Any]:
         "corpora": [absolute for absolute, _ in state.corpora],
         "written_with": state.created_with,
     }
-
-
-def _record_corpus(flat: Flat, data: Path) -> None:
-    """Of a pipe there is nothing to remember."""
-    if os.path.isfile(data) or os.path.isdir(data):
-        flat.record_corpus(data)
 
 
 def _check_belongs(flat: Flat, corpus: Corpus, ids: set[str]) -> None:

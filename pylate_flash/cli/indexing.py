@@ -113,6 +113,12 @@ def read_ids(corpus: Corpus) -> list[str]:
     return ids
 
 
+def record_corpus(flat: Flat, data: Path) -> None:
+    """Of a pipe, and of what was fetched by its name, there is nothing to remember."""
+    if os.path.isfile(data) or os.path.isdir(data):
+        flat.record_corpus(data)
+
+
 def open_store(place: Path) -> PackedStore:
     """Open an index for what neither encodes nor searches, without PyLate, whose import takes seconds."""
     check_index(place)

@@ -2,7 +2,6 @@
 
 - `corpus`: the text. Pure Python; it works without any of the packages below.
 - `job`: the run itself, and the pieces of it that the examples use.
-- `schedule`: how long is left.
 - `picture`: `demo.png`.
 """
 

@@ -171,7 +171,9 @@ def test_models_of_several_seeds(collections, pylate_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (("--repeat", "1,x"), "--repeat expects seeds, whole numbers between commas, got '1,x'"),
+        (("--repeat", "1,x"), "--repeat expects seeds, each a whole number and once, between commas, got '1,x'"),
+        (("--repeat", "1,2,01"), "got '1,2,01'"),
+        (("--repeat", "1" * 5000), "--repeat expects seeds"),
         (("--repeat", "1,2"), "put {seed} into --model"),
         (("--index", "index", "--data", "second"), "--index keeps the index of one model and one --data"),
         (("--against", "int7"), "--against int7: expected plaid, a file of a run, or how our index keeps embeddings"),
@@ -286,15 +288,20 @@ def test_a_collection_that_cannot_be_fetched_is_one_sentence(cache, monkeypatch)
 
     def download(url, folder):
         Path(folder, "scifact.zip").write_bytes(b"half of it")
-        raise OSError("no route to host")
+        write_collection(Path(folder, "scifact"), 0)
+        raise error
 
     monkeypatch.setattr(util, "download_and_unzip", download)
+    error: BaseException = OSError("no route to host")
     with pytest.raises(UserError, match="--data beir:scifact could not be fetched: OSError: no route to host"):
+        load_collections(["beir:scifact"], "test")
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
         load_collections(["beir:scifact"], "test")
     assert list(cache.iterdir()) == [], "what a next call would take for the collection"
 
 
-def test_nanobeir_is_all_of_its_collections_or_one(monkeypatch):
+def test_nanobeir_is_all_of_its_collections_or_one(pylate_checkpoint, tmp_path, monkeypatch):
     import datasets
 
     tables = {
@@ -306,6 +313,8 @@ def test_nanobeir_is_all_of_its_collections_or_one(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: tables[subset])
     found = load_collections(["nanobeir"], "test")
     assert [collection.name for collection in found] == ["NanoFEVER", "NanoSciFact"]
+    evaluate(pylate_checkpoint, "--index", tmp_path / "i", data=["nanobeir:SciFact"])
+    assert Flat(tmp_path, "i", device="cpu").corpora == [], "there is no file of this name"
     (one,) = load_collections(["nanobeir:SciFact"], "test")
     assert one == (
         *("NanoSciFact", "nanobeir:SciFact"),
