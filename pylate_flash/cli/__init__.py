@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, demo, doctor, evaluate, index, mine, search, train
+from . import demo, doctor, evaluate, index, mine, search, train
 from .common import command
 
 __all__ = ["app", "main"]
@@ -68,10 +68,21 @@ app.command(
     epilog='Examples: `pylate-flash search "read a compressed archive" -k 3` (after the demo), '
     "`pylate-flash search --queries queries.jsonl --index my-index --json > found.jsonl`"
 )(command(search.search))
-app.command(
+
+
+@app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
-)(command(bench.bench))
+)
+@command
+def bench(context: typer.Context) -> None:
+    """Measure this package, its peers and plain torch on this machine; `bench --help` lists the suites."""
+    # The options are the suite's own; reading them here would import torch for every `--help`.
+    from ..bench.cli import main
+
+    main(context.args, "pylate-flash bench")
+
+
 app.command()(command(doctor.doctor))
 
 

@@ -64,8 +64,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """End a command tidily: one line on standard error, and an exit code that says what kind of end it was.
 
     A `UserError`, and an extra that is not installed, exit with 2, Ctrl-C with 130, any other exception with
-    `UNEXPECTED`; a disk that is full or fails, also behind standard output, with 2. With the environment variable
-    `PYLATE_FLASH_TRACEBACK` set, the traceback comes before that line.
+    `UNEXPECTED`; a GPU without memory, and a disk that is full or fails, also behind standard output, with 2. With the
+    environment variable `PYLATE_FLASH_TRACEBACK` set, the traceback comes before that line.
     """
 
     @functools.wraps(function)
@@ -91,6 +91,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                     # Or the end of the process would try once more, and exit with a code of its own.
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 _fail(f"reading or writing failed: {cause(error)}", 2)
+            if type(error).__name__ == "OutOfMemoryError":  # of torch, which need not be imported for this
+                _fail(f"a GPU is out of memory: {cause(error)}; a smaller --batch-size or --device cpu may do", 2)
             _fail(f"unexpected {cause(error, named=True)}; {TRACEBACK_VARIABLE}=1 shows where", UNEXPECTED)
 
     return wrapped

@@ -86,12 +86,6 @@ def writable_folder(path: Path, option: str) -> Iterator[None]:
                 folder.rmdir()
 
 
-def check_new_folder(path: Path, option: str) -> None:
-    """A folder must be writable there, or can be made there; nothing is left of the trial."""
-    with writable_folder(path, option):
-        pass
-
-
 def other_files(folder: Path, *known: str) -> list[str]:
     """Names in a folder, if it exists, other than those given and those that any empty folder may have."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from ..data.files import Corpus, read_lines
 from . import options
 from .common import UserError, command, explained, loading, note, say
-from .files import check_file, check_new_folder
+from .files import check_file, writable_folder
 from .indexing import (
     DEFAULT_INDEX,
     INDEX_ERRORS,
@@ -327,10 +327,10 @@ def convert(
     if not holds_old_index(place):
         check_index(place)
         raise UserError(f"the index in {place} needs no conversion")
-    check_new_folder(new, "--to")
     check_place(new)
-    if os.path.isdir(new) and os.listdir(new):
-        raise UserError(f"--to: {new} is not empty; name another folder")
+    with writable_folder(new, "--to"):
+        if os.listdir(new):
+            raise UserError(f"--to: {new} is not empty; name another folder")
     loading(f"the index in {place}")
     from .old_index import convert as converted
 

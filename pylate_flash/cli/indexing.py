@@ -20,7 +20,7 @@ from .._extras import check_installed
 from ..data.files import Corpus, Document
 from ..encoding.texts import encode, read_lengths
 from .common import UserError, check_device, explained, loading, note, notes
-from .files import check_file, check_new_folder
+from .files import check_file, writable_folder
 from .models import check_model_name, document_tokens, load_model
 from .ranks import Alone
 
@@ -74,9 +74,8 @@ def check_new_index(place: Path) -> None:
 
     What is left of one whose first write was interrupted counts as nothing.
     """
-    check_new_folder(place, "--index")
-    with explained("--index: "):
-        others = set(os.listdir(place)) - LEFTOVERS if os.path.isdir(place) else set()
+    with writable_folder(place, "--index"), explained("--index: "):
+        others = set(os.listdir(place)) - LEFTOVERS
     if others and not holds_index(place):
         raise UserError(f"--index: {place} holds files that are no index; name another folder")
 

@@ -265,6 +265,12 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(pyl
     assert len(line) < 500
 
 
+def test_a_gpu_without_memory_is_one_sentence_in_every_command(pylate, monkeypatch, tmp_path):
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(torch.OutOfMemoryError("tried to allocate 2 GiB")))
+    result = invoke("demo", "--output", tmp_path / "out")
+    assert_one_clear_sentence(result, "a GPU is out of memory: ", "tried to allocate 2 GiB", "--device cpu")
+
+
 def test_the_traceback_of_an_error_comes_if_asked_for(pylate, monkeypatch, tmp_path):
     monkeypatch.setenv("PYLATE_FLASH_TRACEBACK", "1")
     monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyError("a")))

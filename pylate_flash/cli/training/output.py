@@ -100,22 +100,19 @@ def write_model(model: Model, folder: Path) -> list[str]:
 
 
 def saved_elsewhere(model: Model, failed: str) -> str:
-    """Save a model where temporary files go, after what failed, and say both: where it is, or that this failed too."""
-    try:
-        return f"{failed}; the model is in {_save_elsewhere(model)}"
-    except Exception as second:  # safetensors has an exception of its own for a full disk
-        return f"{failed}; nor could the model be saved among the temporary files: {second}"
+    """Save a model where temporary files go, after what failed, and say both: where it is, or that this failed too.
 
-
-def _save_elsewhere(model: Model) -> Path:
-    """Save a model where temporary files go, and return the folder; nothing is left of one that cannot be saved."""
+    Nothing is left of one that cannot be saved.
+    """
     folder = Path(tempfile.mkdtemp(prefix="pylate-flash-model-"))
     try:
         model.save_pretrained(str(folder))
-    except BaseException:
+    except BaseException as second:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
+        if not isinstance(second, Exception):  # safetensors has one of its own for a full disk
+            raise
+        return f"{failed}; nor could the model be saved among the temporary files: {second}"
+    return f"{failed}; the model is in {folder}"
 
 
 def _exchange(folder: Path, new: Path, old: Path) -> None:
