@@ -237,7 +237,6 @@ def add_texts(
     UserError
         If a document cannot be read, or the index cannot be written to. What was added stays.
     """
-    import torch
     from tqdm import tqdm
 
     from ..index.store import ADDITION_BYTES
@@ -246,10 +245,7 @@ def add_texts(
         if writing is not None and writing.done():
             # So that other ranks hear of it.
             _finish(writing)
-        try:
-            return encode(model, some_texts, is_query=False, batch_size=batch_size) if some_texts else []
-        except torch.cuda.OutOfMemoryError:
-            raise UserError(f"--batch-size {batch_size} is too large for the memory of {model.device}") from None
+        return encode(model, some_texts, is_query=False, batch_size=batch_size) if some_texts else []
 
     ranks = ranks or Alone()
     terminal = sys.stderr.isatty()

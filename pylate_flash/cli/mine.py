@@ -94,29 +94,22 @@ def mine(
         query_length=query_length,
         document_length=document_length,
     )
-    import torch
-
     from ..negatives import mine_hard_negatives
 
-    try:
-        found = mine_hard_negatives(
-            loaded,
-            queries,
-            positives,
-            texts,
-            other_forms=with_titles,
-            num_negatives=num_negatives,
-            range_min=range_min,
-            max_score=max_score,
-            absolute_margin=absolute_margin,
-            relative_margin=relative_margin,
-            batch_size=batch_size,
-            show_progress_bar=notes.is_terminal,
-        )
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"out of memory on {loaded.device}: {error}; a smaller --batch-size or --corpus needs less"
-        ) from error
+    found = mine_hard_negatives(
+        loaded,
+        queries,
+        positives,
+        texts,
+        other_forms=with_titles,
+        num_negatives=num_negatives,
+        range_min=range_min,
+        max_score=max_score,
+        absolute_margin=absolute_margin,
+        relative_margin=relative_margin,
+        batch_size=batch_size,
+        show_progress_bar=notes.is_terminal,
+    )
     among = f"{counted(len(set(positives if texts is None else texts)), 'text')} of {corpus or data}"
     if not found:
         raise UserError(

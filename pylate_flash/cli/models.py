@@ -67,25 +67,18 @@ def host_of(model: str, trust_remote_code: bool = False) -> str:
         with explained(f"{what} cannot be loaded: "):
             check_model_folder(Path(model), trust_remote_code)
     with _loader_errors(model, what):
-        return _host_of(model, what)
-
-
-def _host_of(model: str, what: str) -> str:
-    kind = (_read(model, "config_sentence_transformers.json") or {}).get("model_type")
-    has_pylate = HOSTS[PYLATE].is_there()
-    if kind == "MultiVectorEncoder":
-        if not HOSTS[SENTENCE_TRANSFORMERS].is_there():
+        kind = (_read(model, "config_sentence_transformers.json") or {}).get("model_type")
+        has_pylate = HOSTS[PYLATE].is_there()
+        if has_pylate and kind != "MultiVectorEncoder":
+            return PYLATE
+        if kind == "MultiVectorEncoder" and not HOSTS[SENTENCE_TRANSFORMERS].is_there():
             raise UserError(
                 f"{what} is a MultiVectorEncoder of sentence-transformers 6, which is not installed: "
                 'pip install "pylate-flash[sentence-transformers]"'
                 + (", into another environment than PyLate's, which asks for an older one" if has_pylate else "")
             )
-        host = SENTENCE_TRANSFORMERS
-    else:
-        host = PYLATE if has_pylate else SENTENCE_TRANSFORMERS
-    if host == SENTENCE_TRANSFORMERS:
         with explained(kinds=(ImportError,)):
-            HOSTS[host].check(what)
+            HOSTS[SENTENCE_TRANSFORMERS].check(what)
         modules = {str(entry.get("type")) for entry in _modules(model)}
         of_pylate = sorted(name for name in modules if name.startswith("pylate.") and name != _PYLATE_DENSE)
         if of_pylate:
@@ -93,7 +86,7 @@ def _host_of(model: str, what: str) -> str:
                 f"{what} has the module {of_pylate[0]}, which only PyLate loads, and it is not installed: "
                 'pip install "pylate-flash[pylate]"'
             )
-    return host
+        return SENTENCE_TRANSFORMERS
 
 
 def load_model(

@@ -327,12 +327,8 @@ def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision)
 
     loss, device = trainer.loss, next(trainer.loss.parameters()).device
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    try:
+    with explained("--mini-batch-tokens auto: "):
         loss.mini_batch_num_tokens = largest_token_budget(loss, documents, dtype)
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"out of memory on {device}: {error}; a smaller --batch-size needs less") from error
-    except ValueError as error:
-        raise UserError(f"--mini-batch-tokens auto: {error}") from error
     say(f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {device}")
 
 
