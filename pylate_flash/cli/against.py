@@ -79,20 +79,9 @@ def check_systems(against: str, collections: Sequence[Collection]) -> dict[str, 
 def compare_systems(
     systems: Mapping[str, Run | None], exact: Flat, collection: Collection, embeddings: list[Any], build_seconds: float
 ) -> list[Compared]:
-    """Search by an exact index, and by each system over the same embeddings.
+    """Search by the exact index of a collection, built in so many seconds, and by each system over the same embeddings.
 
-    Parameters
-    ----------
-    systems
-        As `check_systems` returns them.
-    exact
-        The index of the collection, which keeps what the model has made.
-    collection
-        What is searched.
-    embeddings
-        Of the queries of `qrels`, in their order.
-    build_seconds
-        What it took to build `exact`.
+    `embeddings` are those of the queries of its `qrels`.
     """
     from ..beir import evaluate_run, recall_of
     from ..indexes import Flat
@@ -175,14 +164,7 @@ def comparison_table(rows: Sequence[Compared], title: str) -> Table:
 
 
 def read_run(path: Path) -> Run:
-    """What a TREC run file found for every query, best first.
-
-    Raises
-    ------
-    ValueError
-        If a line has not query, "Q0", document, rank, score and a name, between blanks, or has a document that the
-        query has already: the message names it.
-    """
+    """What a TREC run file found for every query, best first; a ValueError names a line that is none of a run."""
     from ..data.files import read_lines
     from ..index.search import SearchResult
 

@@ -25,13 +25,7 @@ class Collection(NamedTuple):
 
 
 def load_collections(sources: list[str], split: str) -> list[Collection]:
-    """Load what `--data` names: folders, `beir:NAME`, and `nanobeir`, which is thirteen, or `nanobeir:NAME`.
-
-    Raises
-    ------
-    UserError
-        If one cannot be loaded, or two have the same name.
-    """
+    """Load what `--data` names: folders, `beir:NAME`, and `nanobeir`, which is thirteen, or `nanobeir:NAME`."""
     found: list[Collection] = []
     for source in sources:
         kind, _, name = source.partition(":")

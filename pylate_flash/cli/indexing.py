@@ -212,30 +212,11 @@ def add_texts(
     replace: bool = False,
     ranks: Ranks | Alone | None = None,
 ) -> None:
-    """Encode texts and add them to an index, with progress on standard error.
+    """Encode documents and add them to an index, which only the first of `ranks` has, with progress on standard error.
 
     They are added every few seconds, while the next are encoded, so that what has been encoded outlives the process,
-    and memory stays bounded.
-
-    Parameters
-    ----------
-    flat
-        The index; None on other ranks than the first.
-    model
-        Its model.
-    documents
-        Those that are not in the index, or with `replace` also such that take the place of those there.
-    total
-        How many they are.
-    batch_size
-        Texts encoded at a time.
-    ranks
-        Processes that encode a share of the texts each, which are the same for all.
-
-    Raises
-    ------
-    UserError
-        If a document cannot be read, or the index cannot be written to. What was added stays.
+    and memory stays bounded. They are `total`, none of them in the index, or with `replace` some that take the place of
+    those there; each rank encodes a share. What was added stays if a document cannot be read, or the index be written.
     """
     from tqdm import tqdm
 

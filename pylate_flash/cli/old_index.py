@@ -37,26 +37,8 @@ _Documents = tuple[list[str], np.ndarray, np.ndarray]  # ids, lengths, and the b
 def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
     """Write the documents of an index into a new one, row by row as they are; the old one is only read.
 
-    Parameters
-    ----------
-    old
-        Folder of an index of the format before this one.
-    new
-        Folder that is not there or is empty. It appears when all is in it; until then it has ".unfinished" in its name.
-    show_progress
-        Draw a progress bar.
-
-    Returns
-    -------
-    PackedStore
-        The new one.
-
-    Raises
-    ------
-    ValueError
-        If a file of the old one is missing or damaged. The message names it.
-    OSError
-        If a file cannot be read or written. The message names it.
+    The folder of the new one is not there or is empty. It appears when all is in it; until then it has ".unfinished" in
+    its name. A ValueError or an OSError names a file that is missing, damaged, or cannot be read or written.
     """
     manifest = _manifest(old / "manifest.json")
     layout, removed = Layout(manifest["dtype"], manifest["embedding_size"] or 0), manifest.get("removed", {})

@@ -15,13 +15,7 @@ _COLOURS = ("#2563eb", "#7c3aed", "#0891b2", "#f59e0b")
 
 
 def draw(evaluated: list[Evaluated], path: Path) -> None:
-    """Draw what was measured; the suffix of the path says the format.
-
-    Raises
-    ------
-    ValueError, OSError
-        If matplotlib knows no such format, or the file cannot be written.
-    """
+    """Draw what was measured; the suffix of the path says the format."""
     from matplotlib.figure import Figure
 
     compared = [one for one in evaluated if one.compared]

@@ -42,27 +42,11 @@ class Agreement:
 def compare(
     first: RetrievalEvaluation, second: RetrievalEvaluation, depth: int = 10, tolerance: float = 1e-4
 ) -> Agreement:
-    """Compare the metrics and the best documents of two evaluations.
+    """Compare the metrics and the best documents, `depth` of each query, of two evaluations by `evaluate_retrieval`.
 
-    Parameters
-    ----------
-    first, second
-        Results of `beir.evaluate_retrieval` for the same queries and metrics.
-    depth
-        How many of the best documents of each query are compared.
-    tolerance
-        Scores this close count as equal: a sum of some tens of cosines carries float32 rounding of about 1e-5, so two
-        exact scorers may order such documents differently.
-
-    Returns
-    -------
-    Agreement
-        The counts and whether the metrics are equal.
-
-    Raises
-    ------
-    ValueError
-        If the two do not hold the same queries and metrics.
+    Scores that are as close as the `tolerance` count as equal: a sum of some tens of cosines carries float32 rounding
+    of about 1e-5, so two exact scorers may order such documents differently. Evaluations of other queries, or with
+    other metrics, are a ValueError.
     """
     if first.run.keys() != second.run.keys() or first.metrics.keys() != second.metrics.keys():
         raise ValueError("first and second must be evaluations of the same queries with the same metrics")

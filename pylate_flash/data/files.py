@@ -91,15 +91,7 @@ class Corpus:
     def find(self, ids: Collection[str]) -> dict[str, str]:
         """Return the texts of some documents, by id; those that are not here are left out.
 
-        Parameters
-        ----------
-        ids
-            Which documents. The corpus is read as far as the last of them.
-
-        Raises
-        ------
-        ValueError, OSError
-            As while iterating.
+        The corpus is read as far as the last of them, with the errors of iterating.
         """
         wanted = set(ids)
         documents = iter(self)
@@ -143,22 +135,9 @@ class Corpus:
 def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[Text]:
     """Read queries: one per line, or one JSON object per line if the first line that is not blank begins with "{".
 
-    Parameters
-    ----------
-    lines
-        The lines, for example a file opened for reading bytes. Blank ones are skipped.
-    name
-        What the messages call the file.
-
-    Returns
-    -------
-    list of Text
-        The id is the object's "_id" or, where lines are the queries themselves, the number of the line, from 1.
-
-    Raises
-    ------
-    ValueError
-        If a line is malformed, an id is given twice, a query is empty, or there is none; the message names the line.
+    `lines` are, for example, a file opened for reading bytes, which messages call by its `name`. The id is the object's
+    "_id" or, where lines are the queries themselves, the number of the line, from 1. A ValueError names a line that is
+    malformed, an id that is given twice, or a query that is empty; or says that there is none.
     """
     numbered = iter(read_lines(lines, name))
     first = next(numbered, None)
@@ -178,19 +157,9 @@ def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[T
 def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read corpus.jsonl or queries.jsonl: the id and the object of every line that is not blank.
 
-    Parameters
-    ----------
-    lines
-        The lines, for example a file opened for reading bytes.
-    name
-        What the messages call the file.
-
-    Raises
-    ------
-    ValueError
-        If a line is malformed (it must hold an object, with strings for "_id", "text" and, if it is there and not
-        null, "title", and an object for "metadata"), an id is empty or given twice, or there is none; the message
-        names the line.
+    A ValueError names a line that is malformed (it must hold an object, with strings for "_id", "text" and, if it is
+    there and not null, "title", and an object for "metadata"), and an id that is empty or given twice; or says that
+    there is none.
     """
     record = None
     for _, record in _records(read_lines(lines, name)):
@@ -202,10 +171,7 @@ def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterat
 def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
     """Read UTF-8 text: of every line that is not blank its number, "file, line n" for messages, and its text.
 
-    Raises
-    ------
-    ValueError
-        If a line is not UTF-8; the message names it.
+    A ValueError names a line that is not UTF-8.
     """
     for number, raw in enumerate(lines, start=1):
         where = f"{name}, line {number}"

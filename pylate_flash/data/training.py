@@ -62,27 +62,11 @@ class TrainingData:
 def read_training_file(path: str | os.PathLike[str], distillation: bool = False) -> TrainingData:
     """Read a training file for `trainer.ColBERTTrainer`, once and from its start to its end, so that a pipe will do.
 
-    Parameters
-    ----------
-    path
-        A file with one JSON object per line; empty lines are skipped. For the contrastive losses: `query`, `positive`
-        and any number of hard negatives, `negative`, `negative_1`, `negative_2` and so on, all strings, the same keys
-        in every line. For distillation: `query`, a string, `documents`, a list of at least two strings, and `scores`,
-        as many finite numbers; every line has the same number of documents. Other keys are ignored, and returned.
-    distillation
-        Which of the two is expected.
-
-    Returns
-    -------
-    TrainingData
-        The lines, and what was ignored.
-
-    Raises
-    ------
-    ValueError
-        If a line is malformed (the message gives file and line), or the file has none.
-    OSError
-        If the file cannot be read.
+    It has one JSON object per line; empty lines are skipped. For the contrastive losses: `query`, `positive` and any
+    number of hard negatives, `negative`, `negative_1`, `negative_2` and so on, all strings, the same keys in every
+    line. For `distillation`: `query`, a string, `documents`, a list of at least two strings, and `scores`, as many
+    finite numbers; every line has the same number of documents. Other keys are ignored, and returned. A ValueError
+    gives file and line of what is malformed, or says that there are no lines.
     """
     path = Path(path)
     rows: list[dict[str, Any]] = []
