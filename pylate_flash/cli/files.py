@@ -45,7 +45,7 @@ def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], ov
             os.close(os.open(path, os.O_WRONLY))
         elif not os.path.exists(path):
             raise ValueError(f"{path} is a link to nothing")
-    if _is_standard_output(path) or (os.path.exists(path) and not os.path.isfile(path)):
+    if is_standard_output(path) or (os.path.exists(path) and not os.path.isfile(path)):
         return
     for name, place in others:
         if place is not None and any(_is_same(path, file) for file in (place, place / "corpus.jsonl")):
@@ -95,7 +95,7 @@ def other_files(folder: Path, *known: str) -> list[str]:
 def write_file(path: Path, text: str, option: str) -> None:
     """Write a file so that it holds, at every moment, what it held before or all of the text."""
     with explained(f"{option}: "):
-        if _is_standard_output(path):
+        if is_standard_output(path):
             # Its own stream, because a second one would begin at the start of the file that it goes to.
             print(text, end="")
             return
@@ -105,7 +105,8 @@ def write_file(path: Path, text: str, option: str) -> None:
         replace_file(path, text)
 
 
-def _is_standard_output(path: Path) -> bool:
+def is_standard_output(path: Path) -> bool:
+    """Whether what is written to a file comes out where results are printed."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(1))
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ import typer
 
 from . import options
 from .common import UserError, check_device, explained, loading, note, notes, say
-from .files import check_file, check_new_file, write_file
+from .files import check_file, check_new_file, is_standard_output, write_file
 from .indexing import counted, open_corpus
 from .models import check_encoding_host, check_model_name, load_model
 
@@ -121,10 +121,13 @@ def mine(
         note(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}")
     rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in found)
     write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
-    say(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")
+    # Lines for whoever reads them are all that standard output gets.
+    tell = note if is_standard_output(output) else say
+    tell(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")
     if len(found) < len(queries):
-        say(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
-    print(f"Next: pylate-flash train --data {shlex.quote(str(output))} ...")
+        tell(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
+    if tell is say:
+        print(f"Next: pylate-flash train --data {shlex.quote(str(output))} ...")
 
 
 def _check_margins(max_score: float | None, absolute_margin: float | None, relative_margin: float | None) -> None:

@@ -232,6 +232,9 @@ def test_mine_keeps_its_hands_off_other_files(corpus, pylate_checkpoint, tmp_pat
     assert {path: path.read_bytes() for path in before} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["beir", "out.jsonl", "pairs.jsonl"]
 
+    result = invoke(*mine, "/dev/stdout", "--corpus", corpus)
+    assert [len(json.loads(line)) for line in result.stdout.splitlines()] == [5]
+    assert "/dev/stdout holds 1 line of 3 negatives" in result.stderr
     result = invoke(*mine, out, "--overwrite", "--corpus", corpus, "--max-score", 7.9, "--num-negatives", 4)
     assert result.exit_code == 0, result.output
     assert len(json.loads(out.read_text())) == 6
