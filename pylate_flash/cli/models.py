@@ -41,13 +41,13 @@ def check_encoding_host(needed_by: str) -> None:
 
     Whichever of them it is, its notes about loading stay off the terminal from here on.
     """
-    be_quiet()
     if not any(HOSTS[name].is_there() for name in (PYLATE, SENTENCE_TRANSFORMERS)):
         raise MissingExtraError(
             f"{needed_by} needs PyLate or sentence-transformers 6, and neither is installed: "
             'pip install "pylate-flash[pylate]" or pip install "pylate-flash[sentence-transformers]"',
             name="pylate",
         )
+    be_quiet()
 
 
 def title_of(model: Any) -> str:
