@@ -12,7 +12,7 @@ from ..kernels.plan import ForwardPlan, choose, forward_plan, quantized_plan, so
 from ..kernels.plan_backward import BackwardPlan, SoftGradientPlan, backward_plan, soft_gradient_plan
 from ..kernels.tables import HopperTile, Tile
 from ..problem import Options, Tensors
-from .checks import check_layout, check_none, checked_flag, checked_problem
+from .checks import check_differentiation, check_layout, check_none, checked_flag, checked_problem
 from .maxsim_operator import checked, with_lengths
 from .operator import needs_gradient
 from .quantization import QuantizedEmbeddings
@@ -139,6 +139,7 @@ def explain(
         check_layout(tensors, max_query_length, max_document_length)
         if documents_cu_seqlens is not None:
             options = with_lengths(tensors, options, max_query_length, max_document_length)
+    check_differentiation("explain", *tensors[:2])
     if isinstance(documents, QuantizedEmbeddings):
         tensors, options = checked_with_values("explain", tensors, options)
         problem = problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries))

@@ -165,3 +165,9 @@ def test_bad_input_is_refused_as_by_the_call() -> None:
         explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 7))
     with pytest.raises(TypeError, match=r"queries must be a torch.Tensor"):
         explain([1.0], torch.zeros(4, 5, 7))
+
+
+def test_what_no_call_is_differentiated_by_is_refused() -> None:
+    """As the call that is explained refuses it."""
+    with pytest.raises(RuntimeError, match="explain is differentiated by torch.autograd.grad and Tensor.backward only"):
+        torch.func.grad(lambda queries: explain(queries, torch.ones(2, 3, 4)) and queries.sum())(torch.ones(1, 2, 4))
