@@ -85,11 +85,11 @@ def test_tokens_farther_apart_than_32_bits_count_are_brought_together() -> None:
     """Within a query; from one query to the next, kernels count in 64 bits."""
     queries = torch.empty_strided((3, 4, 8), (8, 1 << 30, 1), device="meta")
     tensors = Tensors(queries, torch.empty(2, 5, 8, device="meta"))
-    problem, found = kernel_calls._for_kernels(problem_of(tensors, Options()), tensors)
+    problem, found = kernel_calls.for_kernels(problem_of(tensors, Options()), tensors)
     assert found.queries.stride() == (32, 8, 1)
     assert problem.query_strides == (32, 8)
     tensors = tensors._replace(queries=torch.empty_strided((3, 4, 8), (1 << 40, 8, 1), device="meta"))
-    assert kernel_calls._for_kernels(problem_of(tensors, Options()), tensors)[1].queries is tensors.queries
+    assert kernel_calls.for_kernels(problem_of(tensors, Options()), tensors)[1].queries is tensors.queries
 
 
 @pytest.mark.parametrize("size", [8, 130, 300])
