@@ -160,9 +160,13 @@ class Problem(_Fields):
 
     __slots__ = ()
     # In C: plans ask for them time and again.
-    device, dtype, size = _of_kind("device"), _of_kind("dtype"), _of_kind("size")
-    packed, has_candidates = _of_kind("packed"), _of_kind("has_candidates")
-    normalize, with_argmax = _of_kind("normalize"), _of_kind("with_argmax")
+    device: torch.device = _of_kind("device")
+    dtype: torch.dtype = _of_kind("dtype")
+    size: int = _of_kind("size")
+    packed: bool = _of_kind("packed")
+    has_candidates: bool = _of_kind("has_candidates")
+    normalize: bool = _of_kind("normalize")
+    with_argmax: bool = _of_kind("with_argmax")
 
     @property
     def deciding_dtype(self) -> torch.dtype:
