@@ -30,6 +30,9 @@ from .packing import longest, padded
 
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
+_CHOICES = {"reduction": REDUCTIONS, "masking": MASKINGS, "implementation": IMPLEMENTATIONS}
+# What queries, documents and their masks may be besides tensors, as messages say it.
+_OTHERWISE = "", "", " or None", " or None"
 
 
 def reference_scores(
@@ -137,10 +140,6 @@ def checked(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
         if cast[0] is not queries or cast[1] is not documents:
             tensors = Tensors(cast[0], cast[1], *tensors[2:])
     return tensors, options
-
-
-_CHOICES = {"reduction": REDUCTIONS, "masking": MASKINGS, "implementation": IMPLEMENTATIONS}
-_OTHERWISE = "", "", " or None", " or None"
 
 
 def autocast(*tensors: Tensor, implementation: str = "blocked") -> tuple[Tensor, ...]:
