@@ -38,20 +38,24 @@ def train_as_rank(rank, world, port, arguments, folder, signalled, failing):
     (folder / f"rank-{rank}").write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
 
 
+def by_ranks(folder, arguments, signalled=(), failing=()):
+    """Train by two, and return exit codes, and what was said on standard output and error, of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(train_as_rank, (WORLD, port, arguments, folder, signalled, failing), WORLD)
+    return zip(*(json.loads((folder / f"rank-{rank}").read_text()) for rank in range(WORLD)), strict=True)
+
+
 @pytest.fixture
 def by_two(tmp_path, tiny_colbert_path, pairs):
-    """Train to a folder of a name, and return exit codes, and what was said on standard output and error."""
+    """Train to a folder of a name; returns it, the arguments, and what `by_ranks` does."""
     options = ["--batch-size", 2, "--epochs", 3, "--lr", 1e-3, "--loss", "contrastive"]
 
-    def run(name, *more, signalled=(), failing=()):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+    def run(name, *more, **how):
         arguments = ["train", "--data", pairs, "--model", tiny_colbert_path, "--output", tmp_path / name, *CPU]
         arguments = [str(argument) for argument in (*arguments, *options, *more)]
-        run_ranks(train_as_rank, (WORLD, port, arguments, tmp_path, signalled, failing), WORLD)
-        found = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(WORLD)]
-        return tmp_path / name, arguments, *zip(*found, strict=True)
+        return tmp_path / name, arguments, *by_ranks(tmp_path, arguments, **how)
 
     return run
 
