@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial, reduce
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,6 +129,10 @@ class Queries:
     def __getitem__(self, some: slice) -> Queries:
         return replace(self, sequences=self.sequences[some])
 
+    def __reduce__(self) -> tuple[Callable[..., Queries], tuple[Any, ...]]:
+        # One by one, each would bring the memory of all that it is a view of.
+        return _unpickled, (self.packed().values, self.lengths.tolist(), self.device, self.dtype)
+
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each. Shape: [N], int64."""
@@ -151,6 +155,10 @@ class Queries:
             values = torch.cat([sequence.to(self.device) for sequence in sequences])
         values = on_device(values, self.device).to(self.dtype)
         return Packed(values, on_device(bounds.astype(np.int32), self.device), int(self.lengths.max()))
+
+
+def _unpickled(values: Tensor, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Queries:
+    return Queries(list(values.split(lengths)), device, dtype)
 
 
 @lru_cache(maxsize=256)

@@ -60,7 +60,7 @@ def scale(kernel: launch.Kernel, tensors: Tensors) -> None:
 
 def ways(kernel: launch.Kernel) -> list[str]:
     """How each compiled kernel is launched: `by_c` or `by_triton`."""
-    return [code.__name__ for code, _ in kernel._code.values()]
+    return [code.__name__ for code, *_ in kernel._code.values()]
 
 
 WAY = "by_c" if launcher_is_known() else "by_triton"

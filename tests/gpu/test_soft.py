@@ -114,7 +114,7 @@ def test_logarithms_of_sums(dtype: torch.dtype) -> None:
         (documents, torch.einsum("qsd,qntd->qnst", queries.double(), documents.double())),
     ):
         tensors, beta = Tensors(queries, of_documents), torch.tensor(10.0, device="cuda")
-        _, lse = torch.ops.pylate_flash.soft_maxsim_forward(beta, *tensors, *Options(implementation="triton"), 0)
+        _, lse = torch.ops.pylate_flash.soft_maxsim_forward(beta, *tensors, *Options(implementation="triton"))
         expected = torch.logsumexp(10.0 * similarities, dim=-1).view(lse.shape)
         torch.testing.assert_close(lse.double(), expected, rtol=2e-6, atol=2e-6)
 
@@ -181,7 +181,7 @@ def test_opcheck() -> None:
     queries, documents = (unit(3, n, 32, dtype=HALF, seed=n).requires_grad_() for n in (20, 70))
     beta, mask = torch.tensor(5.0, device="cuda", requires_grad=True), torch.ones(3, 20, device="cuda")
     tensors = Tensors(queries, documents, mask)
-    torch.library.opcheck(torch.ops.pylate_flash.soft_maxsim.default, (beta, *tensors, *Options(normalize=True), 0))
+    torch.library.opcheck(torch.ops.pylate_flash.soft_maxsim.default, (beta, *tensors, *Options(normalize=True)))
 
 
 def test_memory_does_not_hold_the_similarities() -> None:
