@@ -22,9 +22,12 @@ NEGATIVES = ["Reverse it?", "Close.", "A heap, a tree.", "The product", "Split o
 multiprocessing.set_forkserver_preload(["pylate_flash.trainer", "pylate_flash.hosts.sentence_transformers.trainer"])
 
 
-def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
-    """Run `work(rank, *arguments)` on so many ranks, each in a process of its own, until all have returned."""
-    mp.start_processes(work, arguments, nprocs=world, start_method="forkserver")
+def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int, method: str = "forkserver") -> None:
+    """Run `work(rank, *arguments)` on so many ranks, each in a process of its own, until all have returned.
+
+    CUDA, which imports may have initialized, takes processes that are spawned.
+    """
+    mp.start_processes(work, arguments, nprocs=world, start_method=method)
 
 
 def join_group(rank: int, world: int, folder: Path, name: str = "rendezvous") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from pylate_flash.index import store
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.parts import Part
 from pylate_flash.index.ranks import Ranks
+from pylate_flash.index.scorers import Queries
 from tests.ranks import join_group, run_ranks
 from tests.stores import integers_of, small
 
@@ -69,6 +71,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_have_the_lists_of_one_process(folder: Path, world: int) -> None:
     run_ranks(search, (world, folder, "rendezvous"), world)
+
+
+def test_queries_are_pickled_once() -> None:
+    """Though they are views of one tensor, which each would bring along."""
+    drawn = torch.randn(100, 4, 8)
+    queries = Queries([drawn[0, :0], *drawn], torch.device("cpu"), torch.float32)
+    pickled = pickle.dumps(queries)
+    assert len(pickled) < 2 * drawn.nbytes
+    sent = pickle.loads(pickled)
+    assert (sent.device, sent.dtype) == (queries.device, queries.dtype)
+    assert all(torch.equal(a, b) for a, b in zip(sent.sequences, queries.sequences, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +37,6 @@ from .call_parts import active_counts, checked_masks, chunk_of, in_chunks, with_
 from .checks import checked_problem
 from .loss_call import LossResult
 from .packing import host_bounds
-from .tiles import sequence_blocks
 
 if TYPE_CHECKING:
     from .chamfer import Pair, Sets
@@ -70,19 +70,37 @@ def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor |
     if not 0 < most < problem.n_tokens or problem.with_argmax or capturing:
         return residual_forward(*with_codes(problem, tensors, codes))
     inputs = Codes(*codes)  # type: ignore[arg-type]
-    bounds = host_bounds("cu_seqlens", inputs.cu_seqlens, problem.n_tokens, "codes")
     scores = torch.full(problem.scores_shape, problem.empty_score, dtype=torch.float32, device=problem.device)
-    for first, last in sequence_blocks(bounds, most):
-        tokens, documents = slice(int(bounds[first]), int(bounds[last])), slice(first, last)
-        size = tokens.stop - tokens.start
-        if size > 0:
-            own = inputs.cu_seqlens[first : last + 1] - tokens.start
-            part = {name: getattr(inputs, name)[tokens] for name in ("codes", "residuals", "scales")}
-            some = inputs._replace(**part, cu_seqlens=own)
-            of_block = tensors._replace(documents_cu_seqlens=own)
-            block = problem._replace(n_documents=last - first, n_tokens=size, document_length=size)
-            scores[:, documents] = residual_forward(*with_codes(block, of_block, some))[0]
+    for documents, tokens in _blocks_of_documents(inputs.cu_seqlens, problem.n_tokens, most):
+        own = inputs.cu_seqlens[documents.start : documents.stop + 1] - tokens.start
+        part = {name: getattr(inputs, name)[tokens] for name in ("codes", "residuals", "scales")}
+        some, of_block = inputs._replace(**part, cu_seqlens=own), tensors._replace(documents_cu_seqlens=own)
+        n_documents, n_tokens = documents.stop - documents.start, tokens.stop - tokens.start
+        block = problem._replace(n_documents=n_documents, n_tokens=n_tokens, document_length=n_tokens)
+        scores[:, documents] = residual_forward(*with_codes(block, of_block, some))[0]
     return scores, None
+
+
+def _blocks_of_documents(cu_seqlens: Tensor, n_tokens: int, most: int) -> list[tuple[slice, slice]]:
+    """Consecutive documents with about `most` tokens, and these tokens; a document of no block has none.
+
+    A block takes the documents that begin within three quarters of `most`: what the last one has beyond them fits into
+    the rest, or is longer than that.
+
+    Found where the boundaries are: of 8.8 million passages they are 35 MB, which the host would take 0.1 s to read.
+    """
+    targets = torch.arange(0, n_tokens, max(1, 3 * most // 4), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    firsts = torch.searchsorted(cu_seqlens[:-1], targets)
+    falling = (cu_seqlens.diff() < 0).any()
+    starts = cu_seqlens[firsts]
+    read = torch.cat([firsts, starts, cu_seqlens[:1], cu_seqlens[-1:], falling.unsqueeze(0)]).tolist()
+    first_documents, first_tokens = read[: len(targets)], read[len(targets) : -3]
+    if read[-3:] != [0, n_tokens, 0]:
+        host_bounds("cu_seqlens", cu_seqlens, n_tokens, "codes")
+    edges = [*zip(first_documents, first_tokens, strict=True), (len(cu_seqlens) - 1, n_tokens)]
+    return [
+        (slice(first, last), slice(start, stop)) for (first, start), (last, stop) in pairwise(edges) if start < stop
+    ]
 
 
 def with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:

@@ -38,12 +38,12 @@ def train_as_rank(rank, world, port, arguments, folder, signalled, failing):
     (folder / f"rank-{rank}").write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
 
 
-def by_ranks(folder, arguments, signalled=(), failing=()):
+def by_ranks(folder, arguments, signalled=(), failing=(), **how):
     """Train by two, and return exit codes, and what was said on standard output and error, of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run_ranks(train_as_rank, (WORLD, port, arguments, folder, signalled, failing), WORLD)
+    run_ranks(train_as_rank, (WORLD, port, arguments, folder, signalled, failing), WORLD, **how)
     return zip(*(json.loads((folder / f"rank-{rank}").read_text()) for rank in range(WORLD)), strict=True)
 
 

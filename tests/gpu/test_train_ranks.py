@@ -72,7 +72,7 @@ def test_a_run_of_two_that_is_stopped_ends_as_if_it_were_not(
 
     def run(name: str, *more: str, **how) -> tuple:
         command = ["train", "--data", pairs, "--model", pylate_checkpoint, "--output", tmp_path / name, *options, *more]
-        return tuple(by_ranks(tmp_path, [str(argument) for argument in command], **how))
+        return tuple(by_ranks(tmp_path, [str(argument) for argument in command], method="spawn", **how))
 
     codes, _, notes = run("whole")
     assert codes == (0, 0), notes

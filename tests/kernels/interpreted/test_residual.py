@@ -146,21 +146,34 @@ def test_bucket_weights_are_as_near_as_8_bits_come() -> None:
     assert (scores[0] - weights).square().mean().sqrt() <= weights.abs().max() / 127 / 12**0.5
 
 
-def test_more_codes_than_are_decompressed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.integers(1, 20))
+def test_more_codes_than_are_decompressed_at_a_time(lengths: list[int], most: int) -> None:
     """Documents in blocks: of several, of one that is longer, of none with a token."""
-    documents = residual_codes([0, 7, 3, 30, 0, 5, 5, 0], 24, 2)
+    documents = residual_codes(lengths, 24, 2)
     queries = torch.nn.functional.normalize(torch.randn(3, 5, 24), dim=-1)
     options = {"queries_mask": torch.rand(3, 5), "empty_score": -5.0}
     whole, seen = by_kernels(queries, documents, **options), []
 
     def forward(problem, tensors, codes):
-        seen.append((problem.n_documents, problem.n_tokens))
+        seen.append(problem.n_tokens)
         return residual_forward(problem, tensors, codes)
 
-    monkeypatch.setattr(kernel_calls, "decompressed_tokens", lambda problem, listed: 10)
-    monkeypatch.setattr(kernel_calls, "residual_forward", forward)
-    assert torch.equal(by_kernels(queries, documents, **options), whole)
-    assert seen == [(3, 10), (1, 30), (4, 10)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_calls, "decompressed_tokens", lambda problem, listed: most)
+        patch.setattr(kernel_calls, "residual_forward", forward)
+        assert torch.equal(by_kernels(queries, documents, **options), whole)
+    assert sum(seen) == sum(lengths)
+    if most < sum(lengths):
+        assert max(seen) < max(1, 3 * most // 4) + max(lengths)
+
+
+@pytest.mark.parametrize("bounds", [[0, 4, 2, 9], [1, 4, 6, 9], [0, 4, 6, 8]])
+def test_boundaries_of_blocks_are_checked(bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_calls, "decompressed_tokens", lambda problem, listed: 5)
+    documents = residual_codes([4, 2, 3], 24, 2)
+    documents.cu_seqlens.copy_(torch.tensor(bounds))
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of codes, 9, got"):
+        by_kernels(torch.randn(3, 5, 24), documents)
 
 
 def test_short_queries_that_are_not_numbers_or_zero() -> None:
