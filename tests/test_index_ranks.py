@@ -73,15 +73,16 @@ def test_ranks_have_the_lists_of_one_process(folder: Path, world: int) -> None:
     run_ranks(search, (world, folder, "rendezvous"), world)
 
 
-def test_queries_are_pickled_once() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_are_pickled_once(dtype: torch.dtype) -> None:
     """Though they are views of one tensor, which each would bring along."""
     drawn = torch.randn(100, 4, 8)
-    queries = Queries([drawn[0, :0], *drawn], torch.device("cpu"), torch.float32)
+    queries = Queries([drawn[0, :0], *drawn], torch.device("cpu"), dtype)
     pickled = pickle.dumps(queries)
     assert len(pickled) < 2 * drawn.nbytes
     sent = pickle.loads(pickled)
     assert (sent.device, sent.dtype) == (queries.device, queries.dtype)
-    assert all(torch.equal(a, b) for a, b in zip(sent.sequences, queries.sequences, strict=True))
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(sent.sequences, queries.sequences, strict=True))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])

@@ -114,9 +114,8 @@ class Ranks:
         everything = self.gather(own)
         self._check(everything, "search the index")
         sides = zip(*(_padded(some) for some in everything), strict=True)
+        # The slots of a rank come before those of the next one, so a stable sort leaves equal scores in their order.
         scores, slots, counts = (np.concatenate(side, axis=1) for side in sides)
-        order = np.argsort(slots, axis=1, kind="stable")
-        scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
         return Hits(scores, slots, np.minimum(counts.sum(axis=1), k))

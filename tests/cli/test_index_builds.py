@@ -112,20 +112,21 @@ def build_as_rank(rank, world, port, arguments, folder, failure):
     (folder / f"rank-{rank}").write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
 
 
+def build_by_two(folder, arguments, failure=None, **how):
+    """What two ranks that build an index have said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_ranks(build_as_rank, (2, port, arguments, folder, failure), 2, **how)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*"))]
+
+
 @pytest.fixture
 def built_by_two(tmp_path, tiny_colbert_path):
     """What two ranks have said, and the arguments; without a failure, of one or of two."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(45)))
     build = ["index", "build", "--data", corpus, "--model", tiny_colbert_path, "--batch-size", "1", *CPU, "--index"]
-
-    def run(failure=None):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        run_ranks(build_as_rank, (2, port, [*build, tmp_path / "index"], tmp_path, failure), 2)
-        return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank-*"))], build
-
-    return run
+    return lambda failure=None: (build_by_two(tmp_path, [*build, tmp_path / "index"], failure), build)
 
 
 def test_two_processes_build_the_index_of_one(built_by_two, tmp_path):

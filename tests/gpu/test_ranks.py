@@ -1,4 +1,5 @@
-"""Training by two GPUs over NCCL: what a loss learns is the same on both, and a run that is stopped goes on."""
+"""Two GPUs over NCCL: what a loss learns is the same on both, a training run that is stopped goes on, and an index is
+built as by one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from safetensors.torch import load_file
 pytest.importorskip("pylate")
 
 from pylate_flash import losses, models
+from pylate_flash.indexes import Flat
 from pylate_flash.trainer import ColBERTTrainer
+from tests.cli.commands import ids_in, succeed, write_corpus
+from tests.cli.test_index_builds import build_by_two
 from tests.cli.test_train_ranks import WORLD, by_ranks
 from tests.gpu.test_cli import POSITIVES, QUERIES, pairs
 from tests.test_trainer import arguments
@@ -85,3 +89,27 @@ def test_a_run_of_two_that_is_stopped_ends_as_if_it_were_not(
     assert whole.keys() == resumed.keys()
     for name, tensor in whole.items():
         torch.testing.assert_close(resumed[name], tensor)
+
+
+@pytest.mark.parametrize("failure", [None, "it ends", "it fails"])
+def test_two_gpus_build_the_index_of_one(failure: str | None, pylate_checkpoint: Path, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(45)))
+    build = ["index", "build", "--data", corpus, "--model", pylate_checkpoint, "--batch-size", 1, "--device", "cuda"]
+    build = [*map(str, build), "--index"]
+    said = build_by_two(tmp_path, [*build, str(tmp_path / "index")], failure, method="spawn")
+    if failure is None:
+        assert [code for code, *_ in said] == [0, 0], said
+    else:
+        # The second has said nothing if it has just ended.
+        first = said[0]
+        assert first[0] == 2
+        assert first[2].strip().splitlines()[-1].startswith("pylate-flash: "), first[2]
+        # What was added stays, and one process goes on.
+        assert 0 < len(ids_in(tmp_path / "index")) < 45
+        succeed(*build, tmp_path / "index")
+    succeed(*build, tmp_path / "one")
+    ids = ids_in(tmp_path / "one")
+    assert ids_in(tmp_path / "index") == ids == [f"d{i}" for i in range(45)]
+    found, whole = (Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one"))
+    for document, expected in zip(found, whole, strict=True):
+        torch.testing.assert_close(document, expected, atol=1e-3, rtol=0)
