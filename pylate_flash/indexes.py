@@ -428,7 +428,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         with torch.no_grad():
             found: Iterable[Hits] = search.found(scorer=scorer, show_progress=self.show_progress, **asked)
             if search.ranks is not None:
-                found = [search.ranks.merged(found, asked["k"])]
+                found = search.ranks.merged(found, len(queries), asked["k"])
             if rescore is not None:
                 search = self._again = self._again or Search(self._store, self.device, 0, None, beside=True)
                 scorer = search.scorer(self.scorer)

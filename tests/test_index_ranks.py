@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pylate_flash.index import store
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.parts import Part
-from pylate_flash.index.ranks import Ranks
+from pylate_flash.index.ranks import Hits, Ranks, _padded
 from pylate_flash.index.scorers import Queries
 from tests.ranks import join_group, run_ranks
 from tests.stores import integers_of, small
@@ -102,3 +106,42 @@ def test_every_segment_has_one_rank(rows: list[int], world: int, monkeypatch: py
     assert [part for first, last in shares for part in parts[first:last]] == parts
     if rows == [3] * 20:
         assert {last - first for first, last in shares} <= {20 // world, -(-20 // world)}
+
+
+class Together(Ranks):
+    """Ranks in one process, whose `gather` answers with what each of them has."""
+
+    def __init__(self, of_ranks: list[list[Hits]]) -> None:
+        self.rank, self.size = 0, len(of_ranks)
+        self.others = [iter(found) for found in of_ranks[1:]]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *(next(found, None) for found in self.others)]
+
+
+@given(st.data())
+def test_what_ranks_have_found_is_merged_whatever_each_has_at_a_time(data: st.DataObject) -> None:
+    """With ties, of which the first slots come first, and fewer documents than are asked for."""
+    n_queries, k, world = (data.draw(st.integers(1, most)) for most in (7, 5, 3))
+    of_ranks, wanted = [], [[] for _ in range(n_queries)]
+    for rank in range(world):
+        counts = data.draw(st.lists(st.integers(0, k), min_size=n_queries, max_size=n_queries))
+        found = []
+        for query, count in enumerate(counts):
+            scores = sorted(data.draw(st.lists(st.integers(-2, 2), min_size=count, max_size=count)), reverse=True)
+            slots = [100 * rank + i for i in range(count)]
+            wanted[query] += zip(scores, slots, strict=True)
+            width = data.draw(st.integers(count, k))
+            rows = (np.pad(np.array([row]), ((0, 0), (0, width - count))) for row in (scores, slots))
+            scores, slots = rows
+            found.append(Hits(scores.astype(np.float32), slots.astype(np.int64), np.array([count])))
+        edges = sorted({0, n_queries, *data.draw(st.lists(st.integers(0, n_queries), max_size=4))})
+        of_ranks.append([_padded(found[start:stop]) for start, stop in pairwise(edges)])
+    merged = [*Together(of_ranks).merged(of_ranks[0], n_queries, k)]
+    assert sum(len(some.scores) for some in merged) == n_queries
+    lists = [
+        [*zip(scores[:count].tolist(), slots[:count].tolist(), strict=True)]
+        for some in merged
+        for scores, slots, count in zip(*some, strict=True)
+    ]
+    assert lists == [sorted(own, key=lambda hit: (-hit[0], hit[1]))[:k] for own in wanted]

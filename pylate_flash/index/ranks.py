@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +16,6 @@ from .parts import Part
 __all__ = ["Hits", "RankError", "Ranks"]
 
 T = TypeVar("T")
-_NO_SLOT = np.iinfo(np.int64).max
 
 
 class Hits(NamedTuple):
@@ -101,24 +100,31 @@ class Ranks:
         except RuntimeError as error:
             raise RankError(f"another process of the group has ended, as rank {self.rank} sees: {error}") from error
 
-    def merged(self, found: Iterable[Hits], k: int) -> Hits:
-        """The best of what all ranks have found for all queries, each among its own documents.
+    def merged(self, found: Iterable[Hits], n_queries: int, k: int) -> Iterator[Hits]:
+        """The best of what all ranks have found, each among its own documents, of some queries after the others.
 
+        Ranks may have found other numbers of queries at a time. What all have is merged while they score the next ones.
         If one could not search, the others raise a RankError.
         """
-        try:
-            own: Any = list(found)
-        except Exception as error:
-            self.gather(f"{type(error).__name__}: {error}")
-            raise
-        everything = self.gather(own)
-        self._check(everything, "search the index")
-        sides = zip(*(_padded(some) for some in everything), strict=True)
-        # The slots of a rank come before those of the next one, so a stable sort leaves equal scores in their order.
-        scores, slots, counts = (np.concatenate(side, axis=1) for side in sides)
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
-        return Hits(scores, slots, np.minimum(counts.sum(axis=1), k))
+        own, own_queries, done = iter(found), 0, 0
+        waiting: list[list[Hits]] = [[] for _ in range(self.size)]
+        while done < n_queries:
+            try:
+                some = next(own) if own_queries < n_queries else None
+            except Exception as error:
+                self.gather(f"{type(error).__name__}: {error}")
+                raise
+            own_queries += 0 if some is None else len(some.scores)
+            everything: list[Any] = self.gather(some)
+            self._check(everything, "search the index")
+            for before, more in zip(waiting, everything, strict=True):
+                before += [] if more is None else [more]
+            number = min(sum(len(some.scores) for some in of_rank) for of_rank in waiting)
+            if number:
+                done += number
+                together = [_padded(of_rank) for of_rank in waiting]
+                yield _best([Hits(*(part[:number] for part in of_rank)) for of_rank in together], k)
+                waiting = [[Hits(*(part[number:] for part in of_rank))] for of_rank in together]
 
 
 def _of_hosts(group: Any) -> Any:
@@ -138,14 +144,25 @@ def _over_gloo(group: Any) -> Any:
     return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
 
 
-def _padded(found: list[Hits]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores and slots of all queries [Nq, width], filled with what comes last, and how many there are [Nq, 1]."""
+def _padded(found: list[Hits]) -> Hits:
+    """What was found for some queries after the others, filled with what comes last."""
     width = max(some.slots.shape[1] for some in found)
-    scores, slots, counts = [], [], []
+    scores, slots = [], []
     for some in found:
         beyond = np.arange(width) >= some.counts[:, None]
         room = (0, 0), (0, width - some.slots.shape[1])
         scores.append(np.where(beyond, -np.inf, np.pad(some.scores, room)).astype(np.float32))
-        slots.append(np.where(beyond, _NO_SLOT, np.pad(some.slots, room).astype(np.int64)))
-        counts.append(some.counts)
-    return np.concatenate(scores), np.concatenate(slots), np.concatenate(counts)[:, None]
+        slots.append(np.pad(some.slots, room))
+    return Hits(np.concatenate(scores), np.concatenate(slots), np.concatenate([some.counts for some in found]))
+
+
+def _best(everything: Sequence[Hits], k: int) -> Hits:
+    """The best of what ranks have found for the same queries.
+
+    The slots of a rank come before those of the next one, so a stable sort leaves equal scores in their order.
+    """
+    all_scores, all_slots, all_counts = zip(*everything, strict=True)
+    scores, slots = np.concatenate(all_scores, axis=1), np.concatenate(all_slots, axis=1)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
+    return Hits(scores, slots, np.minimum(np.sum(all_counts, axis=0), k))
