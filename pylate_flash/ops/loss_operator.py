@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Comparison, Options, Targets, Tensors, accumulation_dtype
+from ..problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Options, Targets, Tensors, accumulation_dtype
 from .checks import check, check_differentiation, check_layout, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_call import LossResult, checked_comparison, checked_targets
@@ -53,13 +53,13 @@ def loss_of(inputs: tuple, how: tuple) -> tuple[Tensor, Any]:
         loss, statistics = repeat(key, compute, inputs)[0]
         return loss, statistics
     if key is NOT_PLAIN:
-        check_differentiation("maxsim", *[tensor for tensor in inputs if isinstance(tensor, Tensor)])
+        check_differentiation(_NAMES[how[_KIND]], *[tensor for tensor in inputs if isinstance(tensor, Tensor)])
     call = _checked(_call_of(inputs, how))
     tensors, targets, options, comparison = call
     if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
         inputs, how = _arguments(call)
         return _maxsim_loss(*inputs, *how)
-    scores = scores_of("maxsim", tensors, options)
+    scores = scores_of(_NAMES[comparison.kind], tensors, options)
     found = compared(scores, targets, comparison, tensors.documents.dim() == 4)
     statistics = statistics_of(found) if comparison.with_statistics else None
     return reduced(found.losses, comparison.loss_reduction), statistics
@@ -118,7 +118,10 @@ _CALL = (
 )
 _N_TENSORS = 8
 _N_COMPARISON = len(Comparison._fields)
+_KIND = Comparison._fields.index("kind") - _N_COMPARISON
 _LOSS_REDUCTION = Comparison._fields.index("loss_reduction") - _N_COMPARISON
+# What users call.
+_NAMES = {CROSS_ENTROPY: "maxsim_cross_entropy", DIVERGENCE: "maxsim_kl_divergence", MARGIN_MSE: "maxsim_margin_mse"}
 # Of the first of them, the gradients are computed.
 _N_DIFFERENTIABLE = 3
 LIBRARY.define(f"maxsim_loss({_CALL}) -> (Tensor, Tensor)")
@@ -273,4 +276,4 @@ LIBRARY.impl("maxsim_loss_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("pylate_flash::maxsim_loss", _loss_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_gradients", _gradient_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_backward", _backward)
-torch.library.register_autograd("pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim"))
+torch.library.register_autograd("pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim_loss", "its gradients are computed with it"))

@@ -175,7 +175,7 @@ def maxsim_pairwise(
     """
     options = 0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
     arguments = queries, documents, queries_mask, documents_mask, None, None, None, *options
-    return scores_of_arguments(arguments, "maxsim", _as_candidates).squeeze(1)
+    return scores_of_arguments(arguments, "maxsim_pairwise", _as_candidates).squeeze(1)
 
 
 def _as_candidates(arguments: tuple) -> tuple:

@@ -356,6 +356,20 @@ def test_other_ways_to_differentiate_are_refused(operation, differentiate) -> No
         differentiate(operation, QUERIES)
 
 
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("in-batch", "maxsim"), ("pairs", "maxsim_pairwise"), ("packed", "maxsim_varlen"), ("ragged", "maxsim_ragged"),
+        ("packed soft", "soft_maxsim_varlen"), ("cross entropy", "maxsim_cross_entropy"),
+        ("cross entropies", "maxsim_cross_entropy"), ("divergence", "maxsim_kl_divergence"),
+        ("margin MSE", "maxsim_margin_mse"),
+    ],
+)  # fmt: skip
+def test_what_refuses_to_be_differentiated_has_the_name_of_what_was_called(name: str, called: str) -> None:
+    with pytest.raises(RuntimeError, match=f"^{called} is differentiated by"):
+        torch.func.grad(lambda queries: EVERY[name](queries).sum())(QUERIES)
+
+
 def test_forward_mode_of_something_else_does_not_disturb(operation: Operation) -> None:
     expected = step(operation)(QUERIES.clone().requires_grad_())
     with forward_ad.dual_level():
