@@ -276,4 +276,6 @@ LIBRARY.impl("maxsim_loss_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("pylate_flash::maxsim_loss", _loss_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_gradients", _gradient_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_backward", _backward)
-torch.library.register_autograd("pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim_loss", "its gradients are computed with it"))
+torch.library.register_autograd(
+    "pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim_loss", "its gradients are computed with it")
+)
