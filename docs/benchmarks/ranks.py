@@ -1,6 +1,6 @@
 """The contrastive loss with negatives of all ranks: the same as in one process, what it takes, and in what memory.
 
-    torchrun --nproc-per-node 2 docs/benchmarks/ranks.py --output docs/benchmarks/results/batches/ranks.json
+    torchrun --nproc-per-node 2 docs/benchmarks/ranks.py --output ranks.json
 
 `losses.Contrastive` gets embeddings that are there already, in bfloat16 on GPUs (NCCL) and float32 on CPUs (gloo). Each
 rank pads its documents to a length of its own. Two batches are compared with one process that has all of it: a full

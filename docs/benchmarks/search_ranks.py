@@ -1,6 +1,6 @@
 """An exact index on disk that several GPUs search together: the lists of one GPU, and what it takes.
 
-    torchrun --nproc-per-node 2 docs/benchmarks/search_ranks.py --output docs/benchmarks/results/batches/search.json
+    torchrun --nproc-per-node 2 docs/benchmarks/search_ranks.py --output search.json
 
 Documents of 64 to 192 tokens of random unit vectors in bfloat16 (float32 on CPUs), d = 128, are written by the first
 rank. All ranks open the index, each loads its share and searches it; then the first does so alone. What lies in the
