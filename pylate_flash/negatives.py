@@ -99,21 +99,23 @@ def mine_hard_negatives(
     same = {positive.strip(): {positive.strip()} for positive in positives}
     for positive, forms in (other_forms or {}).items():
         same.setdefault(positive.strip(), set()).update(form.strip() for form in forms)
-    queries = list(dict.fromkeys(anchors))
-    answers: dict[str, set[int]] = {query: set() for query in queries}
-    for anchor, positive in zip(anchors, positives, strict=True):
-        answers[anchor] |= {place[form] for form in same[positive.strip()] if form in place}
+    queries: list[str] = []
+    query_of: dict[str, int] = {}
+    _add(anchors, queries, query_of)
+    # Of each query, its pairs, and the places of its answers.
+    pairs: list[list[int]] = [[] for _ in queries]
+    answers: list[set[int]] = [set() for _ in queries]
+    for index, (anchor, positive) in enumerate(zip(anchors, positives, strict=True)):
+        query = query_of[anchor.strip()]
+        pairs[query].append(index)
+        answers[query] |= {place[form] for form in same[positive.strip()] if form in place}
     reduction = "mean" if getattr(model, "similarity_fn_name", None) == "meanmaxsim" else "sum"
     documents, documents_bounds = _packed(model, texts, False, batch_size, show_progress_bar)
     tokens, bounds = _packed(model, queries, True, batch_size, show_progress_bar)
-    pairs_of: dict[str, list[int]] = {}
-    for index, anchor in enumerate(anchors):
-        pairs_of.setdefault(anchor, []).append(index)
     found: list[dict[str, str] | None] = [None] * len(anchors)
     blocks = range(0, len(queries), _QUERIES)
     for start in tqdm(blocks, desc="Searching", unit="block", disable=not show_progress_bar):
-        block = queries[start : start + _QUERIES]
-        some = bounds[start : start + len(block) + 1]
+        some = bounds[start : start + _QUERIES + 1]
         scores = maxsim_varlen(
             tokens[some[0] : some[-1]],
             documents,
@@ -122,16 +124,16 @@ def mine_hard_negatives(
             reduction=reduction,
             empty_score=EMPTY_DOCUMENT_SCORE,
         )
-        for query, row in zip(block, scores, strict=True):
+        for query, row in enumerate(scores, start):
             # Beyond the candidates are positives that the corpus lacks: their scores are asked for, and no more.
             candidates = row[:n_candidates].clone()
             candidates[[i for i in answers[query] if i < n_candidates]] = -torch.inf
-            for index in pairs_of[query]:
+            for index in pairs[query]:
                 bound = _bound(row[place[positives[index].strip()]], max_score, absolute_margin, relative_margin)
                 chosen = _best(candidates, range_min, num_negatives, bound)
                 if len(chosen) == num_negatives:
                     negatives = {f"negative_{n}": texts[i] for n, i in enumerate(chosen, 1)}
-                    found[index] = {"anchor": query, "positive": positives[index], **negatives}
+                    found[index] = {"anchor": anchors[index], "positive": positives[index], **negatives}
     return [row for row in found if row is not None]
 
 

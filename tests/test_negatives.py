@@ -107,6 +107,13 @@ def test_a_positive_with_other_whitespace_is_no_negative(model: Any) -> None:
         assert mine_hard_negatives(model, ["red cats"], [positive], corpus, num_negatives=3) == []
 
 
+def test_an_anchor_with_other_whitespace_has_the_same_positives(model: Any) -> None:
+    anchors, positives = ["red cats", " red cats\n", "a"], ["blue dogs", "old planes", "new bread"]
+    rows = mine_hard_negatives(model, anchors, positives, num_negatives=1)
+    assert [(row["anchor"], row["positive"]) for row in rows] == list(zip(anchors, positives, strict=True))
+    assert [row["negative_1"] for row in rows[:2]] == ["new bread"] * 2
+
+
 def test_another_form_of_a_positive_is_no_negative(model: Any) -> None:
     anchors, positives = ["red cats", "blue dogs"], ["red cats", "a"]
     corpus = ["old red cats", "red cats new", "blue dogs", "a"]
