@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import typer
@@ -16,14 +15,10 @@ import typer
 from pylate_flash.bench import SUITES, load_suite, plot, report, results
 from pylate_flash.bench import suite as suites
 from pylate_flash.bench.protocol import QUICK, Rounds
+from pylate_flash.cli.common import UserError
+from pylate_flash.cli.files import writable_folder
 
-
-class Dtype(str, Enum):
-    """The types that inputs may have."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 def bench(
@@ -42,7 +37,7 @@ def bench(
         Dtype | None,
         typer.Option(
             metavar="TYPE",
-            help=f"Type of the inputs: {', '.join(Dtype)}.",
+            help=f"Type of the inputs: {', '.join(get_args(Dtype))}.",
             show_default="bfloat16 on a GPU, float32 on a CPU",
         ),
     ] = None,
@@ -72,11 +67,13 @@ def bench(
         where = _device(device, found)
         names = [name for item in rows or [] for name in item.split(",") if name]
         chosen = suites.choose(found, names)
-        _check_writable(picture, memory, where)
+        _check_measurable(picture, memory, where)
+        _check_writable("json", json, json is not None and json.suffix == ".json")
+        _check_writable("plot", picture, True)
         earlier = _earlier(add, json)
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         raise typer.BadParameter(str(error)) from None
-    kind = getattr(torch, dtype.value) if dtype else (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    kind = getattr(torch, dtype) if dtype else (torch.bfloat16 if where.type == "cuda" else torch.float32)
     console = report.make_console()
     options: dict[str, Any] = {"with_peers": peers, "with_compiled": compiled, "with_memory": memory, "quick": quick}
     if json:
@@ -97,7 +94,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _check_writable(picture: Path | None, memory: bool, device: torch.device) -> None:
+def _check_measurable(picture: Path | None, memory: bool, device: torch.device) -> None:
     """Raise a ValueError, before anything is measured, for what could not be measured or drawn after it."""
     if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"plot: {picture} should end in .png, .svg or .pdf")
@@ -105,6 +102,16 @@ def _check_writable(picture: Path | None, memory: bool, device: torch.device) ->
         raise ValueError("plot: needs matplotlib, which the extra pylate-flash[bench] installs")
     if memory and device.type == "cpu" and sys.platform != "linux":
         raise ValueError(f"memory: on a CPU it is measured on Linux only, and this is {sys.platform}")
+
+
+def _check_writable(option: str, path: Path | None, is_file: bool) -> None:
+    """Raise, before anything is measured, if the file, or else the folder, of an option cannot be written."""
+    if path is None:
+        return
+    if is_file and path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder")
+    with writable_folder(path.parent if is_file else path, option):
+        pass
 
 
 def _earlier(add: Path | None, json: Path | None) -> dict[str, Any] | None:
@@ -135,7 +142,7 @@ def _device(name: str, suite: suites.Suite) -> torch.device:
     """Return the device of that name, or raise a ValueError saying what there is, or what the suite measures."""
     if name == "auto":
         name = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ValueError(f"device: {name!r} is not auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if suite.device not in (None, device.type):

@@ -177,17 +177,22 @@ def validate(result: Any, where: str) -> None:
         found = result.get("schema") if isinstance(result, dict) else type(result).__name__
         raise ValueError(f"{where}: 'schema' is {found!r}, expected a benchmark result with schema {SCHEMA}")
     _require(result, _KEYS, where)
+    if not isinstance(result["rows"], list):
+        raise ValueError(f"{where}: 'rows' is of type {type(result['rows']).__name__}, expected a list")
     for index, row in enumerate(result["rows"]):
         _require(row, _ROW_KEYS, f"{where}: row {index}")
+        _require(row["systems"], (), f"{where}: row {index}, systems")
         for name, state in row["systems"].items():
             place = f"{where}: row {row['name']!r}, system {name!r}"
             _require(state, ("status",), place)
-            if state["status"] not in _STATUS_KEYS:
+            if state["status"] not in list(_STATUS_KEYS):
                 raise ValueError(f"{place}: status is {state['status']!r}, expected one of {', '.join(_STATUS_KEYS)}")
             _require(state, _STATUS_KEYS[state["status"]], place)
 
 
-def _require(mapping: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+def _require(mapping: Any, keys: tuple[str, ...], where: str) -> None:
+    if not isinstance(mapping, dict):
+        raise ValueError(f"{where}: is of type {type(mapping).__name__}, expected an object")
     missing = [key for key in keys if key not in mapping]
     if missing:
         raise ValueError(f"{where}: lacks {', '.join(missing)}")

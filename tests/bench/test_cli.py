@@ -98,6 +98,9 @@ def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path
         (["--rows", "three"], ["three", "several"]),
         (["--device", "abacus"], ["abacus"]),
         (["--device", "meta"], ["meta"]),
+        # Torch counts 256 as 0, and has no number for the other.
+        (["--device", "cuda:256"], ["cuda:256"]),
+        (["--device", "cuda:99999999999999999999"], ["cuda:99999999999999999999"]),
         (["--dtype", "int8"], ["int8"]),
         (["--plot", "picture.docx"], ["picture.docx"]),
         (["--add", "first.json"], ["first.json", "--json"]),
@@ -109,6 +112,26 @@ def test_a_bad_argument_is_one_sentence_and_exit_code_two(invoke, arguments, wor
     assert outcome.exit_code == 2
     assert "Traceback" not in outcome.output
     assert all(word in outcome.output for word in words)
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "words"),
+    [
+        ("--json", "file", ["is a file"]),
+        ("--json", "file/result.json", ["is a file"]),
+        ("--json", "folder.json", ["is a folder"]),
+        ("--plot", "folder.png", ["is a folder"]),
+        ("--plot", "file/picture.png", ["is a file"]),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(invoke, tmp_path, option, path, words):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "folder.png").mkdir()
+    outcome = invoke("--quick", "--device", "cpu", option, str(tmp_path / path))
+    assert outcome.exit_code == 2, outcome.output
+    assert all(word in " ".join(outcome.output.split()) for word in words)
+    assert "computing the reference" not in outcome.output
 
 
 def test_a_gpu_that_is_not_there_is_an_error(invoke, monkeypatch):

@@ -48,6 +48,11 @@ def test_a_new_result_says_where_when_and_with_what(ceilings):
         (lambda result: result["rows"][0].pop("floor_ms"), "row 0: lacks floor_ms"),
         (lambda result: result["rows"][1]["systems"]["lik"].update(status="fine"), "system 'lik': status is 'fine'"),
         (lambda result: result["rows"][0]["systems"]["lik"].pop("median_ms"), "system 'lik': lacks median_ms"),
+        (lambda result: result.update(rows={}), "'rows' is of type dict, expected a list"),
+        (lambda result: result.update(rows=[3]), "row 0: is of type int, expected an object"),
+        (lambda result: result["rows"][1].update(systems=[]), "row 1, systems: is of type list"),
+        (lambda result: result["rows"][1]["systems"].update(lik=3), "system 'lik': is of type int"),
+        (lambda result: result["rows"][1]["systems"]["lik"].update(status=[]), r"system 'lik': status is \[\]"),
     ],
 )
 def test_what_is_not_a_result_is_named(result, tmp_path, spoil, message):
