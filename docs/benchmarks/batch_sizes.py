@@ -11,7 +11,6 @@ in `demo.FULL`; gradients are cached in all runs, and a GPU computes in bfloat16
 
 from __future__ import annotations
 
-import json
 import tarfile
 import tempfile
 import time
@@ -19,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +27,7 @@ import typer
 
 from pylate_flash import demo
 from pylate_flash.bench.results import describe_machine, describe_versions
+from script_results import date, write
 
 SETTINGS = replace(demo.FULL, pairs=12288)
 BATCH_SIZES = (64, 512, 2048)
@@ -225,7 +224,7 @@ def train_all(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": date(),
         "machine": describe_machine(device),
         "versions": describe_versions(),
         "settings": asdict(settings),
@@ -238,8 +237,7 @@ def train_all(
     def keep(run: dict[str, Any]) -> None:
         result["runs"].append(run)
         result["runs"].sort(key=lambda run: (run["batch_size"], run["steps"], run["seed"]))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(result, output)
         print(
             f"batch of {run['batch_size']}, {run['steps']} steps, seed {run['seed']}: "
             f"nDCG@10 {run['ndcg@10_before']:.3f} to {run['ndcg@10']:.3f} in {run['seconds']:.0f} s",

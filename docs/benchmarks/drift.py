@@ -16,7 +16,6 @@ import json
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -26,6 +25,7 @@ import typer
 
 import step_memory
 from pylate_flash.bench.results import describe_machine, describe_versions
+from script_results import date, write
 
 
 class Comparison(str, Enum):
@@ -135,7 +135,7 @@ def compare(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "comparison": comparison.value,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": date(),
         "machine": describe_machine(device),
         "versions": describe_versions(),
         "training": asdict(training),
@@ -226,8 +226,7 @@ def main(
         if memory_batch_size is None:
             memory_batch_size = [64, 256] if torch.cuda.is_available() else []
         result["step_memory"] = memory_of_steps(model, training, memory_batch_size)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / f"drift-{comparison.value}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(result, output / f"drift-{comparison.value}.json")
     picture = output / f"drift-{comparison.value}.png"
     draw(result, picture)
     print(

@@ -23,12 +23,13 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+
+from script_results import about, write
 
 ROOT = Path(__file__).resolve().parents[2]
 QUERY_LENGTH, DOCUMENT_LENGTH, EMBEDDING_SIZE = 32, 180, 128
@@ -252,9 +253,7 @@ def run(
     """Measure all systems, one after the other, and write what there is after each."""
     packages = {name: Path(folder) for name, _, folder in (entry.partition("=") for entry in revision)}
     result: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": _machine(),
-        "torch": str(torch.__version__),
+        **about(),
         "model": "tiny" if tiny else "ModernBERT-base",
         "rows": [],
     }
@@ -271,14 +270,9 @@ def run(
         wanted.append(("pylate_flash", replace(by_tokens, batch_size=large_batch_size, steps=2), ROOT))
         for name, request, package in wanted:
             result["rows"].append(row_of(name, request, measure(request, package)))
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write(result, output)
             print(table(result["rows"][-1:]).splitlines()[-1], flush=True)
     print(table(result["rows"]))
-
-
-def _machine() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 if __name__ == "__main__":

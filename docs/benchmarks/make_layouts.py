@@ -8,10 +8,11 @@ descriptors in compiled kernels.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from make_picture import save
 
 # Bytes: of what a swizzle moves as a whole, and of all banks together, four each of 32.
 UNIT = 16
@@ -222,23 +223,15 @@ PICTURES: dict[str, tuple[tuple[float, float], Callable[[], dict[str, Any]], Cal
 
 def draw(name: str, folder: Path = FOLDER) -> Path:
     """Draw a picture as a PNG, which holds its contents as text, and return its path."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
 
     size, contents_of, draw_into = PICTURES[name]
     figure = Figure(figsize=size, dpi=110, layout="constrained")
-    canvas, contents = FigureCanvasAgg(figure), contents_of()
+    contents = contents_of()
     draw_into(figure, contents)
-    canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64)
-    description = PngInfo()
-    description.add_text("Description", json.dumps(contents))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
-    picture.save(path, optimize=True, dpi=(110, 110), pnginfo=description)
+    save(figure, contents, path, colours=64)
     return path
 
 

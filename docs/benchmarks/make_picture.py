@@ -206,8 +206,8 @@ def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
     save(figure, contents, path)
 
 
-def save(figure: Any, contents: dict[str, Any], path: Path) -> None:
-    """Write a figure to a PNG, which holds ``contents`` as text."""
+def save(figure: Any, contents: dict[str, Any], path: Path, colours: int = 128) -> None:
+    """Write a figure to a PNG of so many colours, which holds ``contents`` as text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -215,10 +215,10 @@ def save(figure: Any, contents: dict[str, Any], path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     # So few colours need no more than a byte each, which makes the file a quarter as large.
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(colours)
     description = PngInfo()
     description.add_text("Description", json.dumps(contents))
-    picture.save(path, optimize=True, dpi=(150, 150), pnginfo=description)
+    picture.save(path, optimize=True, dpi=(figure.dpi, figure.dpi), pnginfo=description)
 
 
 def _time(milliseconds: float, ratio: float) -> str:

@@ -9,8 +9,6 @@ that is trained on them.
 
 from __future__ import annotations
 
-import json
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -23,6 +21,7 @@ from pylate_flash import ResidualCodes, maxsim_residual, maxsim_varlen, pack, qu
 from pylate_flash.bench.results import describe_machine, describe_versions
 from pylate_flash.ops.quantization import PRECISIONS
 from pylate_flash.ops.residual_codes import NBITS
+from script_results import date, write
 
 # Documents of a query that are kept, and those whose overlap is told.
 _KEPT = 100
@@ -144,13 +143,12 @@ def main(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         result = {
             "collection": data.resolve().name,
-            "date": datetime.now(timezone.utc).date().isoformat(),
+            "date": date().partition("T")[0],
             "machine": describe_machine(device),
             "versions": describe_versions(),
             "rows": rows,
         }
-        output.mkdir(parents=True, exist_ok=True)
-        (output / f"{result['collection']}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write(result, output / f"{result['collection']}.json")
 
 
 if __name__ == "__main__":

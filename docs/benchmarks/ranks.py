@@ -10,12 +10,9 @@ and on the first alone.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import time
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +22,7 @@ import torch.nn.functional as F
 import typer
 
 from pylate_flash.bench.steps import Embedded
+from script_results import about, device_of_rank, ranks_of_torchrun, write
 
 TEMPERATURE = 0.5
 GATHERINGS = ("all_gather", "ring")
@@ -226,7 +224,7 @@ def compare(sizes: Sizes, steps: int) -> dict[str, Any]:
         (None for one process with the whole batch), "seconds", and "bytes" of a rank, None on CPUs; "link": as `link`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = device_of_rank()
     result: dict[str, Any] = {"world": world, "errors": {}, "rows": []}
     for gather in GATHERINGS:
         for name, ragged in (("full batch", False), ("last batch", True)):
@@ -272,25 +270,11 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 10,
 ) -> None:
     """Compare and measure, in the processes that torchrun starts."""
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # A rank that waits for what another one never sends ends with an error.
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=3))
-    try:
+    with ranks_of_torchrun(minutes=3):
         result = compare(Sizes(batch_size), steps)
         if dist.get_rank() == 0:
-            result |= {
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "machine": torch.cuda.get_device_name() if on_gpu else "CPU",
-                "batch_size": batch_size,
-                "torch": str(torch.__version__),
-            }
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write({**result, **about(), "batch_size": batch_size}, output)
             print(table(result), flush=True)
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

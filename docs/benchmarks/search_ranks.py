@@ -9,15 +9,12 @@ page cache is not read from the disk.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +25,7 @@ import typer
 
 from pylate_flash.bench.calls import unit_vectors
 from pylate_flash.indexes import Flat
+from script_results import about, device_of_rank, ranks_of_torchrun, write
 
 K, SIZE, SHORTEST, LONGEST, QUERY_LENGTH = 100, 128, 64, 192, 32
 # Documents that are made and added at a time.
@@ -90,8 +88,8 @@ def compare(folder: Path, documents: int, queries_number: int, steps: int) -> di
         rank; "rows": of all ranks and of one the seconds of the "first" search and of "searches" by their queries.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = device_of_rank()
+    on_gpu = device.type == "cuda"
     result: dict[str, Any] = {"world": world, "documents": documents}
     how: dict[str, Any] = {"dtype": "bfloat16" if on_gpu else "float32", "device": device, "show_progress": False}
     opened = partial(Flat, folder, "index", **how)
@@ -152,28 +150,17 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Where there is room for the index, for a while.")] = None,
 ) -> None:
     """Compare and measure, in the processes that torchrun starts."""
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # A rank that waits for what another one never sends ends with an error.
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
-    place: list[Any] = [tempfile.mkdtemp(dir=folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(place)
-    try:
-        result = compare(Path(place[0]), documents, queries, steps)
+    with ranks_of_torchrun(minutes=10):
+        place: list[Any] = [tempfile.mkdtemp(dir=folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(place)
+        try:
+            result = compare(Path(place[0]), documents, queries, steps)
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(place[0], ignore_errors=True)
         if dist.get_rank() == 0:
-            result |= {
-                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                "machine": torch.cuda.get_device_name() if on_gpu else "CPU",
-                "torch": str(torch.__version__),
-            }
-            output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write({**result, **about()}, output)
             print(table(result), flush=True)
-    finally:
-        if dist.get_rank() == 0:
-            shutil.rmtree(place[0], ignore_errors=True)
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

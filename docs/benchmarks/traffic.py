@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import csv
 import glob
-import json
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -33,6 +31,7 @@ from pylate_flash.kernels.config import hopper_tail
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.plan import ForwardPlan, forward_plan
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
+from script_results import date, write
 
 RESULTS = Path(__file__).resolve().parent / "results" / "traffic"
 
@@ -288,18 +287,17 @@ def main(
         return
     device = torch.device("cuda")
     profiler()
-    machine, now = describe_machine(device), datetime.now(timezone.utc)
-    result = {
-        "date": now.isoformat(timespec="seconds"),
+    machine = describe_machine(device)
+    result: dict[str, Any] = {
+        "date": date(),
         "machine": machine,
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "l2_bytes": torch.cuda.get_device_properties(device).L2_cache_size,
         "rows": [compare(shape, device) for shape in SHAPES],
     }
-    output.mkdir(parents=True, exist_ok=True)
     card = re.sub(r"[^a-z0-9]+", "-", machine["name"].lower()).strip("-")
-    path = output / f"traffic-{card}-{now:%Y-%m-%d}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path = output / f"traffic-{card}-{result['date'][:10]}.json"
+    write(result, path)
     print(f"{path}: written")
 
 

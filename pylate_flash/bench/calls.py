@@ -264,6 +264,11 @@ class Varlen(Call):
         """The tokens of the longest document."""
         return int(self.lengths.max())
 
+    @property
+    def longest_lengths(self) -> dict[str, Any]:
+        """What spares `maxsim_varlen` a look at the boundaries."""
+        return {"max_query_length": self.queries.shape[1], "max_document_length": self.longest}
+
     def packed(self) -> tuple[torch.Tensor, ...]:
         """Queries and documents [tokens, d], and the boundaries of each (int32)."""
         Nq, Lq, _ = self.queries.shape

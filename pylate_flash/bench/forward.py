@@ -64,10 +64,7 @@ def suite() -> Suite:
             OUR_SYSTEM,
             LIK_SYSTEM,
             FLASH_MAXSIM_SYSTEM,
-            replace(
-                TORCH_SYSTEM,
-                about="an einsum over chunks of documents, at the best chunk size",
-            ),
+            replace(TORCH_SYSTEM, about="an einsum over chunks of documents, at the best chunk size"),
         ),
         compiled=(System("torch_compile", "torch.compile", compiled),),
         make_inputs=make_inputs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -80,18 +80,9 @@ class Rerank(Call):
 
         return [self.candidate("rank.rerank", partial(rank.rerank, backend="pylate_flash"))]
 
-    def ours_padded(self) -> list[Candidate]:
-        """There is no such way."""
-        return []
-
-    def lik(self) -> list[Candidate]:
-        return self.through_pylate("lik")
-
-    def flash_maxsim(self) -> list[Candidate]:
-        return self.through_pylate("flash")
-
-    def torch(self) -> list[Candidate]:
-        return self.through_pylate("torch")
+    lik = partialmethod(through_pylate, "lik")
+    flash_maxsim = partialmethod(through_pylate, "flash")
+    torch = partialmethod(through_pylate, "torch")
 
 
 def scores_by_id(rankings: list[list[Any]], documents: int) -> torch.Tensor:

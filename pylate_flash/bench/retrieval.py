@@ -23,7 +23,7 @@ import torch
 
 import pylate_flash
 from pylate_flash.bench import exact
-from pylate_flash.bench.calls import Call, bounds_of, unit_vectors
+from pylate_flash.bench.calls import Call, Varlen, unit_vectors
 from pylate_flash.bench.peers import LIK, Peer
 from pylate_flash.bench.protocol import Rounds, Work
 from pylate_flash.bench.rows import Row
@@ -110,7 +110,7 @@ class Corpus:
 
     def __init__(self, row: Search, device: torch.device, dtype: torch.dtype) -> None:
         self.d, self.device, self.dtype, self.lengths = row.d, device, dtype, row.lengths()
-        self.tokens, self.longest = int(self.lengths.sum()), int(self.lengths.max())
+        self.tokens = int(self.lengths.sum())
         self.ids = [f"d{i}" for i in range(len(self.lengths))]
         self._indexes: dict[str, Any] = {}
 
@@ -160,19 +160,6 @@ class Corpus:
         return self.index(name_of(self.dtype))._store.documents.parts[0].memory
 
     @cached_property
-    def bounds(self) -> torch.Tensor:
-        """Boundaries of the documents, int32, on the device."""
-        return bounds_of(self.lengths).to(self.device)
-
-    @cached_property
-    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The documents padded to the longest, and their mask."""
-        mask = (torch.arange(self.longest) < self.lengths.unsqueeze(1)).to(self.device)
-        padded = self.documents.new_zeros(*mask.shape, self.d)
-        padded[mask] = self.documents
-        return padded, mask
-
-    @cached_property
     def fast_plaid(self) -> tuple[Any, Any]:
         """An index of fast-plaid, in 4 bits, and the folder that it lies in."""
         folder = tempfile.TemporaryDirectory()
@@ -204,7 +191,7 @@ class Inputs(Call):
         queries, corpus = self.queries[:CHECKED].double(), self.corpus
         # A document that is cut has the better part of each.
         maxima = queries.new_full((*queries.shape[:2], len(corpus.ids)), -torch.inf)
-        owners = torch.arange(len(corpus.ids), device=self.device).repeat_interleave(corpus.bounds.diff())
+        owners = torch.arange(len(corpus.ids), device=self.device).repeat_interleave(corpus.lengths.to(self.device))
         for tokens, of in zip(corpus.blocks(), owners.split(BLOCK), strict=True):
             found, first = queries @ tokens.double().T, int(of[0])
             maxima[..., first : int(of[-1]) + 1].scatter_reduce_(2, (of - first).expand(found.shape), found, "amax")
@@ -231,22 +218,26 @@ class Inputs(Call):
         except Unavailable:
             return self.search("int8")
 
+    @property
+    def packed(self) -> Varlen:
+        """All of the corpus, on the device."""
+        return Varlen(self.queries, self.corpus.documents, self.corpus.lengths)
+
     def operation(self) -> list[Candidate]:
         """The operation and `topk` alone, with everything on the device, where equal scores come in any order."""
         if self.row.kind:
             raise Unavailable("all documents only")
-        tokens, corpus = self.queries.flatten(0, 1), self.corpus
-        lengths: dict[str, Any] = {"max_query_length": self.row.Lq, "max_document_length": corpus.longest}
-        of_queries = torch.arange(0, len(tokens) + 1, self.row.Lq, dtype=torch.int32)
-        score = partial(pylate_flash.maxsim_varlen, tokens, corpus.documents, of_queries, corpus.bounds, **lengths)
-        call = lambda: score().topk(min(K, len(corpus.ids))).values  # noqa: E731
+        packed = self.packed
+        score = partial(pylate_flash.maxsim_varlen, *packed.packed(), **packed.longest_lengths)
+        call = lambda: score().topk(min(K, len(packed.lengths))).values  # noqa: E731
         return [Candidate("maxsim_varlen, topk", call, lambda scores: scores[:CHECKED].double())]
 
     def lik(self) -> list[Candidate]:
         """late-interaction-kernels' retrieval, of documents padded to the longest."""
         self._check_pairs(5 * 10**7)
-        padded, mask = self.corpus.padded
-        search = partial(LIK["retrieve"], self.queries, padded, top_k=min(K, len(padded)), d_mask=mask, normalize=False)
+        padded = self.packed.padded()
+        documents, how = padded.documents, {"d_mask": padded.documents_mask, "normalize": False}
+        search = partial(LIK["retrieve"], self.queries, documents, top_k=min(K, len(documents)), **how)
         read = lambda found: found[0][:CHECKED].double()  # noqa: E731
         ways = {chunk: partial(search, chunk=chunk) for chunk in (4096, 32768)}
         return [Candidate(f"retrieve, chunks of {chunk}", call, read) for chunk, call in ways.items()]

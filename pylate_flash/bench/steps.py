@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -165,11 +165,6 @@ class Contrastive(Step):
         make = partial(PyLateContrastive, score_metric=score, temperature=self.temperature)
         return self.through(f"pylate.losses.Contrastive, {backend}", make)
 
-    def lik(self, *backwards: str) -> list[Candidate]:
-        return self.through_pylate("lik")
-
-    def flash_maxsim(self) -> list[Candidate]:
-        return self.through_pylate("flash")
-
-    def torch(self) -> list[Candidate]:
-        return self.through_pylate("torch")
+    lik = partialmethod(through_pylate, "lik")
+    flash_maxsim = partialmethod(through_pylate, "flash")
+    torch = partialmethod(through_pylate, "torch")

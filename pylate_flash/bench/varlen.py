@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import methodcaller
 
 import torch
 
@@ -52,13 +51,8 @@ class Packed(Varlen):
     def ours(self) -> list[Candidate]:
         """`maxsim_varlen`, which waits for the device unless told the longest lengths."""
         (packed,) = super().ours()
-        lengths = {"max_query_length": self.queries.shape[1], "max_document_length": self.longest}
-        told = partial(packed.call, **lengths)
+        told = partial(packed.call, **self.longest_lengths)
         return [Candidate(f"{packed.label}, longest lengths given", told), packed]
-
-    def ours_padded(self) -> list[Candidate]:
-        """`maxsim` of the padded documents and their mask."""
-        return self.padded().ours()
 
     def lik(self) -> list[Candidate]:
         return super().lik() + as_padded(self.padded().lik())
@@ -75,6 +69,11 @@ class Packed(Varlen):
 def as_padded(candidates: list[Candidate]) -> list[Candidate]:
     """Ways whose names say that they are given padding."""
     return [candidate._replace(label=f"{candidate.label}, padded") for candidate in candidates]
+
+
+def ours_padded(inputs: Packed | Rerank) -> list[Candidate]:
+    """`maxsim` of padded documents and their mask; of arrays there is no such way."""
+    return inputs.padded().ours() if isinstance(inputs, Packed) else []
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Packed | Rerank:
@@ -104,7 +103,7 @@ def suite() -> Suite:
         rows=ROWS,
         systems=(
             OUR_SYSTEM,
-            another_way("padded", candidates=methodcaller("ours_padded"), about="pylate_flash with padding and a mask"),
+            another_way("padded", candidates=ours_padded, about="pylate_flash with padding and a mask"),
             replace(LIK_SYSTEM, about="late-interaction-kernels, the faster of packed and padded"),
             replace(FLASH_MAXSIM_SYSTEM, about="flash-maxsim, the faster of both ways"),
             replace(TORCH_SYSTEM, about="a masked einsum over chunks of documents"),

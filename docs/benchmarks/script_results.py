@@ -1,0 +1,52 @@
+"""What the scripts here share: where and when a result was measured, its file, and the processes of torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def date() -> str:
+    """The time that it is, in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def about() -> dict[str, str]:
+    """When, on which GPU and with which torch this is measured."""
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"date": date(), "machine": machine, "torch": str(torch.__version__)}
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write a result as JSON, and the folder that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def ranks_of_torchrun(minutes: int) -> Iterator[None]:
+    """The processes that torchrun has started as the default group, each with a GPU of its own where there are some.
+
+    A rank that waits longer than that, for what another one never sends, ends with an error.
+    """
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=minutes))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def device_of_rank() -> torch.device:
+    """Where a rank of the default group computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
