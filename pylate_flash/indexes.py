@@ -268,10 +268,11 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         Parameters
         ----------
         documents_ids
-            Ids of documents in the index.
+            Ids of documents in the index; none to erase what is left of those that were removed before.
         erase
             Delete at once what is on the disk of them, and of those that were removed before: for this the files that
-            hold it are written anew, which takes as much room.
+            hold it are written anew, which takes as much room. If it fails, they may be removed already; without ids it
+            can be repeated.
 
         Returns
         -------

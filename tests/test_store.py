@@ -17,7 +17,15 @@ from pylate_flash.index.catalog import Catalog
 from pylate_flash.index.documents import blocks
 from pylate_flash.index.parts import Part
 from pylate_flash.index.store import PackedStore
-from tests.stores import assert_content, content, documents_of, segments_in, store_of_two_segments, written_by_another
+from tests.stores import (
+    assert_content,
+    content,
+    documents_of,
+    segments_in,
+    small,
+    store_of_two_segments,
+    written_by_another,
+)  # fmt: skip
 
 
 def one_by_one(path: Path, documents: list[torch.Tensor]) -> PackedStore:
@@ -246,6 +254,40 @@ def test_erased_documents_leave_the_disk(tmp_path: Path, compacted: bool) -> Non
     assert documents[0].numpy().tobytes() not in files
     assert b"gone" not in files
     assert documents[1].numpy().tobytes() in files
+
+
+@pytest.mark.parametrize("how", ["erase", "erase nothing more", "compact"])
+@pytest.mark.parametrize("together", [True, False])
+def test_nothing_is_left_of_documents_that_were_removed_before(tmp_path: Path, how: str, together: bool) -> None:
+    documents = documents_of([5, 30, 4])
+    index = small(tmp_path)
+    for some in [slice(0, 3)] if together else [slice(0, 1), slice(1, 2), slice(2, 3)]:
+        index.add_documents(["gone", "kept", "last"][some], documents[some])
+    index.remove_documents(["gone"])
+    if how == "compact":
+        index.remove_documents(["last"]).compact()
+    else:
+        index.remove_documents(["last"], erase=how == "erase").remove_documents([], erase=how != "erase")
+    files = b"".join(file.read_bytes() for file in (tmp_path / "index").iterdir())
+    left = [name for name, document in zip("gkl", documents, strict=True) if document.numpy().tobytes() in files]
+    assert (left, b"gone" in files, b"last" in files, index.documents_ids) == (["k"], False, False, ["kept"])
+    assert index.info().segments == 1
+    index.verify()
+
+
+def test_erasing_nothing_makes_no_index(tmp_path: Path) -> None:
+    small(tmp_path).remove_documents([], erase=True).remove_documents([])
+    small(None).remove_documents([], erase=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_document_that_is_replaced_again_and_again_takes_no_more_room(tmp_path: Path) -> None:
+    opened = PackedStore(tmp_path)
+    opened.add(["kept"], documents_of([4]))
+    for seed in range(20):
+        opened.add(["a"], documents_of([2], seed=seed), replace=True)
+    assert sum(file.stat().st_size for file in tmp_path.glob("segment-*")) <= (4 + 3 * 2) * 16
+    assert_content(tmp_path, ["kept", "a"], [*documents_of([4]), *documents_of([2], seed=19)])
 
 
 def test_a_store_can_be_emptied_and_filled_again(tmp_path: Path) -> None:

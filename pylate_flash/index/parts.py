@@ -54,6 +54,11 @@ class Segment:
         except FileNotFoundError:
             raise ValueError(f"{path} is missing, though the catalog names it") from None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, counted or not."""
+        return os.fstat(self.descriptor).st_size
+
     def _kept(self, descriptor: int) -> int:
         weakref.finalize(self, os.close, descriptor)
         return descriptor
@@ -255,7 +260,7 @@ class Part:
     def check_size(self) -> None:
         """Refuse a segment that has been truncated. The message names it."""
         if self.segment is not None:
-            size = os.fstat(self.segment.descriptor).st_size
+            size = self.segment.nbytes
             if size < self.end:
                 raise ValueError(
                     f"{self.segment.path} is damaged: it ends after {size} bytes, {self.end} were expected"
@@ -265,7 +270,7 @@ class Part:
         """Whether rows have not come to the disk, as after a power failure: they are missing, or a sector is zeros."""
         assert self.segment is not None
         begin = block_begin(self.offset)
-        if os.fstat(self.segment.descriptor).st_size < self.end:
+        if self.segment.nbytes < self.end:
             return True
         content = self._bytes(begin, self.end)
         try:

@@ -40,7 +40,7 @@ _FLUSHED_BYTES = 1 << 20
 SMALL_PARTS = 256
 # Filters whose documents are kept in mind.
 _FILTERS = 16
-# A segment of which more than one part in so many counts as removed is rewritten.
+# A segment of which more than one part in so many does not count any more is rewritten.
 _DEAD = 4
 
 
@@ -187,7 +187,7 @@ class PackedStore:
         """Bytes of the catalog and of the segments, or of the rows in memory."""
         if self.in_memory:
             return sum(part.nbytes for part in self.documents.parts)
-        return self._catalog.nbytes + sum(os.fstat(segment.descriptor).st_size for segment in self.segments)
+        return self._catalog.nbytes + sum(segment.nbytes for segment in self.segments)
 
     def verify(self, show_progress: bool = False) -> None:
         """Read everything, as this object has opened it; opening has checked that it fits together.
@@ -295,34 +295,40 @@ class PackedStore:
         """Drop the documents at positions [N]: all of them or, on an error, none.
 
         They are marked as removed, and a segment of which more than a quarter is so is written anew, if the disk has
-        room for it; with `erase`, every segment of which some is so.
+        room for it; with `erase`, every segment of which some is so, now or since before.
         """
-        if not len(positions):
-            return
 
         def mark() -> None:
             with self._changing() as change:
                 change.remove(self.documents.numbers[np.unique(positions)])
 
-        without_room(self.path, mark)
+        if len(positions):
+            without_room(self.path, mark)
+        elif not erase or not self.exists:
+            return
         self._rewrite(erase)
         if erase:
-            self._catalog.compact()
+            self._tidy()
 
-    def _by_segment(self) -> list[list[Part]]:
-        """The parts of each segment; of rows in memory, each part by itself."""
+    def _by_segment(self) -> Iterator[tuple[list[Part], int, int]]:
+        """The parts of each segment, or each by itself of those in memory; the bytes there, and those that count.
+
+        The others are of documents that are removed, of which no part may be left, or of writers that were killed.
+        """
         found: dict[Segment | Part, list[Part]] = {}
         for part in self.documents.parts:
             found.setdefault(part.segment or part, []).append(part)
-        return list(found.values())
+        for of, parts in found.items():
+            dead = sum(int(part.lengths[part.removed].sum()) * part.layout.all_nbytes for part in parts)
+            yield parts, of.nbytes, sum(part.nbytes for part in parts) - dead
 
     def _rewrite(self, erase: bool) -> None:
-        """Write segments anew of which more than a row in _DEAD counts as removed; to erase, all of which any does."""
-        for parts in self._by_segment():
-            dead = sum(int(part.lengths[part.removed].sum()) for part in parts)
-            if not any(len(part.removed) for part in parts):
+        """Write segments anew of which more than a byte in _DEAD does not count, or, to erase, any."""
+        for parts, there, live in list(self._by_segment()):
+            # Documents without tokens have no bytes.
+            if there == live and not any(len(part.removed) for part in parts):
                 continue
-            if not erase and _DEAD * dead <= sum(part.rows for part in parts):
+            if not erase and _DEAD * (there - live) <= there:
                 continue
             try:
                 with self._changing(flush=True) as change:
@@ -336,20 +342,24 @@ class PackedStore:
         if not self.exists:
             return
         groups: list[list[Part]] = [[]]
-        size = 0
-        for parts in self._by_segment():
-            live = sum(int(part.lengths[part.live].sum()) * part.layout.all_nbytes for part in parts)
+        size, dead = 0, [False]
+        for parts, there, live in self._by_segment():
             if size + live > SEGMENT_BYTES:
                 groups.append([])
+                dead.append(False)
                 size = 0
             groups[-1] += parts
+            dead[-1] |= there > live or any(len(part.removed) for part in parts)
             size += live
-        for parts in groups:
-            segments = {part.segment or part for part in parts}
-            if not parts or (len(segments) == 1 and not any(len(part.removed) for part in parts)):
+        for parts, any_dead in zip(groups, dead, strict=True):
+            if not parts or (len({part.segment or part for part in parts}) == 1 and not any_dead):
                 continue
             with self._changing(flush=True) as change:
                 change.move(parts, fresh=True)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Delete what writers left that were killed, and what is free in the catalog."""
         self._swept = self.in_memory
         with self._catalog.turn():
             self._sweep()
