@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def test_read_package_finds_what_is_public_without_running_it(tmp_path: Path, mo
             + f'    def turn(self):\n        """Turn the thing upside down. {LONG}"""\n',
             "short.py": function("brief", f"Too short. {LONG}") + function("empty", "There is nothing after this one."),
             "broken.py": "def broken(:\n",
+            "pair.py": function("half", rf"Decode half of a pair here. \ud800 {LONG}"),
             "tests/test_it.py": function("test_it", f"Test that it all works. {LONG}"),
         },
     )
@@ -70,7 +72,9 @@ def test_read_package_finds_what_is_public_without_running_it(tmp_path: Path, mo
         "fakedocs.solve": "Solve a system of equations.",
         "fakedocs.Thing": "Hold one thing and another.",
         "fakedocs.Thing.turn": "Turn the thing upside down.",
+        "fakedocs.pair.half": "Decode half of a pair here.",
     }
+    assert all(entry.text.isascii() for entry in read_package("fakedocs"))
     assert read_package("there_is_no_such_package") == []
     # Files are read whole, and no more of them than are needed.
     assert 1 <= len(read_package("fakedocs", enough=1)) <= 3
@@ -222,6 +226,27 @@ def test_data_and_model_folders_are_those_of_the_demo(
     documents, _, _ = evaluation.load_beir_folder(demo.data_folder(tmp_path / "new"))
     assert len(documents) == TINY.documents
     assert demo.model_folder(tmp_path / "new") == minilm_path
+
+
+def test_data_whose_writing_was_interrupted_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pylate_flash.demo.job.QUICK", TINY)
+    replace = os.replace
+    for number in range(4):
+        left = [number]
+
+        def interrupted(source: str, target: Path, left: list[int] = left) -> None:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.replace", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                demo.data_folder(tmp_path)
+        documents, queries, _ = evaluation.load_beir_folder(demo.data_folder(tmp_path))
+        assert (len(documents), len(queries)) == (TINY.documents, TINY.queries)
+        shutil.rmtree(tmp_path / "data")
 
 
 def test_training_improves_a_real_encoder(minilm_path: str) -> None:

@@ -65,7 +65,7 @@ def bench(
     try:
         found = load_suite(suite)
         where = _device(device, found)
-        names = [name for item in rows or [] for name in item.split(",") if name]
+        names = [name for item in rows or [] for name in item.split(",") if name] or rows or []
         chosen = suites.choose(found, names)
         _check_measurable(picture, memory, where)
         _check_writable("json", json, json is not None and json.suffix == ".json")

@@ -42,6 +42,8 @@ def demo(
     minutes = "6 to 20" if full else "2 to 4"
     say(f"Loading PyTorch and PyLate. The whole demo takes {minutes} minutes on two CPU cores.")
     be_quiet()
+    import torch
+
     from ..demo import job
 
     for module in ("ranx", "matplotlib"):
@@ -56,7 +58,7 @@ def demo(
         if host_of(model, trust_remote_code) != PYLATE:
             raise UserError(f"the demo trains models of PyLate, and {model} is a MultiVectorEncoder; name another one")
         # Loaded before anything is prepared: what cannot be used says so at once, and code of its own does not run.
-        job.seed(settings)
+        torch.manual_seed(settings.seed)
         encoder = load_model(
             model,
             trust_remote_code=trust_remote_code,

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..data.files import replace_file
+
 #: What the standard library is called among the packages.
 STANDARD_LIBRARY = "python"
 
@@ -76,11 +78,14 @@ class Corpus:
         It is created, and files of these names are replaced.
         """
         (folder / "qrels").mkdir(parents=True, exist_ok=True)
-        _write_lines(folder / "corpus.jsonl", ({"_id": e.name, "title": "", "text": e.text} for e in self.documents))
-        _write_lines(folder / "queries.jsonl", ({"_id": f"q-{e.name}", "text": e.query} for e in self.queries))
-        _write_lines(folder / "train.jsonl", ({"query": e.query, "positive": e.text} for e in self.train))
         lines = ["query-id\tcorpus-id\tscore", *(f"q-{e.name}\t{e.name}\t1" for e in self.queries)]
-        (folder / "qrels" / "test.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        replace_file(folder / "qrels" / "test.tsv", "\n".join(lines) + "\n")
+        texts = {"corpus": [{"_id": e.name, "title": "", "text": e.text} for e in self.documents]}
+        texts["queries"] = [{"_id": f"q-{e.name}", "text": e.query} for e in self.queries]
+        # The last: where it is, the others are (`job.data_folder`).
+        texts["train"] = [{"query": e.query, "positive": e.text} for e in self.train]
+        for name, rows in texts.items():
+            replace_file(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def build_corpus(
@@ -207,7 +212,7 @@ def _docstrings(path: Path, module: list[str]) -> Iterator[tuple[str, str]]:
     nodes += [(public, node) for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     while nodes:
         scope, node = nodes.pop(0)
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
             if node.name.startswith("_"):
                 continue
             scope = [*scope, node.name]
@@ -215,7 +220,8 @@ def _docstrings(path: Path, module: list[str]) -> Iterator[tuple[str, str]]:
                 nodes += [(scope, child) for child in node.body if isinstance(child, ast.ClassDef | ast.FunctionDef)]
         docstring = ast.get_docstring(node, clean=False)  # type: ignore[arg-type]
         if docstring and scope:
-            yield ".".join(scope), docstring
+            # A literal may spell half of a pair of surrogates, which no file takes.
+            yield ".".join(scope), docstring.encode("utf-8", "ignore").decode()
 
 
 def _unique(entries: Iterable[Entry], seen: set[str]) -> Iterator[Entry]:
@@ -238,9 +244,3 @@ def _shares(limit: int, found: dict[str, list[Entry]]) -> dict[str, int]:
 
 def _shuffle_key(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
-
-
-def _write_lines(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -225,10 +225,12 @@ def load_encoder(model: str | None = None, settings: Settings | None = None, dev
 
     One without a projection gets a new one, with random weights from `settings.seed`.
     """
+    import torch
+
     from .. import models
 
     settings = settings or Settings()
-    seed(settings)
+    torch.manual_seed(settings.seed)
     return models.ColBERT(
         model or default_model(),
         device=device,
@@ -236,13 +238,6 @@ def load_encoder(model: str | None = None, settings: Settings | None = None, dev
         document_length=settings.document_length,
         scorer="pylate_flash",
     )
-
-
-def seed(settings: Settings) -> None:
-    """Seed what draws the weights of a new projection."""
-    import torch
-
-    torch.manual_seed(settings.seed)
 
 
 def train(colbert: Any, corpus: Corpus, settings: Settings) -> dict[str, Any]:

@@ -96,6 +96,8 @@ def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path
     [
         (["backwards"], ["backwards", "forward"]),
         (["--rows", "three"], ["three", "several"]),
+        # As of a variable that is not set, which is not all rows.
+        (["--rows", ""], ["rows", "several"]),
         (["--device", "abacus"], ["abacus"]),
         (["--device", "meta"], ["meta"]),
         # Torch counts 256 as 0, and has no number for the other.
