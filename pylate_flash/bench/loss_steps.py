@@ -130,10 +130,8 @@ class LargeStep(FusedStep):
 
     def sentence_transformers(self) -> list[Candidate]:
         """The cached loss of sentence-transformers 6 on given embeddings, between its two passes of the encoder."""
-        try:
-            from sentence_transformers.multi_vector_encoder import losses
-        except ImportError as error:
-            raise Unavailable(f"needs sentence-transformers 6, which cannot be imported ({error})") from None
+        from sentence_transformers.multi_vector_encoder import losses
+
         make = partial(losses.CachedMultiVectorMultipleNegativesRankingLoss, torch.nn.Identity())
 
         def step(chunk: int) -> Step:

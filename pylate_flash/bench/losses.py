@@ -20,7 +20,7 @@ import torch
 from pylate_flash.bench import calls, exact, training
 from pylate_flash.bench.exact import Step, einsum_scores
 from pylate_flash.bench.loss_steps import LONG, LOOP_QUERIES, LargeStep
-from pylate_flash.bench.peers import PYLATE
+from pylate_flash.bench.peers import PYLATE, SENTENCE_TRANSFORMERS
 from pylate_flash.bench.protocol import Rounds, make_stopwatch
 from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, MARGIN, OUR_SYSTEM, WRONG, Suite, System, another_way
@@ -173,7 +173,7 @@ def suite() -> Suite:
         another_way("contrastive", "Contrastive", about="`losses.Contrastive` on given embeddings", counted=True),
         another_way("cached", "CachedContrastive", about=cached, counted=True),
         System("pylate", "PyLate", methodcaller("pylate"), peer=PYLATE, about=pylate),
-        System("sentence_transformers", "ST 6", of_st, about="the cached loss of sentence-transformers 6"),
+        System("sentence_transformers", "ST", of_st, SENTENCE_TRANSFORMERS, "the cached loss of sentence-transformers"),
         replace(FLASH_MAXSIM_SYSTEM, about="flash-maxsim's `colbert_contrastive_step`"),
     )
     return Suite(

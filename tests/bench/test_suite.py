@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from pylate_flash.bench import forward, memory, report, suite
+from pylate_flash.bench import SUITES, forward, load_suite, memory, report, suite
 from pylate_flash.bench.peers import Peer
 from pylate_flash.bench.protocol import Rounds, Sample
 from pylate_flash.bench.suite import OURS, Candidate, Observer, System, Unavailable
@@ -222,6 +222,11 @@ def test_what_is_not_there_is_absent_with_its_reason(states, monkeypatch):
     assert found["missing"] == {"status": "absent", "reason": "its kernels need a CUDA GPU"}
     assert found["peer"] == {"status": "absent", "reason": "needs a full moon"}
     assert "missing" not in states(*systems, with_peers=False)
+
+
+def test_without_peers_this_package_and_torch_are_measured():
+    without = {system.name for name in SUITES for system in load_suite(name).systems if system.peer is None}
+    assert {name for name in without if not name.startswith(OURS)} == {"torch"}
 
 
 def test_a_peer_is_measured_where_it_computes():
