@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from pylate_flash.bench import exact
-from pylate_flash.bench.calls import unit_vectors
+from pylate_flash.bench.calls import FromHidden, bounds_of, unit_vectors
 from pylate_flash.bench.peers import LIK
 from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.rows import L2, Row
@@ -72,19 +72,15 @@ Result = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """A row's tensors.
+class Inputs(FromHidden):
+    """A row's tensors: hidden states may be packed [T, d_model] with ``cu_seqlens`` [Nd + 1] (int32).
 
-    ``queries`` [Nq, Lq, d] of unit vectors, ``hidden`` [Nd, Ld, d_model], or packed [T, d_model] with ``cu_seqlens``
-    [Nd + 1] (int32), ``weight`` [d, d_model]. In a step they require gradients.
+    In a step they require gradients.
     """
 
-    queries: torch.Tensor
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-    longest: int
-    step: bool
+    cu_seqlens: torch.Tensor | None = None
+    longest: int = 0
+    step: bool = False
 
     @property
     def options(self) -> dict:
@@ -110,7 +106,7 @@ class Inputs:
         """What is timed of a way to score."""
         return Candidate(label, partial(self.computed, score))
 
-    def reference(self) -> Result:
+    def reference(self) -> Result:  # type: ignore[override]
         """Scores, and in a step the gradients, in float64, from the rounded embeddings."""
         dtype = self.queries.dtype
 
@@ -132,16 +128,8 @@ class Inputs:
         grad_weight = grad.flatten(0, -2).T @ self.hidden.detach().flatten(0, -2).double()
         return found.scores, found.grad_queries, grad @ self.weight.detach().double(), grad_weight
 
-    def accuracy(self, dtype: torch.dtype) -> float:
-        """That of the gradients."""
-        return exact.accuracy(dtype, gradients=True)
-
     def ours(self) -> list[Candidate]:
-        """The public `pylate_flash.maxsim_from_hidden`, as a user calls it."""
-        from pylate_flash import maxsim_from_hidden
-
-        score = partial(maxsim_from_hidden, self.queries, self.hidden, self.weight, **self.options)
-        return [self.candidate("maxsim_from_hidden", score)]
+        return [self.candidate(way.label, partial(way.call, **self.options)) for way in super().ours()]
 
     def unfused(self, normalized: bool) -> list[Candidate]:
         """A linear layer and our `maxsim`, which normalises, or is given what `F.normalize` did."""
@@ -170,18 +158,13 @@ class Inputs:
         return [self.candidate(label, score)]
 
     def lik(self) -> list[Candidate]:
-        """late-interaction-kernels: its fused function."""
-        from late_interaction_kernels.fused_head import maxsim_from_hidden
-
         self._need_padded()
-        score = partial(maxsim_from_hidden, self.queries, self.hidden, self.weight)
-        return [self.candidate("maxsim_from_hidden", score)]
+        return [self.candidate(way.label, way.call) for way in super().lik()]
 
     def lik_unfused(self) -> list[Candidate]:
         """late-interaction-kernels: a linear layer, and its `maxsim` on what is normalised, or that normalises."""
-        from late_interaction_kernels import maxsim
-
         self._need_padded()
+        maxsim = LIK["maxsim"]
 
         def score(normalize: bool) -> torch.Tensor:
             documents = F.linear(self.hidden, self.weight)
@@ -207,10 +190,10 @@ def make_inputs(row: States, device: torch.device, dtype: torch.dtype) -> Inputs
     hidden = torch.randn(*shape, row.d_model, device=device, generator=generator, dtype=dtype)
     weight = torch.randn(row.d, row.d_model, device=device, generator=generator, dtype=dtype) / math.sqrt(row.d_model)
     queries = unit_vectors(row.Nq, row.Lq, row.d, generator=generator, dtype=dtype)
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) if packed else None
+    cu_seqlens = bounds_of(lengths).to(device) if packed else None
     for tensor in (queries, hidden, weight):
         tensor.requires_grad_(row.step)
-    return Inputs(queries, hidden, weight, cu_seqlens, int(lengths.max()), row.step)
+    return Inputs(queries, hidden, weight, None, None, cu_seqlens, int(lengths.max()), row.step)
 
 
 def error(found: Result, expected: Result) -> float:
