@@ -227,7 +227,7 @@ def hopper_tile(
 def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
     """Columns of a narrower product for the last tokens of a document (0: there is none), where that saves much.
 
-    Of packed documents, which have lengths of their own (None), half leave no more than the widest of them takes.
+    Of packed or masked documents, which have lengths of their own (None), half leave no more than the widest takes.
     Longer embeddings leave less of their time to what follows a product.
     """
     if tile not in (tables.HOPPER, tables.HOPPER_NARROW):
