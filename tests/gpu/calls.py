@@ -52,11 +52,22 @@ class Call:
     def __call__(self, *leaves: Tensor) -> Tensor:
         return self.function(*(leaves or self.leaves), *self.others, **self.options)
 
+    def to(self, device: str) -> Call:
+        """The same call of tensors there; what is on the host stays."""
+
+        def moved(value: Any) -> Any:
+            on_gpu = getattr(value, "device", None) is not None and value.device.type == "cuda"
+            return value.to(device) if on_gpu else value
+
+        options = {name: moved(value) for name, value in self.options.items()}
+        leaves, others = map(moved, self.leaves), map(moved, self.others)
+        return Call(self.function, leaves, *others, learning=self.learning, **options)
+
     def gradients(
         self, found: Tensor, leaves: list[Tensor] | None = None, create_graph: bool = False
     ) -> tuple[Tensor, ...]:
         """Of these leaves, or of all, under a fixed, uneven weighting of the result."""
-        weight = torch.arange(1, 1 + found.numel(), device="cuda", dtype=found.dtype).cos().view(found.shape)
+        weight = torch.arange(1, 1 + found.numel(), device=found.device, dtype=found.dtype).cos().view(found.shape)
         return torch.autograd.grad((found * weight).sum(), leaves or self.leaves, create_graph=create_graph)
 
     def step(self) -> tuple[Tensor, ...]:

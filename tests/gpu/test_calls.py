@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -16,6 +17,8 @@ from tests.ops.cases import relative_error
 from tests.ops.operations import check_changed_in_place, operations
 
 pytestmark = pytest.mark.gpu
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 # Their candidates are on the host.
 NOT_IN_A_GRAPH = {"packed candidates", "soft, packed candidates"}
@@ -56,6 +59,33 @@ def test_the_same_bits_every_time(name: str) -> None:
     call = (CALLS | LARGE_CALLS)[name]()
     first = call.step()
     assert all(equal(call.step(), first) for _ in range(20))
+
+
+@two_gpus
+@pytest.mark.parametrize("name", CALLS)
+def test_on_another_device_than_the_current_one(name: str) -> None:
+    here = CALLS[name]().to("cuda:0")
+    there, expected = here.to("cuda:1"), here.step()
+    # The first time it is worked out, later it is repeated.
+    for _ in range(4):
+        found = there.step()
+        assert {tensor.get_device() for tensor in found} == {1}
+        assert equal([tensor.to("cuda:0") for tensor in found], expected)
+        assert equal(here.step(), expected)
+
+
+@two_gpus
+def test_threads_call_on_two_devices() -> None:
+    made = [
+        CALLS[name]().to(device) for name in ("stacked", "packed", "cross entropy") for device in ("cuda:0", "cuda:1")
+    ]
+    expected = [call.step() for call in made]
+
+    def calls(index: int) -> bool:
+        return all(equal(made[index].step(), expected[index]) for _ in range(20))
+
+    with ThreadPoolExecutor(len(made)) as threads:
+        assert all(threads.map(calls, range(len(made))))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "blocked"])
