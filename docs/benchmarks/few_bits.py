@@ -68,7 +68,7 @@ def rows(model: Any, folder: Path) -> dict[str, Any]:
             info = index.info()
             add(dtype, index, info.scored_bytes / info.tokens)
             if dtype in FEWER:
-                more = RESCORED / len(ids) * 2 * (info.embedding_size or 0)
+                more = min(RESCORED, len(ids)) / len(ids) * 2 * (info.embedding_size or 0)
                 add(f"{dtype}, {RESCORED} again", index, info.scored_bytes / info.tokens + more, rescore=RESCORED)
         try:
             from pylate import indexes
