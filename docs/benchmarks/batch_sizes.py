@@ -118,11 +118,11 @@ def unpacked(archive: Path) -> Iterator[Path]:
 def ndcg(scores: torch.Tensor, right: torch.Tensor) -> float:
     """nDCG@10 of scores [Nq, Nd] where each query has one right document, `right` [Nq].
 
-    Of equal scores the first document's comes first.
+    Of equal scores the first document's comes first. NaN, of a model that has diverged, is no better than any.
     """
     own = scores.gather(1, right.unsqueeze(1))
-    before = torch.arange(scores.shape[1], device=scores.device) < right.unsqueeze(1)
-    rank = 1 + ((scores > own) | ((scores == own) & before)).sum(dim=1)
+    behind = torch.arange(scores.shape[1], device=scores.device) > right.unsqueeze(1)
+    rank = scores.shape[1] - ((scores < own) | ((scores == own) & behind)).sum(dim=1)
     return torch.where(rank <= RANKS, 1.0 / torch.log2(1.0 + rank.double()), 0.0).mean().item()
 
 

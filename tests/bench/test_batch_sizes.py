@@ -72,6 +72,10 @@ def test_ndcg_of_one_right_document():
     assert batch_sizes.ndcg(torch.arange(20.0).unsqueeze(0), torch.tensor([5])) == 0.0
 
 
+def test_a_model_that_has_diverged_finds_nothing():
+    assert batch_sizes.ndcg(torch.full((2, 20), torch.nan), torch.tensor([0, 5])) == 0.0
+
+
 def test_what_is_evaluated_are_the_scores_of_the_test_split(archive, monkeypatch):
     given = []
     of_scores = batch_sizes.ndcg
