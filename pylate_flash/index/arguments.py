@@ -198,8 +198,11 @@ def joined(
     A value that is NaN or infinite as it is kept is a ValueError.
     """
     given = layout.given
-    converted = [document.detach().to(device, given) for document in documents]
-    values = converted[0] if len(converted) == 1 else torch.cat(converted)
+    # From another device in one copy, as each waits for it.
+    devices = {document.device for document in documents}
+    together = devices.pop() if len(devices) == 1 else device
+    converted = [document.detach().to(together, given) for document in documents]
+    values = (converted[0] if len(converted) == 1 else torch.cat(converted)).to(device)
     # A sum is NaN or infinite if one value is, and this is the cheapest look at all of them; but it may overflow.
     finite = math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
     rows = layout.rows(values) if finite else values
