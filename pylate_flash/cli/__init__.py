@@ -6,6 +6,7 @@ Everything heavy is imported inside the commands, so that `--help` answers at on
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -92,6 +93,15 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- it lives as long as the process
-    # Python ends with collections of garbage over all that the libraries hold, which take seconds and free nothing.
-    atexit.register(gc.freeze)
+    atexit.register(_end)
     app(prog_name="pylate-flash")
+
+
+def _end() -> None:
+    """Leave all objects to the end of the process: registered first, this is the last that Python itself runs."""
+    # Python ends with collections of garbage over all that the libraries hold, which take seconds and free nothing.
+    gc.freeze()
+    # Bindings made with nanobind, as Triton's from 3.9 on, list whatever is then left on standard error.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -149,6 +150,8 @@ def be_quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    # Python compiles a library's files when they are first imported, if no installer did, and warns of what it finds.
+    warnings.simplefilter("ignore", SyntaxWarning)
     for name in ("sentence_transformers", "pylate"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if "transformers" in sys.modules:

@@ -54,6 +54,18 @@ def test_a_command_ends_without_collecting_garbage():
     assert done.stdout.splitlines() == [f"pylate-flash {__version__}", "True"]
 
 
+def test_what_a_library_says_as_it_is_unloaded_stays_off_the_terminal():
+    """As bindings made with nanobind list what is still in memory, Triton's among them."""
+    code = (
+        "import ctypes; libc = ctypes.CDLL(None); libc.strdup.restype = ctypes.c_void_p; "
+        "text = ctypes.c_void_p(libc.strdup(b'leaked')); "
+        "libc.__cxa_atexit(ctypes.cast(libc.perror, ctypes.c_void_p), text, None); "
+        "from pylate_flash.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"pylate-flash {__version__}\n", "")
+
+
 def test_doctor_imports_torch_alone():
     assert imported("doctor") == ["torch"]
 
