@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _get_float32_matmul_precision
+from torch._C import _get_fp32_precision_getter
 
 # The largest value of the symmetric precisions of quantized documents, and of the affine one, whose smallest is 0.
 LARGEST_VALUES = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
@@ -85,7 +85,7 @@ class Kind:
     candidates: torch.dtype | None
     normalize: bool
     masking: str
-    # `torch.get_float32_matmul_precision()`.
+    # "tf32", or another.
     float32_precision: str
     with_argmax: bool
     # The unit of `DocumentOffsets`; 0: packed documents follow each other.
@@ -115,10 +115,13 @@ class Kind:
     @cached_property
     def precision(self) -> str:
         """Triton's name for the precision of products, where half inputs are multiplied exactly either way."""
-        return "ieee" if self.dtype != torch.float32 or self.float32_precision == "highest" else "tf32"
+        return "tf32" if self.dtype == torch.float32 and self.float32_precision == "tf32" else "ieee"
 
 
 kind_of = functools.cache(Kind)
+# Of GPUs' products: `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision` sets too.
+# `torch.get_float32_matmul_precision` raises where it was set by its own name, or for all backends together.
+float32_precision = functools.partial(_get_fp32_precision_getter, "cuda", "matmul")
 
 
 def _of_kind(name: str) -> Any:
@@ -274,7 +277,7 @@ def problem_of(
         None if candidates is None else candidates.dtype,
         options.normalize,
         options.masking,
-        _get_float32_matmul_precision(),
+        float32_precision(),
         with_argmax,
         unit,
     )

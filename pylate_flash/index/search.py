@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..ops import QuantizedEmbeddings
+from ..problem import float32_precision
 from .arguments import check_finite
 from .documents import Documents, blocks, cuts, read
 from .graphs import Graphs
@@ -162,7 +163,7 @@ class Search:
             return _together(scores + _poison(values), places)
 
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        return self._graphs((scorer, k, torch.get_float32_matmul_precision(), cast), query, best)
+        return self._graphs((scorer, k, float32_precision(), cast), query, best)
 
     def results(self, found: Hits, queries: Queries, scorer: Scorer, matches: bool = False) -> list[list[SearchResult]]:
         """What was found for these queries, with ids, and if asked for with the tokens that match."""

@@ -101,11 +101,12 @@ def maxsim(
     -------
     Tensor
         [Nq, Nd] or [Nq, K], float32, or float64 for float64 inputs. Half inputs multiply in their own type and
-        accumulate in float32; float32 inputs follow `torch.get_float32_matmul_precision()`. NaN in an active token
-        gives NaN, and infinities behave as in a product of torch. Ties go to the lowest token index, except that a
-        CPU's products may round the similarities of two equal tokens to different last bits, and the gradient flows to
-        the winner only. Scores and gradients are bitwise reproducible. Products of fp8 are summed with about 13 bits by
-        tensor cores, a relative error of up to 1e-3.
+        accumulate in float32; float32 inputs follow torch's setting of float32 products, which is
+        `torch.backends.cuda.matmul.fp32_precision` on a GPU. NaN in an active token gives NaN, and infinities behave as
+        in a product of torch. Ties go to the lowest token index, except that a CPU's products may round the
+        similarities of two equal tokens to different last bits, and the gradient flows to the winner only. Scores and
+        gradients are bitwise reproducible. Products of fp8 are summed with about 13 bits by tensor cores, a relative
+        error of up to 1e-3.
 
     Raises
     ------

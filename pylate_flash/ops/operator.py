@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
-from torch._C import _get_float32_matmul_precision, _len_torch_dispatch_stack
+from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..kernels.recording import local
-from ..problem import rounded_total
+from ..problem import float32_precision, rounded_total
 from .checks import check_differentiation, no_second_derivative
 
 PLAIN_TYPES = (Tensor, Parameter)
@@ -101,7 +101,7 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple, packed:
         shape, *others = described[packed]
         described[packed] = (rounded_total(shape[0]), *shape[1:]), *others
     return (
-        operation, options, *map(type, options), is_grad_enabled(), _get_float32_matmul_precision(),
+        operation, options, *map(type, options), is_grad_enabled(), float32_precision(),
         is_autocast_enabled("cuda") and get_autocast_dtype("cuda"), device, *described,
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ from pylate_flash.ops import (
     maxsim_reference,
     soft_maxsim_reference,
 )
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.ops.cases import relative_error
 
 
@@ -168,6 +169,24 @@ def test_an_infinite_query_token_among_masked_documents(masking: str) -> None:
     options = {"documents_mask": torch.tensor([[1, 0, 1]] * 3), "normalize": True, "masking": masking}
     assert maxsim_reference(queries, documents, **options)[0].isnan().all()
     assert torch.equal(maxsim(queries, documents, **options).isnan(), torch.tensor([[True] * 3] + [[False] * 3] * 2))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_the_newer_setting_of_float32_products_is_followed(precision: str) -> None:
+    """With it in force, torch does not tell its older one."""
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
+    options = Options(0, 0, 0, False, "sum", "exclude", 0.0, "auto")
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        maxsim_cross_entropy(queries, documents).backward()
+        scores = maxsim(queries, documents)
+        cast = [Tensors(queries.to(dtype), documents.to(dtype)) for dtype in (torch.float32, torch.float16)]
+        precisions = [problem_of(tensors, options).kind.precision for tensors in cast]
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    torch.testing.assert_close(scores, maxsim_reference(queries, documents))
+    assert precisions == [precision, "ieee"]
 
 
 @pytest.mark.parametrize("loss_reduction", ["mean", "none"])
