@@ -201,13 +201,13 @@ class Catalog:
 
     @contextlib.contextmanager
     def turn(self, flush: bool = False) -> Iterator[sqlite3.Connection]:
-        """Take the turn to write: what is written takes effect at the end, or, on an error, does not.
+        """Take the turn to write: what is written, and a next `state`, takes effect at the end, or, on an error, not.
 
         It is on the disk then with `flush`, or if that is due; what was written before is as well. It raises a
         ConcurrentWriteError if another process is writing or has written since the catalog was read, and an OSError,
         which names the folder, if it cannot be written.
         """
-        folder = self.path.parent
+        folder, before = self.path.parent, self.state
         try:
             with self._explained():
                 connection = self._prepared()
@@ -216,36 +216,30 @@ class Catalog:
                     connection.execute(f"PRAGMA synchronous = {'FULL' if due else 'NORMAL'}")
                     self.flushes = due
                 with _transaction(connection, "IMMEDIATE"):
-                    if connection.execute("SELECT generation FROM state").fetchone() != (self.state.generation,):
+                    if connection.execute("SELECT generation FROM state").fetchone() != (before.generation,):
                         raise ConcurrentWriteError(
                             f"the index in {folder} has been written to since it was opened here (generation "
-                            f"{self.state.generation}): open it again and repeat the change"
+                            f"{before.generation}): open it again and repeat the change"
                         )
                     self._check_sound(connection)
                     yield connection
-        except OSError as error:
+                    if self.state is not before:
+                        row = self.state.to_json(), self.state.generation
+                        connection.execute("UPDATE state SET record = ?, generation = ?", row)
+        except BaseException as error:
+            self.state = before
+            if not isinstance(error, OSError):
+                raise
             reason = error.strerror or str(error)
             if error.errno in FULL:
                 reason += ". The index is as it was: make room and repeat it"
             raise OSError(error.errno, f"cannot write to the index in {folder}: {reason}") from error
-
-    @contextlib.contextmanager
-    def writing(self, flush: bool = False) -> Iterator[sqlite3.Connection]:
-        """As `turn`, to set `state` to the next one."""
-        before = self.state
-        try:
-            with self.turn(flush) as connection:
-                yield connection
-                row = self.state.to_json(), self.state.generation
-                connection.execute("UPDATE state SET record = ?, generation = ?", row)
-        except BaseException:
-            self.state = before
-            raise
-        self._note_committed()
+        if self.state is not before:
+            self._note_committed()
 
     def clear(self, dtype: str) -> list[Path]:
         """Empty it, and have it keep another type; returns the segments that it no longer names."""
-        with self.writing() as connection:
+        with self.turn() as connection:
             for table in ("parts", "removed", "documents", "codec"):
                 connection.execute(f"DELETE FROM {table}")
             self.state = State(dtype=dtype, generation=self.state.generation + 1)
@@ -330,8 +324,10 @@ class Catalog:
             # Python's own end of a connection waits for its collector of cycles.
             self._closed = weakref.finalize(self, _close, connection, self._committed, self.written, os.getpid())
             try:
+                # A small addition writes four pages to the log; yet smaller ones would slow opening.
+                connection.execute("PRAGMA page_size = 2048")
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA wal_autocheckpoint = 4000")
+                connection.execute("PRAGMA wal_autocheckpoint = 8000")
                 connection.execute("PRAGMA synchronous = NORMAL")
                 self._create(connection)
             except BaseException:

@@ -131,6 +131,8 @@ def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tu
     A longer document is a stretch of its own.
     """
     stretches, start, last = [], 0, len(bounds) - 1
+    if 0 < last <= documents and (rows is None or bounds[-1] - bounds[0] <= rows):
+        return [(0, last)]
     while start < last:
         stop = min(last, start + documents)
         if rows is not None:

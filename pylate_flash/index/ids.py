@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -38,14 +39,17 @@ class Ids(NamedTuple):
     @classmethod
     def of(cls, text: bytes, ends: np.ndarray) -> Ids:
         """Ids that follow one another, of which each ends there."""
-        edges = np.concatenate([[0], ends])
+        return cls._between(text, np.concatenate([[0], ends]))
+
+    @classmethod
+    def _between(cls, text: bytes, edges: np.ndarray) -> Ids:
         return cls(np.frombuffer(text + bytes(_WORD), np.uint8), edges[:-1], edges[1:])
 
     @classmethod
     def encoded(cls, ids: Iterable[str]) -> Ids:
         """Those of strings."""
         encoded = [encoded_id(id_) for id_ in ids]
-        return cls.of(b"".join(encoded), np.cumsum([len(id_) for id_ in encoded], dtype=np.int64))
+        return cls._between(b"".join(encoded), np.array([0, *accumulate(map(len, encoded))]))
 
     @classmethod
     def joined(cls, several: Sequence[Ids]) -> Ids:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,6 @@ class PackedStore:
         return self._catalog.state
 
     @property
-    def layout(self) -> Layout:
-        """How embeddings are kept; of size 0 as long as there are no documents."""
-        layout = self.state.layout
-        return layout if self._codec is None else Layout(layout.kept_as, layout.size, self._codec)
-
-    @property
     def embedding_size(self) -> int | None:
         """Elements of an embedding; None as long as there are no documents."""
         return self.state.embedding_size
@@ -230,9 +225,9 @@ class PackedStore:
                 belongs = f"the index in {self.path}" if self.embedding_size else "the first document"
                 here = f"the embeddings of document {ids[i]!r:.100} have size {document.shape[1]}"
                 raise ValueError(f"{here}, those of {belongs} {size}")
-        lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
-        bounds = np.concatenate([[0], lengths.cumsum()])
-        layout = Layout(self.state.dtype, size, self._codec)
+        bounds = np.array([0, *accumulate(map(len, documents))])
+        lengths = bounds[1:] - bounds[:-1]
+        layout = self.layout if self.layout.size == size else Layout(self.state.dtype, size, self._codec)
         if layout.nbits and (self._codec is None or self._codec.size != size):
             layout = Layout(layout.kept_as, size, trained(documents, layout.nbits, self._encodes_on, show_progress))
         forms = [(layout, self._device)] + ([(layout.beside, torch.device("cpu"))] if layout.beside else [])
@@ -379,7 +374,7 @@ class PackedStore:
             # The last change took effect, and was interrupted before this object took note of it.
             self._open()
         documents, first, catalog = self.documents, not self._swept, self._catalog
-        with catalog.writing(flush) as connection:
+        with catalog.turn(flush) as connection:
             self._sweep()
             before = [*documents.parts, *self._lost]
             change = Change(self.path, connection, before, SEGMENT_BYTES, catalog.written, self.in_memory)
@@ -416,6 +411,10 @@ class PackedStore:
     def _hold(self, documents: Documents, codec: Codec | None) -> None:
         """Take documents for those of the store, and a codec for that of their codes."""
         self.documents, self._codec = documents, codec
+        # How embeddings are kept; of size 0 as long as there are no documents.
+        self.layout = self.state.layout
+        if codec is not None:
+            self.layout = Layout(self.layout.kept_as, self.layout.size, codec)
         self._filtered: dict[tuple, np.ndarray] = {}
         self._generation = self.state.generation  # of what is held here
 
