@@ -116,6 +116,8 @@ def test_a_segment_truncated_while_it_is_open_is_an_error_that_names_it(index: P
         ("UPDATE parts SET ids = x'6164' WHERE number = 0", "from number 0 on: it has another CRC-32"),
         ("UPDATE parts SET segment = '../secret' WHERE number = 0", "bad name '../secret' of a segment"),
         ("UPDATE parts SET segment = NULL WHERE number = 3", "bad name None of a segment"),
+        ("UPDATE parts SET crc = NULL WHERE number = 0", "it holds . parts, and says ., or others"),
+        ("UPDATE parts SET crc = 'x' WHERE number = 0", "it holds . parts, and says ., or others"),
         ("INSERT INTO removed VALUES (0, x'00000000')", "or others"),
         ("INSERT INTO removed VALUES (77, x'00000000')", "or others"),
         ("DROP TABLE parts", "no such table: parts"),
