@@ -171,13 +171,15 @@ def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterat
 def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
     """Read UTF-8 text: of every line that is not blank its number, "file, line n" for messages, and its text.
 
-    A ValueError names a line that is not UTF-8.
+    A ValueError names a line that is not UTF-8, or says that the file is compressed.
     """
     for number, raw in enumerate(lines, start=1):
         where = f"{name}, line {number}"
         try:
             line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
+            if number == 1 and raw.startswith(b"\x1f\x8b"):
+                raise ValueError(f"{name} is compressed by gzip, but is read as plain text: gunzip it first") from None
             raise ValueError(f"{where}: not UTF-8 text ({error})") from None
         if line.strip():
             yield number, where, line.rstrip("\r\n")

@@ -142,6 +142,7 @@ def test_queries_are_lines_or_objects() -> None:
         ([], "queries.txt holds no queries"),
         ([b"\n"], "queries.txt holds no queries"),
         ([b"good\n", b"caf\xe9\n"], "queries.txt, line 2: not UTF-8"),
+        ([b"\x1f\x8b\x08\x00\n"], "queries.txt is compressed by gzip"),
         ([b'{"_id": "q", "text": " "}'], "queries.txt, line 1: the query is empty"),
     ],
 )
