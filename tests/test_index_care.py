@@ -48,7 +48,7 @@ def test_a_refused_addition_changes_nothing(tmp_path: Path, ids, documents, erro
 def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = flat(tmp_path, ["a", "b", "c"], documents_of([3, 2, 4]))
     new = documents_of([5, 1])
-    commits = recorded(monkeypatch, Catalog, "writing")
+    commits = recorded(monkeypatch, Catalog, "turn")
     assert index.add_documents(["b", "d"], new, replace=True) is index
     assert len(commits) == 1
     for seen in (index, small(tmp_path)):
