@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,22 @@ def join_group(rank: int, world: int, folder: Path, name: str = "rendezvous") ->
     os.environ.update(HF_HUB_OFFLINE="1")
     rendezvous = f"file://{folder / name}"
     dist.init_process_group("gloo", rendezvous, timeout=timedelta(seconds=180), rank=rank, world_size=world)
+
+
+def join_gpus(rank: int, world: int, folder: Path, seconds: int = 120) -> None:
+    """Over NCCL, each rank with a GPU of its own."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", f"file://{folder / 'rendezvous'}", timeout=timedelta(seconds=seconds), rank=rank, world_size=world,
+        device_id=torch.device("cuda", rank),
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    """Of this machine, for processes to meet at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def gradient_of(model: nn.Module) -> Tensor:

@@ -114,11 +114,13 @@ class Ranks:
             except Exception as error:
                 self.gather(f"{type(error).__name__}: {error}")
                 raise
-            own_queries += 0 if some is None else len(some.scores)
+            if some is not None:
+                own_queries += len(some.scores)
             everything: list[Any] = self.gather(some)
             self._check(everything, "search the index")
             for before, more in zip(waiting, everything, strict=True):
-                before += [] if more is None else [more]
+                if more is not None:
+                    before.append(more)
             number = min(sum(len(some.scores) for some in of_rank) for of_rank in waiting)
             if number:
                 done += number

@@ -136,8 +136,8 @@ def chamfer(
         [N], float32, or float64 for float64 inputs. How near a winner is, is computed from the two points in that type:
         distances of near points lose nothing to cancellation. Up to 8 dimensions, so is who wins. From 9 on, that is
         decided by ``|x|^2 + |y|^2 - 2 <x, y>``, where half inputs multiply in their own type and accumulate in float32,
-        and float32 inputs follow `torch.get_float32_matmul_precision()`: of points whose squared distances differ by
-        less than about 1e-6 of their squared norms (1e-3 below "highest"), any may win. NaN in an active point gives
+        and float32 inputs follow torch's setting, as in `maxsim`: of points whose squared distances differ by less than
+        about 1e-6 of their squared norms (1e-3 where products are in TF32), any may win. NaN in an active point gives
         NaN, an infinite one a result that is not finite. Ties go to the lowest index, and the gradient flows between a
         point and its winner only. Distances and gradients are bitwise reproducible.
 

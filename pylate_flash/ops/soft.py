@@ -76,9 +76,9 @@ def soft_maxsim(
     -------
     Tensor
         [Nq, Nd] or [Nq, K], of the type that `maxsim` returns. Half inputs multiply in their own type and accumulate in
-        float32; their gradients multiply probabilities rounded to bfloat16. float32 inputs follow
-        `torch.get_float32_matmul_precision()`; float64 inputs compute in float64. NaN in an active token gives NaN, and
-        infinities behave as in `torch.logsumexp`. Scores and gradients are bitwise reproducible.
+        float32; their gradients multiply probabilities rounded to bfloat16. float32 inputs follow torch's
+        setting, as in `maxsim`; float64 inputs compute in float64. NaN in an active token gives NaN, and infinities
+        behave as in `torch.logsumexp`. Scores and gradients are bitwise reproducible.
 
     Raises
     ------

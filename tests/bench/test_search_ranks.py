@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 
 import pytest
 
 import search_ranks
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 
 def run(rank, world, port, folder):
@@ -22,10 +21,7 @@ def run(rank, world, port, folder):
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_ranks(run, (2, port, folder), 2)
+    run_ranks(run, (2, free_port(), folder), 2)
     assert [path.name for path in folder.iterdir()] == ["out"]
     return json.loads((folder / "out" / "search.json").read_text(encoding="utf-8"))
 

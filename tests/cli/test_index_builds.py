@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from pylate_flash import indexes
 from pylate_flash.cli import indexing
 from tests.cli.commands import CPU, ids_in, invoke, succeed, write_corpus
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 # Run in a process of its own, which imports everything once: every build is a child of it, and is killed after a part
 # of the time that a whole build takes from its first write to its last.
@@ -114,10 +113,7 @@ def build_as_rank(rank, world, port, arguments, folder, failure):
 
 def build_by_two(folder, arguments, failure=None, **how):
     """What two ranks that build an index have said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_ranks(build_as_rank, (2, port, arguments, folder, failure), 2, **how)
+    run_ranks(build_as_rank, (2, free_port(), arguments, folder, failure), 2, **how)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*"))]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 
 import pytest
 
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.training.run import Progress
 from tests.cli.commands import CPU, assert_one_clear_sentence, invoke
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 pytest.importorskip("pylate")
 
@@ -40,10 +39,7 @@ def train_as_rank(rank, world, port, arguments, folder, signalled, failing):
 
 def by_ranks(folder, arguments, signalled=(), failing=(), **how):
     """Train by two, and return exit codes, and what was said on standard output and error, of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_ranks(train_as_rank, (WORLD, port, arguments, folder, signalled, failing), WORLD, **how)
+    run_ranks(train_as_rank, (WORLD, free_port(), arguments, folder, signalled, failing), WORLD, **how)
     return zip(*(json.loads((folder / f"rank-{rank}").read_text()) for rank in range(WORLD)), strict=True)
 
 

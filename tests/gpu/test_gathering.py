@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ pytest.importorskip("pylate")
 from pylate_flash import losses
 from tests.encoders import WordVectors
 from tests.ops.cases import relative_error
+from tests.ranks import join_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -67,11 +67,7 @@ def value_and_gradient(kind: type, model: nn.Module, columns: list, half: bool, 
 
 
 def work(rank: int, folder: Path) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD,
-        timeout=timedelta(seconds=120), device_id=torch.device("cuda", rank),
-    )  # fmt: skip
+    join_gpus(rank, WORLD, folder)
     results = {}
     for kind in (losses.Contrastive, losses.CachedContrastive):
         for gather in ("all_gather", "ring"):

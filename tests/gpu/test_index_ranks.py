@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch.multiprocessing as mp
 
 from pylate_flash.index import store
 from pylate_flash.indexes import Flat
+from tests.ranks import join_gpus
 
 WORLD, DOCUMENTS = 2, 3000
 CALLS: list[dict] = [{}, {"k": 3}, {"subset": [f"d{i}" for i in range(0, DOCUMENTS, 7)]}, {"k": 4, "matches": True}]
@@ -31,11 +31,7 @@ def opened(folder: Path, rank: int, **options) -> Flat:
 
 
 def work(rank: int, folder: Path) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD,
-        timeout=timedelta(seconds=60), device_id=torch.device("cuda", rank),
-    )  # fmt: skip
+    join_gpus(rank, WORLD, folder, 60)
     queries = texts(20, 4, 32, 1)
     said: dict = {"wanted": [opened(folder, rank).search(queries, **call) for call in CALLS]}
     for memory in ("auto", 0):

@@ -4,7 +4,6 @@ built as by one."""
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.cli.commands import ids_in, succeed, write_corpus
 from tests.cli.test_index_builds import build_by_two
 from tests.cli.test_train_ranks import WORLD, by_ranks
 from tests.gpu.test_cli import POSITIVES, QUERIES, pairs
+from tests.ranks import join_gpus
 from tests.test_trainer import arguments
 
 __all__ = ["pairs"]
@@ -38,11 +38,7 @@ STEPS, START = 20, 0.5
 def work(rank: int, checkpoint: str, folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", HF_HUB_OFFLINE="1")
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD,
-        timeout=timedelta(seconds=120), device_id=torch.device("cuda", rank),
-    )  # fmt: skip
+    join_gpus(rank, WORLD, folder)
     learned = {}
     for gather in ("all_gather", "ring"):
         model = models.ColBERT(checkpoint, device=f"cuda:{rank}")
