@@ -224,16 +224,20 @@ def hopper_tile(
 
 
 @functools.lru_cache(maxsize=1024)
-def hopper_tail(tile: HopperTile, document_length: int) -> int:
+def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
     """Columns of a narrower product for the last tokens of a document (0: there is none), where that saves much.
 
+    Of packed or masked documents, which have lengths of their own (None), half leave no more than the widest takes.
     Longer embeddings leave less of their time to what follows a product.
     """
+    if tile not in (tables.HOPPER, tables.HOPPER_NARROW):
+        return 0
+    if document_length is None:
+        return tables.HOPPER_TAILS[-1]
     left = document_length % tile.columns
     columns = document_length - left + tile.columns
     tail = next((tail for tail in tables.HOPPER_TAILS if 0 < left <= tail), 0)
-    saves = tile.columns - tail >= tables.HOPPER_TAIL_SAVES * columns
-    return tail if saves and tile in (tables.HOPPER, tables.HOPPER_NARROW) else 0
+    return tail if tile.columns - tail >= tables.HOPPER_TAIL_SAVES * columns else 0
 
 
 def single_columns(query_length: int) -> int:

@@ -248,7 +248,8 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         why += f"; {_UNCOPIED}"
     else:
         # The argmax is found in a whole tile.
-        tail = 0 if packed or kind.with_argmax else config.hopper_tail(wide, length)
+        alike = not packed and kind.documents_mask is None
+        tail = 0 if kind.with_argmax else config.hopper_tail(wide, length if alike else None)
         plan = hopper_plan(problem, wide, why + ", on a Hopper GPU", unpadded, tail=tail)
         if not packed or length <= plan.splits.whole:
             return plan

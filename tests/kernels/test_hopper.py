@@ -125,6 +125,8 @@ def compiled(**options) -> str:
         pointers["argmax_ptr"] = "*i16"
     if config.normalize:
         pointers |= {"queries_scale_ptr": "*fp32", "documents_scale_ptr": "*fp32"}
+    if config.packed:
+        pointers["cu_seqlens_ptr"] = "*i32"
     if config.has_documents_mask:
         pointers |= {"active_ptr": "*i32", "bounds_ptr": "*i32"}
     constants, signature, attributes = {"config": config}, {}, {}
@@ -151,6 +153,8 @@ def compiled(**options) -> str:
         {"tail": 16},
         {"tail": 16, "tile": NARROW} | OF_96,
         {"tail": 32} | OF_96,
+        {"tail": 32, "packed": True},
+        {"tail": 32, "packed": True, "tile": NARROW} | OF_48,
         {"size": 72, "blocks": Blocks(64, 16, False)} | ARGMAX,
         {"tile": LONG} | OF_256,
         {"tile": tables.HOPPER_LONGEST} | OF_320,

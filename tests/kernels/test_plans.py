@@ -69,6 +69,8 @@ def test_where_the_last_tile_is_narrower() -> None:
     tails = {7: 16, 30: 32, 64: 0, 77: 16, 96: 32, 97: 0, 180: 0, 256: 0, 333: 16, 350: 0, 400: 0}
     assert {length: hopper_tail(tile, length) for length in tails} == tails
     assert hopper_tail(hopper_tile(9, 256, 2, False, False, False), 77) == 0
+    # Of documents with lengths of their own.
+    assert hopper_tail(tile, None) == 32
 
 
 @pytest.mark.parametrize(
