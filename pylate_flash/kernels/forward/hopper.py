@@ -45,6 +45,7 @@ from .hopper_parts import (
     first_maximum,
     log_sums_of_lanes,
     query_rows,
+    rows_of,
     scaled,
     split_by_lane,
     sums_of,
@@ -170,7 +171,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     by_lane: gl.constexpr = split_by_lane(zeros, ROWS, BLOCK_TOKENS).type.layout
     # What a document leaves stays where the products' rows are: four lanes, which share a row, have the same.
     by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_lane))
-    rows = first_row + gl.arange(0, ROWS, layout=by_row)
+    rows = rows_of(first_row, gl.arange(0, ROWS, layout=by_row), ROWS, GROUP)
     query, token = rows // padded_query_length, rows % padded_query_length
     row_exists = (query < n_queries) & (token < query_length)
     global_row = (group * n_queries + query).to(gl.int64) * query_length + token
@@ -212,11 +213,14 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     mbarrier.wait(full.index(slot), phase)
     # The copies are ordinary writes, and the tensor cores read past the path of those.
     fence_async_shared()
+    # Where a document lies is loaded while the one before is scored.
+    counts = n_documents, document_length
+    following = document_range(cu_seqlens_ptr, bounds_ptr, group, gl.minimum(first, n_documents - 1), counts, config)
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
-        first_token, length = document_range(
-            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
-        )
+        first_token, length = following
+        next_one = gl.minimum(document + 1, n_documents - 1)
+        following = document_range(cu_seqlens_ptr, bounds_ptr, group, next_one, counts, config)
         best = gl.full([ROWS, 4], float("-inf"), gl.float32, gl.SliceLayout(2, by_lane))
         if config.soft:
             total = gl.zeros([ROWS, 4], gl.float32, gl.SliceLayout(2, by_lane))

@@ -31,6 +31,23 @@ _BITS_OF_ONE = gl.constexpr(0x3F800000)
 _INTEGER_UNIT = gl.constexpr(2.0**23)
 
 
+@gluon.constexpr_function
+def _groups_in_warps(ROWS, GROUP):
+    """Whether each warp of a part has one group of rows."""
+    return GROUP > 16 and 4 * GROUP == ROWS
+
+
+@gluon.jit
+def rows_of(first_row, positions, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """Query rows at these positions among the rows of a part's product, of which a warp has 16 of every 64.
+
+    Where there are as many groups as warps, each warp has the rows of one, and what is summed stays within it.
+    """
+    if _groups_in_warps(ROWS, GROUP):
+        positions = positions // 16 % 4 * GROUP + positions // 64 * 16 + positions % 16
+    return first_row + positions
+
+
 @gluon.jit
 def query_rows(
     queries_ptr,
@@ -45,7 +62,7 @@ def query_rows(
     group, n_queries, query_length, padded_query_length, stride_query, stride_query_token = layout
     ROWS: gl.constexpr = config.tile.rows // config.tile.parts
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK // 8), BLOCK // 8], [4, 1], [1, 0])
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, loaded))
+    rows = rows_of(first_row, gl.arange(0, ROWS, layout=gl.SliceLayout(1, loaded)), ROWS, config.group)
     query, token = rows // padded_query_length, rows % padded_query_length
     dims = FIRST + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, loaded))
     exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < config.size)[None, :]
@@ -70,9 +87,11 @@ def unscaled(best):
 
 @gluon.jit
 def sums_of(values, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Sums of every GROUP of values [ROWS], which lie as rows of products do: a warp has 16 of every 64."""
+    """Sums of every GROUP of values [ROWS], which lie as `rows_of` says."""
     of_warps = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
-    if GROUP > 16:
+    if _groups_in_warps(ROWS, GROUP):
+        of_warps = gl.reduce(gl.reshape(of_warps, [GROUP // 16, 4]), 0, add)
+    elif GROUP > 16:
         together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
         of_warps = gl.convert_layout(of_warps, together)
         of_warps = gl.reduce(gl.reshape(of_warps, [ROWS // GROUP, GROUP // 16]), 1, add)
@@ -80,8 +99,10 @@ def sums_of(values, ROWS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config: gl.constexpr):
+def document_range(cu_seqlens_ptr, bounds_ptr, group, document, counts, config: gl.constexpr):
     """The first of a document's tokens, counted over all documents, and how many of them take part."""
+    n_documents, document_length = counts
+    flat_document = group.to(gl.int64) * n_documents + document
     if config.packed:
         start = gl.load(cu_seqlens_ptr + document).to(gl.int64)
         length = (gl.load(cu_seqlens_ptr + document + 1).to(gl.int64) - start).to(gl.int32)
@@ -147,10 +168,8 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for document in range(first, last):
-        flat_document = group.to(gl.int64) * n_documents + document
-        first_token, length = document_range(
-            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
-        )
+        counts = n_documents, document_length
+        first_token, length = document_range(cu_seqlens_ptr, bounds_ptr, group, document, counts, config)
         if config.offset_unit > 0:
             base = documents_ptr + gl.load(offsets_ptr + document) * config.offset_unit
         elif config.packed:
