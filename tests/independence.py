@@ -87,12 +87,27 @@ def _set_environment(values: dict[str, str]) -> None:
     os.environ.update({name: value for name, value in values.items() if now.get(name) != value})
 
 
+_PRODUCTS: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+def _float32_precision() -> list[str]:
+    """Of products; `torch.get_float32_matmul_precision` raises where newer settings were left. "none" is as "ieee"."""
+    return [backend.fp32_precision.replace("none", "ieee") for backend in _PRODUCTS]
+
+
+def _set_float32_precision(precisions: list[str]) -> None:
+    # What the older setting holds beside these.
+    torch.set_float32_matmul_precision("highest")
+    for backend, precision in zip(_PRODUCTS, precisions, strict=True):
+        backend.fp32_precision = precision
+
+
 # Settings of the process: how each is read, and set.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, torch.set_default_device),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "torch's float32 precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "torch's float32 precision": (_float32_precision, _set_float32_precision),
     "torch's determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "numpy's treatment of errors": (np.geterr, lambda kinds: np.seterr(**kinds)),

@@ -51,6 +51,7 @@ TESTS = """
         assert NAMED["b"].first.tolist() == [1.0, 1.0]
         assert ARRAY.tolist() == [0, 1, 2]
         assert torch.get_default_dtype() == torch.float32
+        assert torch.get_float32_matmul_precision() == "highest"
         assert os.getcwd() != "/" != sys.path[-1]
         assert products._BLOCK_CPU > 3
         assert "SET_HERE" not in os.environ
@@ -72,6 +73,9 @@ TESTS = """
 
     def test_setting():
         torch.set_default_dtype(torch.float64)
+
+    def test_newer_setting():
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
 
     def test_folder():
         os.chdir("/")
@@ -105,7 +109,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.RunResult]) -> None:
     found = run(TESTS)
-    found.assert_outcomes(passed=13, errors=8)
+    found.assert_outcomes(passed=14, errors=9)
     for test, name in (
         ("view", "NUMBERS"),
         ("list", "NAMED['a'][0]"),
@@ -113,6 +117,7 @@ def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.
         ("array", "ARRAY"),
         ("fixture", "the fixture layer.bias"),
         ("setting", "torch's default type"),
+        ("newer_setting", "torch's float32 precision"),
         ("folder", "the working folder"),
         ("name", "pylate_flash.ops.products._BLOCK_CPU"),
     ):

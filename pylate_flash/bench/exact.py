@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from pylate_flash.bench.protocol import MIB
+from pylate_flash.bench.protocol import FLOAT32_PRODUCTS, MIB, float32_matmul_precision
 
 # The similarities that are held at a time.
 REFERENCE_BYTES = 1024 * MIB
@@ -126,9 +127,22 @@ def _parts(
         yield part.double(), some
 
 
+@contextmanager
+def float32_products(of_gpus: str = "ieee", of_cpus: str = "ieee") -> Iterator[None]:
+    """With products of float32 of these precisions, as torch names them; the defaults are its own."""
+    before = [products.fp32_precision for products in FLOAT32_PRODUCTS]
+    try:
+        for products, precision in zip(FLOAT32_PRODUCTS, (of_gpus, of_cpus), strict=True):
+            products.fp32_precision = precision
+        yield
+    finally:
+        for products, precision in zip(FLOAT32_PRODUCTS, before, strict=True):
+            products.fp32_precision = precision
+
+
 def accuracy(dtype: torch.dtype, *, gradients: bool = False) -> float:
     """Return the relative error that pylate_flash promises: of scores, or of a step's gradients."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and float32_matmul_precision() != "highest":
         return 1e-3
     if not gradients:
         return 2e-6

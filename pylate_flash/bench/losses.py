@@ -95,6 +95,7 @@ def reference(inputs: LargeStep) -> Step:
     return Step((log_sums - right).mean(), None, found[0][0], found[1][1])
 
 
+@exact.float32_products()
 def log_sums_of(inputs: LargeStep) -> tuple[torch.Tensor, torch.Tensor]:
     """The logarithm of every query's denominator, and the logit of its own document, float64 from float32 products."""
     queries, documents = inputs.queries.detach(), inputs.documents.detach()
@@ -102,31 +103,26 @@ def log_sums_of(inputs: LargeStep) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = queries.dtype
         queries, documents = (exact.normalized(part.double(), dtype).to(dtype) for part in (queries, documents))
     queries_mask, documents_mask = inputs.both_masks
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        length = queries.shape[1]
-        log_sums, right = [], []
-        for first in range(0, len(queries), REFERENCE_QUERIES):
-            chosen = slice(first, first + REFERENCE_QUERIES)
-            rows = queries[chosen].flatten(0, 1)
-            step = max(1, exact.REFERENCE_BYTES // (4 * len(rows) * documents.shape[1]))
-            scores = []
-            for start in range(0, len(documents), step):
-                part = documents[start : start + step]
-                similarities = products(rows, part).unflatten(1, (len(part), -1))
-                if documents_mask is not None:
-                    similarities.masked_fill_(~documents_mask[start : start + step], -torch.inf)
-                best = similarities.amax(dim=-1).double().unflatten(0, (-1, length))
-                if queries_mask is not None:
-                    best *= queries_mask[chosen].unsqueeze(-1)
-                scores.append(best.sum(dim=1))
-            logits = torch.cat(scores, dim=1) / TEMPERATURE
-            log_sums.append(logits.logsumexp(dim=1))
-            right.append(logits.diagonal(first))
-        return torch.cat(log_sums), torch.cat(right)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    length = queries.shape[1]
+    log_sums, right = [], []
+    for first in range(0, len(queries), REFERENCE_QUERIES):
+        chosen = slice(first, first + REFERENCE_QUERIES)
+        rows = queries[chosen].flatten(0, 1)
+        step = max(1, exact.REFERENCE_BYTES // (4 * len(rows) * documents.shape[1]))
+        scores = []
+        for start in range(0, len(documents), step):
+            part = documents[start : start + step]
+            similarities = products(rows, part).unflatten(1, (len(part), -1))
+            if documents_mask is not None:
+                similarities.masked_fill_(~documents_mask[start : start + step], -torch.inf)
+            best = similarities.amax(dim=-1).double().unflatten(0, (-1, length))
+            if queries_mask is not None:
+                best *= queries_mask[chosen].unsqueeze(-1)
+            scores.append(best.sum(dim=1))
+        logits = torch.cat(scores, dim=1) / TEMPERATURE
+        log_sums.append(logits.logsumexp(dim=1))
+        right.append(logits.diagonal(first))
+    return torch.cat(log_sums), torch.cat(right)
 
 
 def products(rows: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:

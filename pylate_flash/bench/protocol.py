@@ -29,6 +29,19 @@ import torch
 
 MIB = 2**20
 
+_backends: Any = torch.backends
+# Where the precision of float32 products is set, of GPUs and of CPUs.
+FLOAT32_PRODUCTS = (_backends.cuda.matmul, _backends.mkldnn.matmul)
+
+
+def float32_matmul_precision() -> str:
+    """Return what `torch.get_float32_matmul_precision` calls the settings of float32 products that are in force.
+
+    That one raises where they were set by their newer names.
+    """
+    found = [products.fp32_precision for products in FLOAT32_PRODUCTS]
+    return "medium" if "bf16" in found else "high" if "tf32" in found else "highest"
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -223,7 +236,7 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure the rate of a large matrix product in ``dtype`` on random data, and of a large copy.
 
-    float32 follows `torch.get_float32_matmul_precision`, as the systems do. ``others`` measures further rates of a GPU,
+    float32 follows torch's setting of float32 products, as the systems do. ``others`` measures further rates of a GPU,
     by the names that `Ceilings` has for them. Matrices have 8192 rows and columns on a GPU, 2048 on a CPU; 4 GiB (or an
     eighth of what is free) and 512 MiB are copied, unless other sizes are given.
     """

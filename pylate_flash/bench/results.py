@@ -42,7 +42,7 @@ import torch
 
 import pylate_flash
 from pylate_flash.bench.peers import PEERS, Peer
-from pylate_flash.bench.protocol import Ceilings, CpuStopwatch, Rounds
+from pylate_flash.bench.protocol import Ceilings, CpuStopwatch, Rounds, float32_matmul_precision
 from pylate_flash.data.files import replace_file
 
 SCHEMA = 1
@@ -118,7 +118,7 @@ def make(
         "versions": describe_versions(),
         "protocol": {
             "dtype": str(dtype).removeprefix("torch."),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "float32_matmul_precision": float32_matmul_precision(),
             "clock": stopwatch.clock,
             **asdict(rounds),
             "flush_bytes": stopwatch.flush_bytes,

@@ -297,6 +297,13 @@ def test_the_sample_of_a_large_step_is_that_of_the_whole_reference(pieces: bool,
     assert losses.sampled(40)[[0, -1]].tolist() == [0, 39]
 
 
+def test_the_reference_of_a_large_step_is_the_same_whatever_float32_products_are_set_to() -> None:
+    inputs = losses.make_inputs(STEP, CPU, torch.float32)
+    expected = losses.reference(inputs)
+    with exact.float32_products("tf32", "bf16"):
+        assert exact.error(losses.reference(inputs), expected) == 0
+
+
 def test_given_embeddings_are_not_normalised_and_masked_and_their_reference_is_the_definition() -> None:
     given = losses.make_inputs(GIVEN, CPU, torch.float32)
     assert given.queries.dtype == torch.bfloat16

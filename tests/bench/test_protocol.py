@@ -11,6 +11,31 @@ from pylate_flash.bench import exact, protocol
 from pylate_flash.bench.protocol import Ceilings, Floor, Rounds, Sample, Timing, Work
 
 
+@pytest.mark.parametrize("name", ["highest", "high", "medium"])
+def test_the_precision_of_float32_products_has_the_name_that_torch_gives_it(name):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        assert protocol.float32_matmul_precision() == torch.get_float32_matmul_precision() == name
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("newer", "name"), [(("tf32", "ieee"), "high"), (("ieee", "bf16"), "medium"), (("ieee", "ieee"), "highest")]
+)
+def test_it_has_a_name_and_an_accuracy_where_it_was_set_by_a_newer_one(newer, name):
+    with exact.float32_products(*newer):
+        if name != "highest":
+            with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+                torch.get_float32_matmul_precision()
+        assert protocol.float32_matmul_precision() == name
+        assert exact.accuracy(torch.float32) == (2e-6 if name == "highest" else 1e-3)
+        with exact.float32_products():
+            assert protocol.float32_matmul_precision() == "highest"
+        assert protocol.float32_matmul_precision() == name
+
+
 def test_systems_take_turns_in_changing_orders_and_the_warmup_does_not_count():
     """900 ms for a call of the warm-up; after it 1, 2, ... 30 ms for ours, and ten times that for the peer."""
 
