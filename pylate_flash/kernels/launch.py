@@ -27,6 +27,8 @@ from . import recording, tables
 from .versions import launcher_is_known
 
 _INT32_MAX = 2**31 - 1
+# Programs along each axis of a grid, at most.
+MOST_PROGRAMS = _INT32_MAX, 65535, 65535
 _or = functools.partial(functools.reduce, operator.or_)
 _address_of, _dtype_of = operator.methodcaller("data_ptr"), operator.attrgetter("dtype")
 
@@ -44,6 +46,16 @@ class Described(NamedTuple):
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor(tensor, [self.rows, self.columns], [self.columns, 1], list(self.block), self.layout)
+
+
+def check_grid(grid: tuple[int, int, int]) -> None:
+    """Raise ValueError for more programs than a launch takes, which a driver would call an invalid argument."""
+    for programs, most in zip(grid, MOST_PROGRAMS, strict=True):
+        if programs > most:
+            raise ValueError(
+                f"queries and documents (of chamfer, x and y) must take at most {most} programs of a kernel, got "
+                f"{programs}: there are too many of them for one call, or they are too long"
+            )
 
 
 class Constants(str):
@@ -97,7 +109,7 @@ class Kernel:
         Parameters
         ----------
         grid
-            Programs along the three axes, each at least 1.
+            Programs along the three axes, each at least 1. More than a launch takes are a ValueError.
         tensors, numbers, strides, constants
             The kernel's arguments. A number is an int or a float.
         warps
@@ -106,6 +118,8 @@ class Kernel:
             What the first tensors are to the kernel, which takes descriptions of them (compute capability 9.0). They
             begin at multiples of 16 bytes; their columns and blocks follow from the constants.
         """
+        if max(grid) > MOST_PROGRAMS[1]:
+            check_grid(grid)
         if self._names:
             constants = self._configs.get(constants) or self.one_constant(constants)
         device = tensors[0].get_device()  # type: ignore[union-attr]

@@ -133,7 +133,10 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     rows, length, size, documents = problem.rows, problem.document_length, problem.size, problem.all_documents
     item, packed = problem.dtype.itemsize, problem.packed
     if length > MOST_LISTED_TOKENS:
-        raise ValueError(f"documents must have at most {MOST_LISTED_TOKENS} tokens, got {length}")
+        raise ValueError(
+            f"documents (of chamfer, x and y) that need a gradient must have at most {MOST_LISTED_TOKENS} tokens, "
+            f"got {length}"
+        )
     n_chunks = -(-rows >> tables.LIST_CHUNK_BITS)
     n_segments = 0 if rows <= 2 * tables.LIST_SEGMENT else -(-rows // tables.LIST_SEGMENT) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32

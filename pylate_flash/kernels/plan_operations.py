@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from . import tables
-from .config import divided_strides, embedding_blocks, stacked_tile
+from .config import INT32_MAX, divided_strides, embedding_blocks, stacked_tile
 from .plan import run_length
 from .tables import FusedTile, Tile
 from .versions import has_gluon
@@ -173,7 +173,10 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
     row_blocks = -(-problem.query_length // tile.rows)
     programs = row_blocks * problem.n_queries
     tiles = -(-problem.document_length // tile.columns)
-    sms, longest = tables.architecture(problem.device)[1], tables.CHAMFER_LONGEST_SHARE
+    sms = tables.architecture(problem.device)[1]
+    # Of two sets of tens of millions of points, a launch does not take so many shares (`launch.MOST_PROGRAMS`), with
+    # room for the last wave.
+    longest = max(tables.CHAMFER_LONGEST_SHARE, -(-tiles * programs // (INT32_MAX // 2)))
     share = run_length(tiles, programs, sms, tables.CHAMFER_PER_SM, longest)
     precision = problem.kind.precision
     if problem.dtype == torch.float32 and precision == "ieee":

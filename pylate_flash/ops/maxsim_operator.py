@@ -31,6 +31,8 @@ from .packing import longest, padded
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
 _CHOICES = {"reduction": REDUCTIONS, "masking": MASKINGS, "implementation": IMPLEMENTATIONS}
+# Of all queries together, as many as each gets programs for, unless there are more.
+_CANDIDATES = 1 << 30
 # What queries, documents and their masks may be besides tensors, as messages say it.
 _OTHERWISE = "", "", " or None", " or None"
 
@@ -112,11 +114,22 @@ def with_lengths(
         # Kernels only have to know about how many there are of a query: the mean, where to look would be to wait.
         max_candidates = n_documents // candidates.shape[0] + 1
         if is_readable(candidates):
-            max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
+            max_candidates = most_candidates(candidates, n_documents)
     # By no truth of a number, which a compiler may know only when it runs.
     max_query_length = 0 if max_query_length is None else max_query_length
     max_candidates = 0 if max_candidates is None else max_candidates
     return Options(max_query_length, max_document_length, max_candidates, *options[3:])
+
+
+def most_candidates(candidates: Tensor, n_documents: int) -> int:
+    """The most candidates of a query, or fewer where one has far more than others; boundaries on the host are checked.
+
+    Every query gets programs for as many, of which a launch takes 2**31 - 1: they walk more where there are more.
+    """
+    most = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
+    if not is_readable(candidates):
+        return most
+    return min(most, max(_CANDIDATES, n_documents) // max(1, candidates.shape[0] - 1) + 1)
 
 
 def checked(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:

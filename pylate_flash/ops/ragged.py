@@ -28,9 +28,9 @@ from .checks import (
 )
 from .compute import compute, kernels
 from .lists import Sequences, sequences_of
-from .maxsim_operator import autocast, checked, scores_of, with_lengths
+from .maxsim_operator import autocast, checked, most_candidates, scores_of, with_lengths
 from .operator import is_plain, needs_gradient
-from .packing import longest, packed
+from .packing import packed
 from .products import inner_products
 from .staging import concatenate
 
@@ -211,8 +211,7 @@ def call_of_lists(
         options = options._replace(max_query_length=listed.longest)
     if candidates is not None:
         check_boundaries("candidates_cu_seqlens", candidates, found.tensors[0])
-        most = longest("candidates_cu_seqlens", candidates, len(found.tensors), "documents", None)
-        options = options._replace(max_candidates=most)
+        options = options._replace(max_candidates=most_candidates(candidates, len(found.tensors)))
     options = options._replace(max_document_length=found.longest)
     reason = _why_not_in_place([*examples, *found.examples], options)
     if _implementation(examples[0], options) != "triton":

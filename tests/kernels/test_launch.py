@@ -169,6 +169,21 @@ def test_new_numbers_of_packed_tokens_take_none(functions) -> None:
     assert sum(before.values()) == 1
 
 
+@pytest.mark.parametrize("grid", [(2**31 - 1, 1, 1), (2**31 - 1, 65535, 65535)])
+def test_a_launch_of_the_most_programs(grid: tuple[int, int, int]) -> None:
+    function = Function()
+    call(Kernel(function), grid=grid)
+    assert [compilation[0] for compilation in function.compilations] == [grid]
+
+
+@pytest.mark.parametrize("grid", [(2**31, 1, 1), (1, 65536, 1), (1, 1, 65536)])
+def test_more_programs_are_an_error_before_anything_is_compiled(grid: tuple[int, int, int]) -> None:
+    function = Function()
+    with pytest.raises(ValueError, match=f"queries and documents .* at most {min(2**31 - 1, max(grid) - 1)} programs"):
+        call(Kernel(function), grid=grid)
+    assert not function.compilations
+
+
 def two(first: Address | None = None, second: Address | None = None) -> dict[str, tuple]:
     return {"tensors": (first or Address(), second or Address())}
 

@@ -20,10 +20,12 @@ from pylate_flash.kernels.config import (
     stacked_tile,
 )
 from pylate_flash.kernels.forward import maxsim_forward
+from pylate_flash.kernels.launch import check_grid
 from pylate_flash.kernels.plan import ForwardPlan, forward_plan, quantized_plan, soft_forward_plan
 from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved
 from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
+from pylate_flash.ops.maxsim_operator import with_lengths
 from pylate_flash.ops.quantized import problem_of_quantized
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.kernels.recorder import SHARED_MEMORY, recorded
@@ -310,6 +312,27 @@ def test_sets_are_shared_out_where_there_are_few(capability: int) -> None:
         assert plan.share % plan.tile.columns == 0
         programs = n * plan.row_blocks * plan.n_shares
         assert programs >= 132 or plan.share == plan.tile.columns
+
+
+def test_shares_of_the_largest_sets_fit_a_launch(capability: int) -> None:
+    x, y = (torch.zeros(1, length, 3, device="meta") for length in (40_000_000, 60_000_000))
+    plan = meeting_plan(problem_of_sets(Sets(x, y), ChamferOptions(0, 0, "sqeuclidean", "mean", 0.0, "auto")))
+    assert plan.share > tables.CHAMFER_LONGEST_SHARE * plan.tile.columns
+    assert plan.n_shares * plan.share >= 60_000_000
+    check_grid((plan.row_blocks * plan.n_shares, 1, 1))
+
+
+@pytest.mark.parametrize("length", [1, 300])
+def test_programs_for_the_candidates_of_one_query_among_many_fit_a_launch(length: int) -> None:
+    n_queries, owned = 100_000, torch.full((100_001,), 2_000_000, dtype=torch.int32)
+    owned[0] = 0
+    bounds = torch.arange(2_000_001, dtype=torch.int32)
+    queries, documents = torch.empty(n_queries, length, 1).half(), torch.empty(2_000_000, 1).half()
+    tensors = Tensors(queries, documents, documents_cu_seqlens=bounds, candidates_cu_seqlens=owned)
+    options = with_lengths(tensors, Options(), None, 1)
+    plan = forward_plan(problem_of(tensors, options))
+    assert options.max_candidates > tables.SINGLE_LONGEST[1]
+    check_grid((plan.n_runs * n_queries, plan.row_blocks, 1))
 
 
 def batch(n: int, count: int, length: int = 180, dtype: torch.dtype = BF16, argmax=True, own=False) -> Problem:
