@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import functools
 import io
@@ -57,8 +58,21 @@ def _wrapped(text: str, terminal: Console) -> str:
 def print_any_text() -> None:
     """Let characters that the encoding of the output lacks be printed as escapes, where they would be an error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _LETS_PRINT:
+            stream.reconfigure(errors=_LETS_PRINT[stream.errors])
+
+
+def _bytes_or_escapes(error: UnicodeError) -> tuple[str | bytes, int]:
+    """The bytes of a file's name that Python keeps as surrogates, and of other characters their escapes."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeEncodeError:
+        return codecs.lookup_error("backslashreplace")(error)
+
+
+codecs.register_error("pylate_flash", _bytes_or_escapes)
+# By how a stream treats what its encoding lacks: "surrogateescape" is standard output's in the locale C.
+_LETS_PRINT = {"strict": "backslashreplace", "surrogateescape": "pylate_flash"}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -173,9 +187,30 @@ def check_device(device: str | None) -> None:
         raise UserError(f"--device {device} cannot compute here: {cause(error)}") from error
 
 
+def decoded(text: str, name: str) -> str:
+    """The text of an argument, whose bytes are UTF-8 also where the locale is none; else a `UserError`."""
+    if not _is_text(text):
+        try:
+            # A byte that the locale's encoding lacks is a single surrogate.
+            text = os.fsencode(text).decode("utf-8")
+        except UnicodeError:
+            raise UserError(f"{name} must be valid UTF-8 text, got {ascii(text)}") from None
+    return text
+
+
 def check_text(text: str, name: str) -> None:
-    """Refuse what was no UTF-8 on the command line, and single surrogates: no tokenizer takes them."""
+    """Refuse a name that libraries cannot take: no UTF-8, or in the locale's encoding no characters at all."""
+    if not _is_text(text):
+        raise UserError(
+            f"{name} {decoded(text, name)!r} is not of the characters of this locale, {sys.getfilesystemencoding()}; "
+            "the environment variable PYTHONUTF8=1 makes them those of UTF-8"
+        )
+
+
+def _is_text(text: str) -> bool:
+    """Whether there are no single surrogates, which no tokenizer takes."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise UserError(f"{name} must be valid UTF-8 text, got {ascii(text)}") from None
+        return False
+    return True

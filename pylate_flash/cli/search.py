@@ -19,7 +19,7 @@ from rich.text import Text as RichText
 from ..data.files import Corpus, Text, read_queries
 from ..encoding.texts import encode
 from . import options
-from .common import UserError, check_text, console, explained, note
+from .common import UserError, console, decoded, explained, note
 from .explaining import marked_document, marked_query, match_lines, match_records, strongest_tokens
 from .files import check_file
 from .indexing import (
@@ -135,6 +135,7 @@ def search(
     if (query is None) == (queries is None):
         raise UserError("give either a QUERY or --queries FILE" + ("" if query is None else ", not both"))
     asked = [Text("", _checked(query))] if query is not None else _read_queries(str(queries))
+    where = None if where is None else decoded(where, "--where")
     place = _find_index(index)
     corpora = [] if data is None else [open_corpus(data)]
     flat = open_flat(place, device)
@@ -229,8 +230,7 @@ def _one_line(text: str) -> str:
 def _checked(query: str) -> str:
     if not query.strip():
         raise UserError("the query is empty")
-    check_text(query, "the query")
-    return query
+    return decoded(query, "the query")
 
 
 def _read_queries(name: str) -> list[Text]:

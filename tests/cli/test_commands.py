@@ -45,6 +45,18 @@ def test_help_and_version_import_nothing_heavy(arguments):
     assert imported(*arguments) == []
 
 
+def test_help_is_printed_where_the_locale_is_ascii():
+    """What standard output cannot write is an escape, but for the bytes of names, which are written as they are."""
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    code = "from pylate_flash.cli import main; main()"
+    run = [sys.executable, "-c", code, "bench", "--help"]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
+    assert r"\u2022 forward: scores" in done.stdout
+    code = "from pylate_flash.cli.common import print_any_text; print_any_text(); print('caf\\udcc3\\udca9 \\u2022')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    assert done.stdout == b"caf\xc3\xa9 \\u2022\n"
+
+
 def test_a_command_ends_without_collecting_garbage():
     code = (
         "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "

@@ -243,6 +243,18 @@ def test_a_query_that_is_no_text_is_one_sentence(index, query, part):
     assert_one_clear_sentence(invoke("search", query, "--index", index), "the query", part)
 
 
+def test_arguments_are_utf_8_where_the_locale_is_ascii(index):
+    """There, Python makes a surrogate of each byte of a character."""
+    bytes_ = "caf\udcc3\udca9"
+    found = json.loads(succeed("search", bytes_, "--index", index, "--json"))
+    assert found == json.loads(succeed("search", "caf\xe9", "--index", index, "--json"))
+    assert found["query"] == "caf\xe9"
+    result = invoke("search", "x", "--index", index, "--where", f"id = '{bytes_}' or nothing")
+    assert_one_clear_sentence(result, "nothing")
+    result = invoke("search", "x", "--index", index, "--model", bytes_)
+    assert_one_clear_sentence(result, "--model 'caf\xe9'", "PYTHONUTF8=1")
+
+
 def test_bytes_that_are_no_text_are_one_sentence(index, tmp_path):
     result = invoke("search", "-", "--index", index, input=b"good\ncaf\xe9\n")
     assert_one_clear_sentence(result, "standard input, line 2", "UTF-8")
