@@ -142,7 +142,7 @@ def _device(name: str, suite: suites.Suite) -> torch.device:
     """Return the device of that name, or raise a ValueError saying what there is, or what the suite measures."""
     if name == "auto":
         name = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", name):
         raise ValueError(f"device: {name!r} is not auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if suite.device not in (None, device.type):

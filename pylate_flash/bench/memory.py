@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from pylate_flash.bench import fresh, load_suite
-from pylate_flash.bench.suite import fit, release
+from pylate_flash.bench.suite import fit, make_current, release
 
 
 def measure_here(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
     """Return the bytes that a system takes for a row, in this process, which should have done nothing else."""
+    make_current(device)
     found = load_suite(suite)
     wanted = next(candidate for candidate in found.rows if candidate.name == row)
     inputs = found.make_inputs(fit(found, wanted, device), device, dtype)

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,14 @@ class Peer:
         except Exception as error:
             # Whatever a package raises where it lacks a library or a device is no reason to measure nothing.
             return f"cannot be imported ({type(error).__name__}: {error})"
+        if self.since is None:
+            return None
         version = self.version()
-        if self.since is not None and (version is None or Version(version) < Version(self.since)):
-            return f"version {version} is installed, and what is measured is there since {self.since}"
-        return None
+        try:
+            has_it = version is not None and Version(version) >= Version(self.since)
+        except InvalidVersion:
+            return f"version {version!r} is installed, and whether it has what is there since {self.since} is unknown"
+        return None if has_it else f"version {version} is installed, and what is measured is there since {self.since}"
 
     def version(self) -> str | None:
         """Return the installed version, or None."""

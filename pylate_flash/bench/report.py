@@ -136,13 +136,18 @@ def columns(
     # Of whose time ours is given as a multiple, which not every result has.
     counted = {name for row in result["rows"] for name in row.get("multiples", {})}
     multiples = [name for name in heads if name in counted]
+    yardsticks = {system.name for system in suite.systems if system.yardstick}
     rows = []
     for row in result["rows"]:
         states = row["systems"]
         ours = states.get(OURS, {})
         # Ratios are of times with the host's part in view, and after a stroke of the devices' own.
         alone = ours.get("device_ms")
-        others = [s["device_ms"] for name, s in states.items() if not name.startswith(OURS) and "device_ms" in s]
+        others = [
+            state["device_ms"]
+            for name, state in states.items()
+            if "device_ms" in state and not name.startswith(OURS) and name not in yardsticks
+        ]
         cells = [row["name"], row["shape"], duration(row["floor_ms"], suite.unit)]
         cells += [
             style(name, states[name], cell(states[name], suite.unit)) if name in states else "-" for name in heads

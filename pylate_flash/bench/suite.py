@@ -191,8 +191,7 @@ def run(
     observer = observer or Observer()
     systems = [system for system in suite.systems if with_peers or system.peer is None]
     systems += suite.compiled if with_compiled else []
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    make_current(device)
     if ceilings is None:
         observer.doing("measuring the ceilings")
         ceilings = measure_ceilings(device, dtype, others=suite.ceilings)
@@ -417,6 +416,12 @@ def compare(states: dict[str, dict[str, Any]], counted: Sequence[str], yardstick
     multiples = {name: ours / times[name] if ours and name in times else None for name in counted}
     found = {"best_peer": best, "best_peer_over_ours": others[best] / ours if best is not None and ours else None}
     return found | ({"multiples": multiples} if counted else {})
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU the current one, where some packages launch whatever the device of their tensors is."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def release(device: torch.device) -> None:

@@ -102,6 +102,7 @@ def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path
         (["--device", "meta"], ["meta"]),
         # Torch counts 256 as 0, and has no number for the other.
         (["--device", "cuda:256"], ["cuda:256"]),
+        (["--device", "cuda:01"], ["cuda:01"]),
         (["--device", "cuda:99999999999999999999"], ["cuda:99999999999999999999"]),
         (["--dtype", "int8"], ["int8"]),
         (["--plot", "picture.docx"], ["picture.docx"]),

@@ -126,6 +126,17 @@ def test_a_way_that_a_fresh_process_does_not_offer_is_named():
         memory.measure_here(*how)
 
 
+def test_memory_is_measured_on_the_gpu_that_was_asked_for(monkeypatch):
+    """Made the current one: other packages launch there."""
+
+    def set_device(device):
+        raise AttributeError(f"{device} is current")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    with pytest.raises(AttributeError, match="cuda:1 is current"):
+        memory.measure_here("forward", "textual", "torch", "einsum", torch.device("cuda", 1), torch.float32)
+
+
 @pytest.mark.parametrize("factor", [1.02, math.nan, math.inf])
 def test_a_wrong_system_is_marked_and_not_timed(run, factor):
     (row,) = run(RIGHT, peer(scaled(factor)), rows=["one"])["rows"]
@@ -243,6 +254,25 @@ def test_a_peer_that_cannot_be_imported_is_absent(states, tmp_path, monkeypatch)
     found = states(RIGHT, peer(scaled(), peer=broken))
     assert found["peer"] == {"status": "absent", "reason": "cannot be imported (OSError: no libcuda.so)"}
     assert broken.version() is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        ("6.0", None),
+        ("5.2", "version 5.2 is installed, and what is measured is there since 6.0"),
+        ("of-a-fork", "version 'of-a-fork' is installed, and whether it has what is there since 6.0 is unknown"),
+        (None, "version None is installed, and what is measured is there since 6.0"),
+    ],
+)
+def test_a_peer_of_another_version_is_absent(states, tmp_path, monkeypatch, installed, reason):
+    (tmp_path / "some_versioned_peer.py").write_text("" if installed is None else f"__version__ = {installed!r}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "some_versioned_peer", raising=False)
+    versioned = Peer("some-versioned-peer", "some_versioned_peer", device=None, since="6.0")
+    assert versioned.unavailable(CPU) == reason
+    state = states(RIGHT, peer(scaled(), peer=versioned))["peer"]
+    assert state["status"] == ("ok" if reason is None else "absent")
 
 
 def test_a_result_is_read_after_the_call(states):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import make_tables as tables
 import pylate_flash
 from pylate_flash.bench import forward, report, results
+from pylate_flash.bench.suite import System
 
 TEXT = "# Title\n\n<!-- bench:forward:begin -->\nold\n<!-- bench:forward:end -->\n\nMore.\n"
 
@@ -87,6 +88,11 @@ def test_a_cell_of_two_times_is_explained(result):
     assert f"| 1.67 / {0.021 / floor:.2f} | 4.00 |" in table
     peer["device_ms"] = 0.105
     assert "| 4.00 / 5.00 |" in tables.render(forward.suite(), result)
+    # A yardstick is no other system.
+    systems = (*forward.suite().systems, System("op", "op", lambda inputs: [], yardstick=True))
+    result["rows"][0]["systems"]["op"] = {**peer, "device_ms": 0.001}
+    assert "| 4.00 / 5.00 |" in tables.render(replace(forward.suite(), systems=systems), result)
+    del result["rows"][0]["systems"]["op"]
     console = report.make_console()
     with console.capture() as shown:
         report.show(console, forward.suite(), result)
