@@ -197,7 +197,8 @@ def chamfer_varlen(
     ------
     TypeError, ValueError, RuntimeError
         As in `chamfer`; ValueError also if boundaries do not span the points, there are not as many of y as of x, or a
-        set is longer than it may be.
+        set is longer than it may be; and by a GPU's gradient of sets that would have 2**31 points or more if all were
+        as long as the longest.
 
     Examples
     --------

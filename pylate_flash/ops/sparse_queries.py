@@ -127,7 +127,8 @@ def maxsim_sparse_queries(
     ------
     TypeError, ValueError, RuntimeError
         As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens has another type, shape or device
-        than named above, or holds values that it may not, or if packed documents have a mask.
+        than named above, or holds values that it may not, or if packed documents have a mask, or if a GPU is to compute
+        2**31 scores or more in one call.
 
     Examples
     --------
