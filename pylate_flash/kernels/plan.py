@@ -11,6 +11,7 @@ import logging
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..problem import Problem, replaced, rounded_total
 from . import config, tables
@@ -370,21 +371,32 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
     return ForwardPlan(made, strides, columns, run, n_runs, n_documents, splits, 1, 1, reason)
 
 
-def decompressed_tokens(problem: Problem, listed: bool) -> int:
+def decompressed_tokens(problem: Problem, centroids: torch.dtype, listed: bool) -> int:
     """How many tokens are decompressed to memory at a time, to be scored as embeddings are, by the Hopper kernel.
 
     0: those of residual codes are decompressed where they are scored.
     """
-    kind = problem.kind
-    wide = config.hopper_tile(
-        tables.architecture(kind.device)[0], kind.size, kind.dtype.itemsize, False, False, kind.with_argmax
-    )
-    many = not listed and _stacked_rows(problem) >= tables.RESIDUAL_MANY_ROWS
-    serves = wide is not None and many and config.copied_by_16_bytes(kind.size, (kind.size,))
-    return tables.RESIDUAL_SCRATCH // (kind.size * kind.dtype.itemsize) if serves else 0
+    many = _rows_of_hopper(problem, listed) >= tables.RESIDUAL_MANY_ROWS
+    decompressed = many and not _decoded_by_copies(problem, centroids, listed)
+    return tables.RESIDUAL_SCRATCH // (problem.size * problem.dtype.itemsize) if decompressed else 0
 
 
-def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: int, listed: bool) -> ForwardPlan:
+def _rows_of_hopper(problem: Problem, listed: bool) -> int:
+    """Query rows that residual codes meet together, 0 where the Hopper kernel does not score these."""
+    kind, capability = problem.kind, tables.architecture(problem.device)[0]
+    tile = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, False, False, kind.with_argmax)
+    serves = tile is not None and not listed and config.copied_by_16_bytes(kind.size, (kind.size,))
+    return _stacked_rows(problem) if serves else 0
+
+
+def _decoded_by_copies(problem: Problem, centroids: torch.dtype, listed: bool) -> bool:
+    """Whether the warps of that kernel that copy also decompress (`forward.hopper_codes`)."""
+    kind, (least, most) = problem.kind, tables.RESIDUAL_COPIED_ROWS
+    fits = kind.size in tables.RESIDUAL_COPIED_SIZES and centroids.itemsize == 2 and not kind.with_argmax
+    return fits and least <= _rows_of_hopper(problem, listed) <= most
+
+
+def residual_plan(problem: Problem, nbits: int, centroids: Tensor, tokens_met: int, listed: bool) -> ForwardPlan:
     """Choose the kernel, the tile and the grid of a call with residual codes.
 
     Every query meets `tokens_met`, about; `listed`: of a list of candidates of its own.
@@ -392,10 +404,14 @@ def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: in
     kind, reason = problem.kind, "documents are residual codes"
     if kind.quantize_queries:
         few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
-        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _is_short(problem, nbits):
+        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * len(centroids) and _is_short(problem, nbits):
             return _short_plan(problem, nbits, "listed" if listed else "split", reason)
         kind = replaced(kind, "quantize_queries", False)
-        problem = problem._replace(kind=kind)
+    # Residuals lie one after the other.
+    problem = problem._replace(kind=kind, document_strides=(0, 0, 0))
+    if _decoded_by_copies(problem, centroids.dtype, listed):
+        reason += ", on a Hopper GPU"
+        return hopper_plan(problem, tables.HOPPER, reason, tail=tables.HOPPER_TAILS[-1], nbits=nbits)
     item = problem.dtype.itemsize
     capability, _ = tables.architecture(kind.device)
     rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(_stacked_rows(problem)))
@@ -408,8 +424,6 @@ def residual_plan(problem: Problem, nbits: int, n_centroids: int, tokens_met: in
         # Left alone, ptxas takes a few registers more than leave room for so many programs.
         registers = registers_of(per_sm, tile.num_warps)
     shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_SPLIT)
-    # Residuals lie one after the other.
-    problem = problem._replace(document_strides=(0, 0, 0))
     return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)
 
 

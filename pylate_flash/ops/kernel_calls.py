@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -65,11 +66,11 @@ def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor |
     Of more codes than are decompressed at a time, documents are scored in blocks, for which the host has to read where
     they begin. A graph cannot, and calls that find argmax do not.
     """
-    most = decompressed_tokens(problem, codes[-1] is not None)
+    inputs = Codes(*codes)  # type: ignore[arg-type]
+    most = decompressed_tokens(problem, inputs.centroids.dtype, inputs.candidates is not None)
     capturing = problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if not 0 < most < problem.n_tokens or problem.with_argmax or capturing:
         return residual_forward(*with_codes(problem, tensors, codes))
-    inputs = Codes(*codes)  # type: ignore[arg-type]
     scores = torch.full(problem.scores_shape, problem.empty_score, dtype=torch.float32, device=problem.device)
     for documents, tokens in _blocks_of_documents(inputs.cu_seqlens, problem.n_tokens, most):
         own = inputs.cu_seqlens[documents.start : documents.stop + 1] - tokens.start
@@ -106,10 +107,14 @@ def _blocks_of_documents(cu_seqlens: Tensor, n_tokens: int, most: int) -> list[t
 def with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
     """Both as kernels take them, and the codes contiguous."""
     inputs = Codes(*[None if tensor is None else tensor.contiguous() for tensor in codes])  # type: ignore[arg-type]
-    if inputs.residuals.data_ptr() % 4:
-        # They are loaded by words.
-        inputs = inputs._replace(residuals=inputs.residuals.clone())
+    aligned = {name: _aligned(getattr(inputs, name)) for name in ("residuals", "centroids", "bucket_weights")}
+    inputs = inputs._replace(**aligned)
     return *for_kernels(problem, tensors._replace(documents=inputs.residuals)), inputs
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The same rows where each can be loaded by words, or copied by 16 bytes if it is that long."""
+    return rows.clone() if rows.data_ptr() % max(4, math.gcd(16, rows.stride(0) * rows.itemsize)) else rows
 
 
 def gradients(

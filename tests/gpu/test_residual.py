@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,6 +119,45 @@ def test_nan_and_a_long_document() -> None:
     assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, True]]
 
 
+def of_embeddings(queries: Tensor, documents: ResidualCodes, longest: int) -> Tensor:
+    """Scores of the documents, decompressed."""
+    length = queries.shape[1]
+    bounds = torch.arange(len(queries) + 1, device="cuda", dtype=torch.int32) * length
+    return maxsim_varlen(
+        queries.flatten(0, 1), documents.decompress(queries.dtype), bounds, documents.cu_seqlens.int(),
+        max_query_length=length, max_document_length=longest,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec_dtype", [torch.bfloat16, torch.float16])
+def test_decompressed_where_they_are_copied(
+    nbits: int, size: int, dtype: torch.dtype, codec_dtype: torch.dtype
+) -> None:
+    """Of a few queries, scores are those of embeddings, to the bit, wherever the codes lie in memory."""
+    tails = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 300, 0]
+    for lengths in (tails, [0, 0, 5], [(37 * index) % 301 for index in range(3000)]):
+        documents = residual_codes(lengths, size, nbits, codec_dtype, n_centroids=500).to("cuda")
+        for n_queries, length in ((5, 32), (9, 31), (16, 32)):
+            queries = unit(n_queries, length, size, dtype=dtype)
+            expected = of_embeddings(queries, documents, 300)
+            for _ in range(5):
+                assert torch.equal(by_kernels(queries, documents), expected)
+            assert torch.equal(maxsim_residual(queries, documents), expected)
+    names = "residuals", "centroids", "bucket_weights"
+    shifted = replace(documents, **{name: shifted_in_memory(getattr(documents, name)) for name in names})
+    assert torch.equal(by_kernels(queries, shifted), expected)
+    mask = torch.rand(queries.shape[:2], device="cuda")
+    check(queries, documents, {"queries_mask": mask, "reduction": "mean", "empty_score": -1.0})
+
+
+def shifted_in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous, with one element before it."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
 @pytest.mark.parametrize("nbits", [2, 4])
 @pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (128, torch.float16), (72, torch.bfloat16)])
 def test_blocks_of_documents_decompressed_to_memory(
@@ -124,12 +165,8 @@ def test_blocks_of_documents_decompressed_to_memory(
 ) -> None:
     """Scores are those of embeddings, to the bit, and those of blocks the same."""
     documents = residual_codes([(37 * index) % 301 for index in range(300)], size, nbits).to("cuda")
-    queries, bounds = unit(16, 32, size, dtype=dtype), torch.arange(17, device="cuda", dtype=torch.int32) * 32
-    embeddings, length = documents.decompress(dtype), 300
-    expected = maxsim_varlen(
-        queries.flatten(0, 1), embeddings, bounds, documents.cu_seqlens.int(), max_query_length=32,
-        max_document_length=length,
-    )  # fmt: skip
+    queries = unit(17, 32, size, dtype=dtype)
+    expected = of_embeddings(queries, documents, 300)
     assert torch.equal(by_kernels(queries, documents), expected)
     monkeypatch.setattr(tables, "RESIDUAL_SCRATCH", 1 << 20)
     # Calls that are repeated without being worked out again would meet the boundaries of the first.

@@ -305,7 +305,7 @@ def test_centroids_are_copied_ahead(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("nbits", "n_queries", "with_argmax"), [(4, 1, False), (4, 7, False), (4, 7, True), (2, 1, False)]
+    ("nbits", "n_queries", "with_argmax"), [(4, 1, False), (4, 4, False), (4, 7, True), (2, 1, False)]
 )
 def test_hopper_keeps_residual_codes_in_registers(
     nbits: int, n_queries: int, with_argmax: bool, capability: int
@@ -315,6 +315,22 @@ def test_hopper_keeps_residual_codes_in_registers(
     assert re.search(r"wgmma\S*\.bf16\.bf16", asm["ptx"])
     check_copies(asm["ptx"])
     # What spills is loaded again from local memory.
+    assert "LDL" not in get_sass(asm["cubin"])
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("nbits", "shape", "dtype"), [(4, (5, 32, 128), BF16), (2, (16, 32, 64), F16), (2, (7, 32, 128), BF16)]
+)
+def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
+    nbits: int, shape: tuple[int, ...], dtype: torch.dtype, capability: int
+) -> None:
+    """They and their centroids go to shared memory 16 bytes at a time, and what is looked up needs no memory."""
+    call = partial(forward.residual_forward, *residual(torch.empty(shape, dtype=dtype), nbits))
+    asm = compiled(call, "hopper", capability)["hopper"].asm
+    assert set(re.findall(_COPIES, asm["ptx"])) == {"0x10", "0x4"}
+    assert "prmt" in asm["ptx"]
+    assert "ld.shared.b16" not in asm["ptx"]
     assert "LDL" not in get_sass(asm["cubin"])
 
 

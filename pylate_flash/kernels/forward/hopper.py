@@ -1,10 +1,10 @@
 """The stacked forward on Hopper (compute capability 9.0), in Gluon: operands, copies and products placed by hand.
 
-It computes what `stacked._stacked_kernel` computes, from the same arguments, of embeddings of 16 bits or of both
-operands in int8 or fp8. What plain Triton leaves
-unused there is the tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a
-tile of 64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the
-tensor cores wait. Here
+It computes what `stacked._stacked_kernel` computes, from the same arguments, of embeddings of 16 bits, of both operands
+in int8 or fp8, or of residual codes that the copying warps decompress (`hopper_codes`). What plain Triton leaves unused
+there is the tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a tile of
+64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the tensor
+cores wait. Here
 
 - the query rows stay in registers for as long as the program runs, and only document tokens come from shared memory,
   in one block or two (as in `stacked`);
@@ -37,6 +37,7 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
+from .hopper_codes import decode_documents
 from .hopper_parts import (
     add_exponentials,
     copy_documents,
@@ -64,6 +65,17 @@ _GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for
 def _in_turn(config):
     """Whether parts start their products in turn: where what follows a product takes as long as it does."""
     return config.with_argmax or config.soft
+
+
+@gluon.constexpr_function
+def _copying_registers(config, bits):
+    """Registers of a thread that copies, of the 280 of it and of one that multiplies.
+
+    With 64 rows, tiles of 8 bits may be of long embeddings, of which a thread copies 16 parts.
+    """
+    if config.nbits:
+        return 88
+    return 72 if bits == 8 and config.tile.rows == 64 * config.tile.parts else 56
 
 
 @gluon.jit
@@ -299,10 +311,19 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         execute(_AWAIT_TURN[PART])
 
 
+@gluon.jit
+def _copy(arguments, config: gl.constexpr, SCALED: gl.constexpr):
+    """What the warps do that do not multiply."""
+    if config.nbits > 0:
+        decode_documents(arguments, config)
+    else:
+        copy_documents(arguments, config, SCALED)
+
+
 @kernel(follows=True, jit=gluon.jit)
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, offsets_ptr, sums_ptr, argmax_ptr, beta_ptr, lse_ptr,
+    cu_seqlens_ptr, offsets_ptr, sums_ptr, argmax_ptr, beta_ptr, lse_ptr, codes_ptr, centroids_ptr, weights_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: gl.constexpr,
@@ -331,7 +352,8 @@ def _hopper_kernel(
         first = run_index * run
         last = gl.minimum(first + run, n_documents)
 
-    dtype: gl.constexpr = documents_ptr.dtype.element_ty
+    # That of the documents, or of what their codes stand for.
+    dtype: gl.constexpr = queries_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
@@ -345,14 +367,12 @@ def _hopper_kernel(
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, and every part when it has read a tile; in turn, each
-        # of its threads.
-        mbarrier.init(full.index(stage), count=128)
+        # Every copying thread says when its copies have arrived, or one of them when all have decompressed a tile; and
+        # every part when it has read a tile; in turn, each of its threads.
+        mbarrier.init(full.index(stage), count=1 if config.nbits else 128)
         mbarrier.init(empty.index(stage), count=PARTS * 128 if _in_turn(config) else PARTS)
 
-    # Registers of a thread that copies, of the 280 of it and of one that multiplies. With 64 rows, tiles of 8 bits may
-    # be of long embeddings, of which a thread copies 16 parts.
-    COPYING: gl.constexpr = 72 if dtype.primitive_bitwidth == 8 and config.tile.rows == 64 * PARTS else 56
+    COPYING: gl.constexpr = _copying_registers(config, dtype.primitive_bitwidth)
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
     # two, turns constants into values.
     arguments = (
@@ -364,7 +384,7 @@ def _hopper_kernel(
     copied = (
         documents_ptr, active_ptr, bounds_ptr, documents_scale_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles,
         scales, full, empty, group, first, last, n_documents, document_length, stride_group, stride_document,
-        stride_document_token,
+        stride_document_token, codes_ptr, centroids_ptr, weights_ptr,
     )  # fmt: skip
     if PARTS == 4:
         gl.warp_specialize(
@@ -373,7 +393,7 @@ def _hopper_kernel(
                 (_score, (arguments, config, gl.constexpr(1))),
                 (_score, (arguments, config, gl.constexpr(2))),
                 (_score, (arguments, config, gl.constexpr(3))),
-                (copy_documents, (copied, config, SCALED)),
+                (_copy, (copied, config, SCALED)),
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 40],
@@ -383,7 +403,7 @@ def _hopper_kernel(
             [
                 (_score, (arguments, config, gl.constexpr(0))),
                 (_score, (arguments, config, gl.constexpr(1))),
-                (copy_documents, (copied, config, SCALED)),
+                (_copy, (copied, config, SCALED)),
             ],
             [4, 4],
             [280 - COPYING, COPYING],
@@ -394,7 +414,16 @@ def score_hopper(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, s
     """As `stacked.score_stacked`."""
     _hopper_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
-        (*tensors[:9], sums, tensors.argmax, tensors.beta, tensors.lse),
+        (
+            *tensors[:9],
+            sums,
+            tensors.argmax,
+            tensors.beta,
+            tensors.lse,
+            tensors.codes,
+            tensors.centroids,
+            tensors.bucket_weights,
+        ),
         numbers_of(problem, plan),
         plan.strides,
         (plan.config,),

@@ -146,6 +146,7 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     (
         documents_ptr, active_ptr, bounds_ptr, scale_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, scales,
         full, empty, group, first, last, n_documents, document_length, stride_group, stride_document, stride_token,
+        _, _, _,
     ) = arguments  # fmt: skip
     EMBEDDING: gl.constexpr = config.size
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first

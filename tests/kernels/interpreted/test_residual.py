@@ -159,7 +159,7 @@ def test_more_codes_than_are_decompressed_at_a_time(lengths: list[int], most: in
         return residual_forward(problem, tensors, codes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_calls, "decompressed_tokens", lambda problem, listed: most)
+        patch.setattr(kernel_calls, "decompressed_tokens", lambda *_: most)
         patch.setattr(kernel_calls, "residual_forward", forward)
         assert torch.equal(by_kernels(queries, documents, **options), whole)
     assert sum(seen) == sum(lengths)
@@ -169,7 +169,7 @@ def test_more_codes_than_are_decompressed_at_a_time(lengths: list[int], most: in
 
 @pytest.mark.parametrize("bounds", [[0, 4, 2, 9], [1, 4, 6, 9], [0, 4, 6, 8]])
 def test_boundaries_of_blocks_are_checked(bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_calls, "decompressed_tokens", lambda problem, listed: 5)
+    monkeypatch.setattr(kernel_calls, "decompressed_tokens", lambda *_: 5)
     documents = residual_codes([4, 2, 3], 24, 2)
     documents.cu_seqlens.copy_(torch.tensor(bounds))
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of codes, 9, got"):
