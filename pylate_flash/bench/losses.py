@@ -19,9 +19,9 @@ import torch
 
 from pylate_flash.bench import calls, exact, training
 from pylate_flash.bench.exact import Step, einsum_scores
-from pylate_flash.bench.loss_steps import LONG, LOOP_QUERIES, LargeStep
+from pylate_flash.bench.loss_steps import LOOP_QUERIES, LargeStep
 from pylate_flash.bench.peers import PYLATE, SENTENCE_TRANSFORMERS
-from pylate_flash.bench.protocol import Rounds, make_stopwatch
+from pylate_flash.bench.protocol import make_stopwatch
 from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, MARGIN, OUR_SYSTEM, WRONG, Suite, System, another_way
 from pylate_flash.bench.training import TEMPERATURE
@@ -148,16 +148,6 @@ def accuracy(inputs: LargeStep, dtype: torch.dtype) -> float:
     return exact.ROUNDED / MARGIN if inputs.is_given else min(exact.accuracy(dtype, gradients=True), WRONG / MARGIN)
 
 
-def rounds_of(row: Row, rounds: Rounds) -> Rounds:
-    """Fewer calls of a row whose calls take long: about 20 from a tenth of a second, 3 from a second, 2 from ten on."""
-    flops = row.work(torch.float32).flops
-    if flops < LONG:
-        return rounds
-    # What was checked has warmed up the longest.
-    warmup, repetitions = (2, 20) if flops < 10 * LONG else (1, 3) if flops < 100 * LONG else (0, 2)
-    return Rounds(min(warmup, rounds.warmup), min(repetitions, rounds.repetitions), rounds.flush_bytes)
-
-
 def suite() -> Suite:
     """Return the suite."""
     cached = "`losses.CachedContrastive` on given embeddings, in one mini-batch"
@@ -183,6 +173,5 @@ def suite() -> Suite:
         error=error,
         # Of calls of seconds one time is enough.
         stopwatch=make_stopwatch,
-        rounds_of=rounds_of,
         ceilings=L2,
     )

@@ -25,7 +25,7 @@ import pylate_flash
 from pylate_flash.bench import exact
 from pylate_flash.bench.calls import Call, Varlen, unit_vectors
 from pylate_flash.bench.peers import LIK, Peer
-from pylate_flash.bench.protocol import Rounds, Work
+from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import (
     LIK_SYSTEM,
@@ -292,13 +292,6 @@ def error(found: Any, expected: torch.Tensor) -> float:
     return exact.relative_error(found, expected) if isinstance(found, torch.Tensor) else 0.0
 
 
-def rounds_of(row: Search, rounds: Rounds) -> Rounds:
-    """A fifth of the calls of what takes long, and fewer of what takes longer."""
-    pairs = row.Nq * row.Nd
-    share = 1 if pairs < 10**7 else 5 if pairs < 10**8 else 10
-    return Rounds(rounds.warmup // share, max(3, rounds.repetitions // share), rounds.flush_bytes)
-
-
 def store_on_disk(device: torch.device, dtype: torch.dtype, nbytes: int = STORED_BYTES) -> dict[str, float]:
     """GB/s of adding to a store on the disk, loading it to the device and streaming it through; seconds of opening.
 
@@ -355,6 +348,5 @@ def suite() -> Suite:
         ),
         make_inputs=make_inputs,
         error=error,
-        rounds_of=rounds_of,
         facts=store_on_disk,
     )

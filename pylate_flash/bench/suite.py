@@ -127,7 +127,6 @@ class Suite:
     device: str | None = None  # the only type of device that it measures
     # What belongs to no row, by name, where all rows are measured.
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
-    rounds_of: Callable[[Any, Rounds], Rounds] = lambda row, rounds: rounds  # how often calls that take long are made
     # What measures further rates that the floors of its rows need, by name (`protocol.Ceilings`).
     ceilings: Mapping[str, Callable[[torch.device], float | None]] = field(default_factory=dict)
     retunes: bool = True  # unless it is to be quick, peers tune their kernels for every row: not for the host's time
@@ -295,7 +294,7 @@ class _Measurement:
 
         self.observer.doing(f"{row.name}: timing")
         calls = {name: candidate.call for name, candidate in ready.items()}
-        timings = measure(calls, self.stopwatch, self.suite.rounds_of(row, self.rounds))
+        timings = measure(calls, self.stopwatch, self.rounds)
         work = row.work(self.dtype)
         yardsticks = {s.name: timings[s.name] for s in self.systems if s.yardstick and s.name in ready}
         floor = floor_of(work, self.ceilings)

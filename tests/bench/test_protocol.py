@@ -37,7 +37,7 @@ def test_it_has_a_name_and_an_accuracy_where_it_was_set_by_a_newer_one(newer, na
 
 
 def test_systems_take_turns_in_changing_orders_and_the_warmup_does_not_count():
-    """900 ms for a call of the warm-up; after it 1, 2, ... 30 ms for ours, and ten times that for the peer."""
+    """9 ms for a call of the warm-up; after it 0.1, 0.2, ... 3 ms for ours, and ten times that for the peer."""
 
     class Clock:
         clock, flush_bytes = "script", 0
@@ -48,7 +48,7 @@ def test_systems_take_turns_in_changing_orders_and_the_warmup_does_not_count():
         def time(self, call):
             self.order.append(call())
             counted = self.order.count(self.order[-1]) - 10
-            seconds = (0.9 if counted <= 0 else counted / 1e3) * (10 if self.order[-1] == "peer" else 1)
+            seconds = (0.009 if counted <= 0 else counted / 1e4) * (10 if self.order[-1] == "peer" else 1)
             return Sample(seconds, seconds / 2)
 
     calls = {name: lambda name=name: name for name in ("ours", "peer", "torch")}
@@ -56,13 +56,29 @@ def test_systems_take_turns_in_changing_orders_and_the_warmup_does_not_count():
     timings = protocol.measure(calls, clock, Rounds(warmup=10, repetitions=30))
     for name, factor in (("ours", 1), ("peer", 10)):
         found = timings[name]
-        assert (found.median_ms, found.iqr_ms) == pytest.approx((15.5 * factor, 14.5 * factor))
-        assert (found.host_ms, found.repetitions) == (pytest.approx(7.75 * factor), 30)
+        assert (found.median_ms, found.iqr_ms) == pytest.approx((1.55 * factor, 1.45 * factor))
+        assert (found.host_ms, found.repetitions) == (pytest.approx(0.775 * factor), 30)
     rounds = [tuple(clock.order[index : index + 3]) for index in range(0, 120, 3)]
     assert all(sorted(names) == ["ours", "peer", "torch"] for names in rounds)
     assert len(set(rounds)) == 6, "every order comes up"
     protocol.measure(calls, again, Rounds(warmup=10, repetitions=30))
     assert again.order == clock.order
+
+
+def test_a_slow_system_ends_its_warmup_and_makes_few_calls_that_count():
+    class Clock:
+        clock, flush_bytes = "script", 0
+
+        def time(self, call):
+            return call()
+
+    made = []
+    samples = {"fast": Sample(0.01, 0.01), "slow": Sample(3.0, 0.1), "slow on the device": Sample(0.1, 0.1, 9.0)}
+    calls = {name: lambda name=name: made.append(name) or samples[name] for name in samples}
+    timings = protocol.measure(calls, Clock(), Rounds(warmup=4, repetitions=6))
+    # Two calls of three seconds are a warm-up, or one of nine.
+    assert [made.count(name) for name in samples] == [10, 5, 4]
+    assert [timings[name].repetitions for name in samples] == [6, 3, 3]
 
 
 @pytest.mark.parametrize(

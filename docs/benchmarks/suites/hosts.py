@@ -23,7 +23,6 @@ from pylate_flash.bench import exact, forward, losses, training
 from pylate_flash.bench.calls import Padded, named
 from pylate_flash.bench.exact import Step
 from pylate_flash.bench.peers import SENTENCE_TRANSFORMERS
-from pylate_flash.bench.protocol import Rounds
 from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 
@@ -156,14 +155,6 @@ def error(found: Any, expected: Any) -> float:
     return (losses if isinstance(expected, Step) else exact).error(found, expected)
 
 
-def rounds_of(row: Row, rounds: Rounds) -> Rounds:
-    """Two fifths of the calls of a loss, 20 of 50: the host's own takes a tenth of a second, and is made twice."""
-    if not row.step:
-        return rounds
-    # What was checked is warm.
-    return Rounds(rounds.warmup // 5, -(-2 * rounds.repetitions // 5), rounds.flush_bytes)
-
-
 def registered(inputs: Scores | Loss) -> Sequence[Candidate]:
     """What calls the host's code, routed."""
     if reason := SENTENCE_TRANSFORMERS.unavailable(inputs.device):
@@ -204,6 +195,5 @@ def suite() -> Suite:
         ),
         make_inputs=make_inputs,
         error=error,
-        rounds_of=rounds_of,
         ceilings=L2,
     )

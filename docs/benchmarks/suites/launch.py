@@ -26,7 +26,7 @@ from pylate_flash.bench import suite as suites
 from pylate_flash.bench.calls import Call
 from pylate_flash.bench.exact import Result
 from pylate_flash.bench.peers import LIK
-from pylate_flash.bench.protocol import CpuStopwatch, Rounds, Sample
+from pylate_flash.bench.protocol import CpuStopwatch, Sample
 from pylate_flash.bench.rerank import Rerank, ids_of
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import Candidate, Suite, System, Unavailable
@@ -428,13 +428,6 @@ def count_here(device: torch.device, dtype: torch.dtype) -> int:
 CALLS = 10
 
 
-def rounds_of(row: Made, rounds: Rounds) -> Rounds:
-    """A fifth of the calls that take the host many milliseconds."""
-    if row.make is not candidates:
-        return rounds
-    return Rounds(-(-rounds.warmup // 5), -(-rounds.repetitions // 5), rounds.flush_bytes)
-
-
 def suite() -> Suite:
     """Return the suite."""
     others = suites.LIK_SYSTEM, suites.FLASH_MAXSIM_SYSTEM, replace(suites.TORCH_SYSTEM, about="an einsum")
@@ -460,7 +453,6 @@ def suite() -> Suite:
         unit="us",
         stopwatch=lambda device, flush_bytes: HostStopwatch(device, CALLS),
         facts=compilations,
-        rounds_of=rounds_of,
         # What the host does hangs on no tile size.
         retunes=False,
     )
