@@ -218,8 +218,7 @@ def evaluate(
     if picture is not None:
         from .pictures import draw
 
-        with explained("--picture: "):
-            draw(evaluated, picture)
+        write_file(picture, draw(evaluated, picture.suffix[1:]), "--picture")
     if not all(one.agreement.holds for one in evaluated if one.agreement):
         raise typer.Exit(1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,17 +93,19 @@ def other_files(folder: Path, *known: str) -> list[str]:
     return [name for name in names if name not in known and not _NO_CONTENT.fullmatch(name)]
 
 
-def write_file(path: Path, text: str, option: str) -> None:
-    """Write a file so that it holds, at every moment, what it held before or all of the text."""
+def write_file(path: Path, content: str | bytes, option: str) -> None:
+    """Write a file so that it holds, at every moment, what it held before or all of the content."""
     with explained(f"{option}: "):
+        data = content.encode() if isinstance(content, str) else content
         if is_standard_output(path):
             # Its own stream, because a second one would begin at the start of the file that it goes to.
-            print(text, end="")
+            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
             return
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             return
-        replace_file(path, text)
+        replace_file(path, data)
 
 
 def is_standard_output(path: Path) -> bool:

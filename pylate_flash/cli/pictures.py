@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _COLOURS = ("#2563eb", "#7c3aed", "#0891b2", "#f59e0b")
 
 
-def draw(evaluated: list[Evaluated], path: Path) -> None:
-    """Draw what was measured; the suffix of the path says the format."""
+def draw(evaluated: list[Evaluated], form: str) -> bytes:
+    """Draw what was measured, as a file of the format png, svg or pdf holds it."""
     from matplotlib.figure import Figure
 
     compared = [one for one in evaluated if one.compared]
@@ -29,7 +29,9 @@ def draw(evaluated: list[Evaluated], path: Path) -> None:
         _metrics(panels[0], evaluated)
     for axes in panels:
         plain(axes, "both" if compared else "x")
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=form, dpi=150)
+    return drawn.getvalue()
 
 
 def _metrics(axes: Any, evaluated: list[Evaluated]) -> None:

@@ -241,13 +241,13 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a file that holds, at every moment, what it held before or all of the text; it keeps who may read it."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file that holds, at every moment, what it held before or all of the content; it keeps who may read it."""
     place = path.resolve()
     descriptor, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}-")
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         # That of a new one is for its owner alone.
         mask = os.umask(0)
         os.umask(mask)

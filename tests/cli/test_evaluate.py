@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -108,25 +107,27 @@ def fail(*arguments, **options):
     raise AssertionError("this must not be reached")
 
 
-def test_json_is_written_at_once_or_not_at_all(beir, pylate_checkpoint, tmp_path, monkeypatch):
-    (tmp_path / "real.json").write_text("before")
-    (tmp_path / "link.json").symlink_to("real.json")
-    arguments = ("evaluate", "--data", beir, "--model", pylate_checkpoint, *CPU, "--json")
+@pytest.mark.parametrize(("option", "form", "part"), [("--json", "json", '"ndcg@10"'), ("--picture", "svg", "nDCG@10")])
+def test_files_are_written_at_once_or_not_at_all(option, form, part, beir, pylate_checkpoint, tmp_path, monkeypatch):
+    real, link = tmp_path / f"real.{form}", tmp_path / f"link.{form}"
+    real.write_text("before")
+    link.symlink_to(real.name)
+    arguments = ("evaluate", "--data", beir, "--model", pylate_checkpoint, *CPU, option, link)
     replace = os.replace
 
     def fill(source, target):
-        if str(target).endswith(".json") and "index" not in str(target):
+        if str(target).endswith(f".{form}") and "index" not in str(target):
             raise OSError(28, "No space left on device")
         replace(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", fill)
-        assert_one_clear_sentence(invoke(*arguments, tmp_path / "link.json"), "--json: ", "No space left on device")
-    assert (tmp_path / "real.json").read_text() == "before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["beir", "link.json", "real.json"]
-    succeed(*arguments, tmp_path / "link.json")
-    assert "ndcg@10" in json.loads((tmp_path / "real.json").read_text())
-    assert (tmp_path / "link.json").is_symlink()
+        assert_one_clear_sentence(invoke(*arguments), f"{option}: ", "No space left on device")
+    assert real.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beir", link.name, real.name]
+    succeed(*arguments)
+    assert part in real.read_text()
+    assert link.is_symlink()
 
 
 def test_an_index_that_was_kept_knows_its_model(beir, pylate_checkpoint, tmp_path):
