@@ -227,9 +227,10 @@ def train(
             )
             check_scorer(None if scorer == "auto" else scorer, loaded)
             _check_device(loaded, precision, tokens if loss == "cached" else None)
-            if checkpoint is None and first:
-                checkpoints.begin(settings)
             try:
+                if checkpoint is None and first:
+                    with explained("--output: "):
+                        checkpoints.begin(settings)
                 with StopRequest(ranks) as request:
                     trainer = make_trainer(
                         loaded,

@@ -337,6 +337,17 @@ def test_a_second_signal_interrupts_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_settings_that_cannot_be_written_leave_nothing(pylate_checkpoint, pairs, tmp_path, monkeypatch):
+    def full(self, *arguments, **options):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    result = train(pairs, pylate_checkpoint, tmp_path / "out")
+    assert_one_clear_sentence(result, "--output: No space left on device")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(pylate_checkpoint, pairs, tmp_path, monkeypatch):
     def full(self, folder):
         raise RuntimeError("No space left on device")
