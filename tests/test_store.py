@@ -211,6 +211,11 @@ def test_many_removals_rewrite_a_segment(tmp_path: Path) -> None:
     opened.verify()
 
 
+def test_files_are_no_programs(tmp_path: Path) -> None:
+    PackedStore(tmp_path).add(["x"], documents_of([2]))
+    assert not [path.name for path in tmp_path.iterdir() if path.stat().st_mode & 0o111]
+
+
 def test_many_replacements_rewrite_a_segment(tmp_path: Path) -> None:
     documents = documents_of([1] * 12)
     opened = PackedStore(tmp_path)

@@ -32,7 +32,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     # Without waiting for somebody to open the other end of what may be a pipe.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if flags & os.O_RDWR else 0)
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(
@@ -43,7 +43,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         if not _raise_limit():
             reason = f"{error.strerror}: an index has one open for each of its segments; raise `ulimit -n`"
             raise OSError(errno.EMFILE, reason, str(path)) from None
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is damaged: it is no regular file")
