@@ -150,7 +150,8 @@ def _look_at_hosts() -> tuple[bool, str]:
     found = [(host, _version_of(module, host)) for module, host in HOSTS.items() if not host.by_name]
     supported = [f"{host.title} {version}" for host, version in found if _is_supported(host, version)]
     if supported:
-        return True, f"{' and '.join(supported)} is supported; doctor --check tries it."
+        verb = "is" if len(supported) == 1 else "are"
+        return True, f"{' and '.join(supported)} {verb} supported; doctor --check tries it."
     host, version = next((pair for pair in found if pair[1]), found[0])
     if version is None:
         return False, f'no host is installed; for {host.title}: pip install "pylate-flash[{host.extra}]"'

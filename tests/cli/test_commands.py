@@ -144,6 +144,13 @@ def test_doctor_says_what_is_here_and_what_serves_what(pylate):
     assert f"register(): PyLate {pylate.__version__} is supported" in printed
 
 
+def test_doctor_says_which_hosts_are_supported(monkeypatch):
+    versions = {"pylate": "1.6.0", "colpali_engine": "0.3.18"}
+    monkeypatch.setattr("pylate_flash.cli.doctor._version_of", lambda module, host: versions.get(module))
+    printed = " ".join(succeed("doctor").split())
+    assert "register(): PyLate 1.6.0 and colpali-engine 0.3.18 are supported" in printed
+
+
 @pytest.mark.parametrize(
     ("versions", "expected"),
     [
