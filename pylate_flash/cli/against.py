@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from .._extras import check_installed
 from .collections import Collection
 from .common import UserError, console, explained
+from .indexing import check_codec
 
 if TYPE_CHECKING:
     from ..index.search import SearchResult
@@ -73,6 +74,7 @@ def check_systems(against: str, collections: Sequence[Collection]) -> dict[str, 
             expected = f"{PLAID}, a file of a run, or how our index keeps embeddings"
             with explained(f"--against {name or repr(name)}: expected {expected}: "):
                 Flat(None, dtype=name, device="cpu")
+            check_codec(name, "--against")
     return systems
 
 

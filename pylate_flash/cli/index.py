@@ -21,11 +21,13 @@ from .indexing import (
     DEFAULT_INDEX,
     INDEX_ERRORS,
     add_texts,
+    check_codec,
     check_index,
     check_new_index,
     check_place,
     counted,
     escaped,
+    holds_index,
     holds_old_index,
     index_path,
     load_model_of,
@@ -125,6 +127,8 @@ def build(
         nonlocal flat
         check_new_index(place)
         check_model_name(model)
+        if dtype is not None and (overwrite or not holds_index(place)):
+            check_codec(dtype, "--dtype")
         corpus = open_corpus(data)
         ids = read_ids(corpus)
         if overwrite:

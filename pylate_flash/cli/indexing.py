@@ -274,15 +274,19 @@ def add_texts(
     note(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s")
 
 
+def check_codec(dtype: str, option: str) -> None:
+    """What trains the codec of residual codes must be there before an index is emptied for them, or texts encoded."""
+    if dtype.startswith("residual"):
+        check_installed("fastkmeans", f"{option} {dtype}", "residual")
+
+
 def train_codec(flat: Flat, model: Model, corpus: Corpus, total: int, batch_size: int) -> None:
     """Train the codec of an empty index that keeps residual codes on texts from the whole corpus.
 
     As in PLAID, their number grows with the square root of that of all.
     """
-    kept_as = flat.info().dtype
-    if not kept_as.startswith("residual"):
+    if not flat.info().dtype.startswith("residual"):
         return
-    check_installed("fastkmeans", f"--dtype {kept_as}", "residual")
     sample = max(_SAMPLE, 16 * math.isqrt(total))
     loading("what residual codes are made by")
     with explained(kinds=INDEX_ERRORS):

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,13 @@ def test_what_cannot_be_evaluated_is_one_sentence(options, part, pylate_checkpoi
     monkeypatch.chdir(beir.parent)
     arguments = ("evaluate", "--data", "beir", "--model", pylate_checkpoint, "--device", "cpu")
     assert_one_clear_sentence(invoke(*arguments, *options), part)
+
+
+def test_residual_codes_that_cannot_be_trained_are_refused_before_any_work(pylate_checkpoint, beir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastkmeans", None)
+    monkeypatch.setattr("pylate_flash.cli.evaluate.load_model", None)
+    result = invoke("evaluate", "--data", beir, "--model", pylate_checkpoint, "--against", "int8,residual2")
+    assert_one_clear_sentence(result, "--against residual2 needs fastkmeans", "pylate-flash[residual]")
 
 
 def test_a_run_is_of_one_collection_and_of_its_queries(tmp_path):

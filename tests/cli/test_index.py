@@ -194,6 +194,17 @@ def test_a_build_trains_its_codec_on_texts_from_the_whole_corpus(tmp_path, tiny_
     assert_one_clear_sentence(invoke(*here, "--dtype", "residual2"), "residual2", "residual4")
 
 
+def test_residual_codes_that_cannot_be_trained_leave_what_was_there(corpus, tmp_path, tiny_colbert_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastkmeans", None)
+    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    residual = ("--dtype", "residual4", "--overwrite")
+    assert_one_clear_sentence(invoke(*here, *residual), "--dtype residual4 needs fastkmeans", "pylate-flash[residual]")
+    assert not (tmp_path / "i").exists()
+    succeed(*here)
+    assert_one_clear_sentence(invoke(*here, *residual), "--dtype residual4 needs fastkmeans")
+    assert "Nothing to do" in succeed(*here)
+
+
 def test_a_build_keeps_16_bits_by_which_a_search_scores_again(corpus, tmp_path, tiny_colbert_path):
     assert set(DTYPES) == set(store.DTYPES)
     here = ("index", "--data", corpus, "--model", tiny_colbert_path, *CPU)
