@@ -125,10 +125,10 @@ class Corpus:
             id_ = self._id(file)
             if _SURROGATE.search(id_):
                 raise ValueError(f"{ascii(str(file))}: the name is not UTF-8 text")
-            try:
-                text = file.read_bytes().decode("utf-8-sig").strip()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file}: not UTF-8 text ({error})") from None
+            if not stat.S_ISREG(file.stat().st_mode):
+                # To open a pipe would be to wait for who writes into it.
+                raise ValueError(f"{file} is no regular file, as the texts of a folder are")
+            text = _decoded(file.read_bytes(), file, str(file)).strip()
             yield Document(id_, text, text, {})
 
 
@@ -175,14 +175,19 @@ def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator
     """
     for number, raw in enumerate(lines, start=1):
         where = f"{name}, line {number}"
-        try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            if number == 1 and raw.startswith(b"\x1f\x8b"):
-                raise ValueError(f"{name} is compressed by gzip, but is read as plain text: gunzip it first") from None
-            raise ValueError(f"{where}: not UTF-8 text ({error})") from None
+        line = _decoded(raw, name, where, begins=number == 1)
         if line.strip():
             yield number, where, line.rstrip("\r\n")
+
+
+def _decoded(raw: bytes, name: str | os.PathLike[str], where: str, begins: bool = True) -> str:
+    """The text of bytes in UTF-8, without the mark that may stand where a file begins."""
+    try:
+        return raw.decode("utf-8-sig" if begins else "utf-8")
+    except UnicodeDecodeError as error:
+        if begins and raw.startswith(b"\x1f\x8b"):
+            raise ValueError(f"{name} is compressed by gzip, but is read as plain text: gunzip it first") from None
+        raise ValueError(f"{where}: not UTF-8 text ({error})") from None
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:

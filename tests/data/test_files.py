@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import threading
 from collections.abc import Callable
@@ -64,6 +65,15 @@ def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
         Corpus(tmp_path)
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt: not UTF-8"):
+        list(Corpus(tmp_path))
+    (tmp_path / "latin.txt").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(ValueError, match=r"latin\.txt is compressed by gzip"):
+        list(Corpus(tmp_path))
+
+
+def test_what_is_no_file_is_not_read_as_a_text_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "null.txt").symlink_to(os.devnull)
+    with pytest.raises(ValueError, match=r"null\.txt is no regular file"):
         list(Corpus(tmp_path))
 
 
