@@ -211,12 +211,11 @@ def measure(calls: Mapping[str, Callable[[], object]], stopwatch: CpuStopwatch, 
     try:
         for index in range(rounds.warmup + rounds.repetitions):
             for name, call in order.sample(list(calls.items()), len(calls)):
-                takes_long = spent[name] >= _LONG_SECONDS
-                if takes_long and len(samples[name]) >= _FEWEST_COUNTED:
+                if spent[name] >= _LONG_SECONDS and len(samples[name]) >= _FEWEST_COUNTED:
                     continue
                 sample = stopwatch.time(call)
                 spent[name] += sample.seconds + (sample.device_seconds or 0.0)
-                if takes_long or index >= rounds.warmup:
+                if index >= rounds.warmup or spent[name] >= _LONG_SECONDS:
                     samples[name].append(sample)
     finally:
         if collecting:

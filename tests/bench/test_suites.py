@@ -13,7 +13,7 @@ import torch
 
 from pylate_flash.bench import SUITES as IN_PACKAGE
 from pylate_flash.bench import exact, loss_steps, losses, retrieval, suite
-from pylate_flash.bench.protocol import QUICK, Ceilings, Rounds, floor_of
+from pylate_flash.bench.protocol import Ceilings, Rounds, floor_of
 from pylate_flash.bench.retrieval import Search
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import OURS
@@ -225,33 +225,6 @@ def test_a_suite_runs(name, ceilings) -> None:
         assert not timed or row["floor_ms"] == min(timed.values())
         counted = {system.name for system in found.systems if system.counted}
         assert row.get("multiples", {}).keys() == counted
-
-
-CALLS = Rounds(10, 50)
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "rounds", "calls"),
-    [
-        *(("losses", f"{kind}-{size}", CALLS, (10, 50)) for kind, size in (("batch", 1024), ("given", 128))),
-        ("losses", "batch-4096", CALLS, (2, 20)),
-        ("losses", "batch-16384", CALLS, (1, 3)),
-        ("losses", "batch-65536", CALLS, (0, 2)),
-        ("losses", "batch-16384", Rounds(0, 2), (0, 2)),
-        ("retrieval", "scifact-1", CALLS, (10, 50)),
-        ("retrieval", "400k-1000", CALLS, (1, 5)),
-        ("hosts", "maxsim-lists", CALLS, (10, 50)),
-        ("hosts", "cached-loss-1024", CALLS, (2, 20)),
-        ("hosts", "cached-loss-1024", QUICK, (0, 4)),
-        ("launch", "step-maxsim", CALLS, (10, 50)),
-        ("launch", "rerank", CALLS, (2, 10)),
-    ],
-)
-def test_long_calls_are_made_less_often(name: str, row: str, rounds: Rounds, calls: tuple[int, int]) -> None:
-    found = suite_of(name)
-    (chosen,) = suite.choose(found, [row])
-    made = found.rounds_of(chosen, rounds)
-    assert (made.warmup, made.repetitions, made.flush_bytes) == (*calls, rounds.flush_bytes)
 
 
 # Of an H200 (790 TFLOP/s of bfloat16, 1400 of fp8, 1e13 exponentials/s): milliseconds worked out by hand.
