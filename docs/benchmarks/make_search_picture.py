@@ -70,6 +70,7 @@ def gather(folder: Path = RESULTS) -> dict[str, Any]:
 def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
     """Draw the panels; ``path`` becomes a PNG, which holds ``contents`` as text."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     colours = {
         **theme.systems,
@@ -79,11 +80,15 @@ def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
     figure = Figure(figsize=(8.6, 3.4), dpi=150, facecolor=theme.background)
     figure.subplots_adjust(left=0.07, right=0.98, top=0.8, bottom=0.22, wspace=0.22)
     handles: dict[str, Any] = {}
-    for axes, panel in zip(figure.subplots(1, len(contents["panels"])), contents["panels"], strict=True):
+    for axes, panel in zip(figure.subplots(1, len(contents["panels"]), sharex=True), contents["panels"], strict=True):
         for name, line in panel["lines"].items():
             _, tokens, times = zip(*line, strict=True)
             (handles[name],) = axes.plot(tokens, times, color=colours[name], marker="o", markersize=3, linewidth=1.5)
         axes.set(xscale="log", yscale="log", facecolor=theme.background)
+        # Less than a decade has labels too.
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title(panel["title"], color=theme.text, fontsize=10, loc="left")
         axes.set_xlabel("tokens of the corpus", color=theme.muted, fontsize=8)
         axes.tick_params(colors=theme.muted, labelsize=7, which="both")
