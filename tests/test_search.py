@@ -274,8 +274,21 @@ def test_what_is_no_id_is_named() -> None:
 def test_the_first_and_the_last_queries_that_a_gpu_scores_together_are_few(
     queries: int, k: int, sizes: list[int]
 ) -> None:
+    check_ranges(queries, k, 1 << 36, sizes)
+
+
+@pytest.mark.parametrize(("queries", "tokens", "sizes"), [(32, 1 << 28, [32]), (32, 1 << 30, [8, 16, 8])])
+def test_a_gpu_scores_all_queries_together_where_that_takes_no_time(
+    queries: int, tokens: int, sizes: list[int]
+) -> None:
+    check_ranges(queries, 100, tokens, sizes)
+
+
+def check_ranges(queries: int, k: int, tokens: int, sizes: list[int]) -> None:
+    """How many queries of two tokens and four elements are scored together, of documents of so many tokens."""
     asked = Queries([torch.ones(2, 4)] * queries, torch.device("cuda"), torch.float32)
-    index = SimpleNamespace(device=asked.device, rows=SimpleNamespace(streams=False), layout=Layout("float32", 4))
+    rows = SimpleNamespace(streams=False, bounds=np.array([0, tokens]))
+    index = SimpleNamespace(device=asked.device, rows=rows, layout=Layout("float32", 4))
     ranges = search.Search._ranges(index, asked, k)
     assert [stop - start for start, stop in ranges] == sizes
     assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()
