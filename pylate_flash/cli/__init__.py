@@ -94,7 +94,11 @@ def main() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- it lives as long as the process
     atexit.register(_end)
-    app(prog_name="pylate-flash")
+    try:
+        # What is written while options are read, such as `--help`, is no command's.
+        command(app)(prog_name="pylate-flash")
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
 
 
 def _end() -> None:

@@ -93,6 +93,16 @@ def test_loading_a_model_imports_little_more_than_pylate_does(pylate):
     assert set(done.stdout.split()) <= {"pylate", "pylate_flash", "packaging", "filelock", "safetensors"}
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--version"], ["doctor", "--help"]], ids=" ".join)
+def test_a_full_disk_behind_help_and_version_is_one_sentence(arguments):
+    with open("/dev/full", "w") as full:
+        call = [sys.executable, "-m", "pylate_flash", *arguments]
+        done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["pylate-flash: reading or writing failed: No space left on device"]
+
+
 def test_version():
     assert succeed("--version") == f"pylate-flash {__version__}\n"
 
