@@ -352,6 +352,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(pylate_chec
     def full(self, folder):
         raise RuntimeError("No space left on device")
 
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(trainer_class(), "_save_optimizer_and_scheduler", full)
     result = train(pairs, pylate_checkpoint, tmp_path / "out", "--batch-size", 4, "--save-steps", 1)
     assert result.exit_code == 2
