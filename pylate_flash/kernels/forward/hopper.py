@@ -226,13 +226,15 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     # The copies are ordinary writes, and the tensor cores read past the path of those.
     fence_async_shared()
     # Where a document lies is loaded while the one before is scored.
-    counts = n_documents, document_length
-    following = document_range(cu_seqlens_ptr, bounds_ptr, group, gl.minimum(first, n_documents - 1), counts, config)
+    next_one = gl.minimum(first, n_documents - 1)
+    next_flat = group.to(gl.int64) * n_documents + next_one
+    following = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_one, document_length, config)
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
         first_token, length = following
         next_one = gl.minimum(document + 1, n_documents - 1)
-        following = document_range(cu_seqlens_ptr, bounds_ptr, group, next_one, counts, config)
+        next_flat = group.to(gl.int64) * n_documents + next_one
+        following = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_one, document_length, config)
         best = gl.full([ROWS, 4], float("-inf"), gl.float32, gl.SliceLayout(2, by_lane))
         if config.soft:
             total = gl.zeros([ROWS, 4], gl.float32, gl.SliceLayout(2, by_lane))
@@ -312,10 +314,10 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
 
 
 @gluon.jit
-def _copy(arguments, config: gl.constexpr, SCALED: gl.constexpr):
+def _copy(arguments, coded, config: gl.constexpr, SCALED: gl.constexpr):
     """What the warps do that do not multiply."""
     if config.nbits > 0:
-        decode_documents(arguments, config)
+        decode_documents(arguments, coded, config)
     else:
         copy_documents(arguments, config, SCALED)
 
@@ -384,8 +386,9 @@ def _hopper_kernel(
     copied = (
         documents_ptr, active_ptr, bounds_ptr, documents_scale_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles,
         scales, full, empty, group, first, last, n_documents, document_length, stride_group, stride_document,
-        stride_document_token, codes_ptr, centroids_ptr, weights_ptr,
+        stride_document_token,
     )  # fmt: skip
+    coded = codes_ptr, centroids_ptr, weights_ptr
     if PARTS == 4:
         gl.warp_specialize(
             [
@@ -393,7 +396,7 @@ def _hopper_kernel(
                 (_score, (arguments, config, gl.constexpr(1))),
                 (_score, (arguments, config, gl.constexpr(2))),
                 (_score, (arguments, config, gl.constexpr(3))),
-                (_copy, (copied, config, SCALED)),
+                (_copy, (copied, coded, config, SCALED)),
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 40],
@@ -403,7 +406,7 @@ def _hopper_kernel(
             [
                 (_score, (arguments, config, gl.constexpr(0))),
                 (_score, (arguments, config, gl.constexpr(1))),
-                (_copy, (copied, config, SCALED)),
+                (_copy, (copied, coded, config, SCALED)),
             ],
             [4, 4],
             [280 - COPYING, COPYING],

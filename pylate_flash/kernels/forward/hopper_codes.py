@@ -162,11 +162,12 @@ def _decode(tile, words, scales, table, types: gl.constexpr, FIRST: gl.constexpr
 
 
 @gluon.jit
-def decode_documents(arguments, config: gl.constexpr):
+def decode_documents(arguments, coded, config: gl.constexpr):
     """As `hopper_parts.copy_documents`, of packed documents that are residual codes."""
+    codes_ptr, centroids_ptr, weights_ptr = coded
     (
         residuals_ptr, _, _, scale_ptr, cu_seqlens_ptr, _, tiles, _, _, full, empty, _, first, last, n_documents, _, _,
-        _, _, codes_ptr, centroids_ptr, weights_ptr,
+        _, _,
     ) = arguments  # fmt: skip
     SIZE: gl.constexpr = config.size
     STAGES: gl.constexpr = config.tile.num_stages

@@ -99,10 +99,8 @@ def sums_of(values, ROWS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def document_range(cu_seqlens_ptr, bounds_ptr, group, document, counts, config: gl.constexpr):
+def document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config: gl.constexpr):
     """The first of a document's tokens, counted over all documents, and how many of them take part."""
-    n_documents, document_length = counts
-    flat_document = group.to(gl.int64) * n_documents + document
     if config.packed:
         start = gl.load(cu_seqlens_ptr + document).to(gl.int64)
         length = (gl.load(cu_seqlens_ptr + document + 1).to(gl.int64) - start).to(gl.int32)
@@ -146,7 +144,6 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     (
         documents_ptr, active_ptr, bounds_ptr, scale_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, scales,
         full, empty, group, first, last, n_documents, document_length, stride_group, stride_document, stride_token,
-        _, _, _,
     ) = arguments  # fmt: skip
     EMBEDDING: gl.constexpr = config.size
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
@@ -169,8 +166,10 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for document in range(first, last):
-        counts = n_documents, document_length
-        first_token, length = document_range(cu_seqlens_ptr, bounds_ptr, group, document, counts, config)
+        flat_document = group.to(gl.int64) * n_documents + document
+        first_token, length = document_range(
+            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
+        )
         if config.offset_unit > 0:
             base = documents_ptr + gl.load(offsets_ptr + document) * config.offset_unit
         elif config.packed:
