@@ -39,7 +39,8 @@ _MOST_QUERIES, _ROUND = 1024, 8
 # the time that these are scored in, and of so much of what is left, results are made while the rest is scored.
 _FIRST, _HITS, _PACKED, _MADE = 16, 1000, 8, 0.6
 _QUERIES_WITH_SUBSETS = 128
-# Multiplications, a millisecond of a GPU's, of which all queries are scored together: each time costs the host as much.
+# Queries that take a GPU fewer multiplications than it makes in a millisecond are scored together: a part more costs
+# the host as much.
 _FEW_PRODUCTS = 1 << 38
 
 
@@ -353,7 +354,7 @@ class Search:
             return blocks(queries.lengths, _QUERY_TOKENS)
         products = int(self.rows.bounds[-1]) * int(queries.lengths.sum()) * self.layout.size
         if self.rows.streams or self.layout.nbits or products < _FEW_PRODUCTS:
-            # What is read, or decompressed, is so for each.
+            # What is read, or decompressed, is so for each; and what takes no time hides none of the host's.
             return cuts(np.arange(len(queries) + 1), _MOST_QUERIES)
         sizes: list[int] = []
         while left := len(queries) - sum(sizes):

@@ -11,7 +11,6 @@ import logging
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..problem import Problem, replaced, rounded_total
 from . import config, tables
@@ -396,7 +395,9 @@ def _decoded_by_copies(problem: Problem, centroids: torch.dtype, listed: bool) -
     return fits and least <= _rows_of_hopper(problem, listed) <= most
 
 
-def residual_plan(problem: Problem, nbits: int, centroids: Tensor, tokens_met: int, listed: bool) -> ForwardPlan:
+def residual_plan(
+    problem: Problem, nbits: int, n_centroids: int, centroids: torch.dtype, tokens_met: int, listed: bool
+) -> ForwardPlan:
     """Choose the kernel, the tile and the grid of a call with residual codes.
 
     Every query meets `tokens_met`, about; `listed`: of a list of candidates of its own.
@@ -404,12 +405,12 @@ def residual_plan(problem: Problem, nbits: int, centroids: Tensor, tokens_met: i
     kind, reason = problem.kind, "documents are residual codes"
     if kind.quantize_queries:
         few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
-        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * len(centroids) and _is_short(problem, nbits):
+        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _is_short(problem, nbits):
             return _short_plan(problem, nbits, "listed" if listed else "split", reason)
         kind = replaced(kind, "quantize_queries", False)
     # Residuals lie one after the other.
     problem = problem._replace(kind=kind, document_strides=(0, 0, 0))
-    if _decoded_by_copies(problem, centroids.dtype, listed):
+    if _decoded_by_copies(problem, centroids, listed):
         reason += ", on a Hopper GPU"
         return hopper_plan(problem, tables.HOPPER, reason, tail=tables.HOPPER_TAILS[-1], nbits=nbits)
     item = problem.dtype.itemsize

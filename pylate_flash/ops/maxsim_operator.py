@@ -31,8 +31,8 @@ from .packing import longest, padded
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
 _CHOICES = {"reduction": REDUCTIONS, "masking": MASKINGS, "implementation": IMPLEMENTATIONS}
-# Of all queries together, as many as each gets programs for, unless there are more.
-_CANDIDATES = 1 << 30
+# Candidates that all queries together get programs for, at most, unless there are more documents.
+_MOST_CANDIDATES = 1 << 30
 # What queries, documents and their masks may be besides tensors, as messages say it.
 _OTHERWISE = "", "", " or None", " or None"
 
@@ -129,7 +129,7 @@ def most_candidates(candidates: Tensor, n_documents: int) -> int:
     most = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
     if not is_readable(candidates):
         return most
-    return min(most, max(_CANDIDATES, n_documents) // max(1, candidates.shape[0] - 1) + 1)
+    return min(most, max(_MOST_CANDIDATES, n_documents) // max(1, candidates.shape[0] - 1) + 1)
 
 
 def checked(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:

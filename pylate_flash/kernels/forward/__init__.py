@@ -147,7 +147,8 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     Queries are padded [Nq, Lq, d] with contiguous rows. Where there are candidates, every query is a group of the
     problem, and `problem.n_documents` the number of its candidates. No dimension is 0, and a document may be empty.
     """
-    if problem.n_tokens <= decompressed_tokens(problem, codes.centroids.dtype, codes.candidates is not None):
+    n_centroids, dtype, listed = len(codes.centroids), codes.centroids.dtype, codes.candidates is not None
+    if problem.n_tokens <= decompressed_tokens(problem, dtype, listed):
         embeddings, size = decompressed_embeddings(problem, codes, codes.nbits), problem.size
         kind = replaced(problem.kind, "quantize_queries", False)
         problem = problem._replace(kind=kind, document_strides=(0, 0, size), aligned=True)
@@ -156,9 +157,9 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
             problem = problem._replace(document_length=min(problem.document_length, LONGEST_WHOLE))
         scores, argmax = maxsim_forward(problem, tensors._replace(documents=embeddings))
         return scores, None if argmax is None else argmax.int()
-    listed, n_tokens = codes.candidates is not None, len(codes.codes)
+    n_tokens = len(codes.codes)
     met = problem.n_documents * n_tokens // (len(codes.cu_seqlens) - 1) if listed else n_tokens
-    plan = residual_plan(problem, codes.nbits, codes.centroids, met, listed)
+    plan = residual_plan(problem, codes.nbits, n_centroids, dtype, met, listed)
     argmax = None
     if problem.with_argmax:
         shape = problem.groups * problem.n_documents, problem.rows

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gluon import copy_to_shared, next_slot
+from .hopper_parts import document_range
 
 # Tiles that are begun after one before its centroids are copied, and before it is decompressed.
 _CENTROIDS_AFTER = gl.constexpr(2)
@@ -210,8 +211,7 @@ def decode_documents(arguments, coded, config: gl.constexpr):
         # After the last document, what is under way is finished.
         ends = document == last
         existing = gl.minimum(document, n_documents - 1)
-        start = gl.load(cu_seqlens_ptr + existing).to(gl.int64)
-        length = (gl.load(cu_seqlens_ptr + existing + 1).to(gl.int64) - start).to(gl.int32)
+        start, length = document_range(cu_seqlens_ptr, None, existing, existing, 0, config)
         length = gl.where(ends, _DECODED_AFTER * TOKENS, length)
         for position in range(0, length, TOKENS):
             left = gl.where(ends, 0, length - position)
