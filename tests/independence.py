@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 
 
 def seed(name: str) -> None:
@@ -110,6 +111,11 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's float32 precision": (_float32_precision, _set_float32_precision),
     "torch's determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    # Dynamo compiles nothing while they are set.
+    "torch's flags of dispatch modes": (
+        lambda: {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")},
+        vars(_python_dispatch).update,
+    ),
     "numpy's treatment of errors": (np.geterr, lambda kinds: np.seterr(**kinds)),
     "the working folder": (os.getcwd, os.chdir),
     "what an interrupt does": (

@@ -22,6 +22,7 @@ TESTS = """
     import numpy as np
     import pytest
     import torch
+    from torch.utils import _python_dispatch
 
     from pylate_flash.ops import products
 
@@ -52,6 +53,7 @@ TESTS = """
         assert ARRAY.tolist() == [0, 1, 2]
         assert torch.get_default_dtype() == torch.float32
         assert torch.get_float32_matmul_precision() == "highest"
+        assert not _python_dispatch.is_in_torch_dispatch_mode()
         assert os.getcwd() != "/" != sys.path[-1]
         assert products._BLOCK_CPU > 3
         assert "SET_HERE" not in os.environ
@@ -76,6 +78,9 @@ TESTS = """
 
     def test_newer_setting():
         torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+    def test_mode():
+        _python_dispatch._is_in_torch_dispatch_mode = True
 
     def test_folder():
         os.chdir("/")
@@ -109,7 +114,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.RunResult]) -> None:
     found = run(TESTS)
-    found.assert_outcomes(passed=14, errors=9)
+    found.assert_outcomes(passed=15, errors=10)
     for test, name in (
         ("view", "NUMBERS"),
         ("list", "NAMED['a'][0]"),
@@ -118,6 +123,7 @@ def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.
         ("fixture", "the fixture layer.bias"),
         ("setting", "torch's default type"),
         ("newer_setting", "torch's float32 precision"),
+        ("mode", "torch's flags of dispatch modes"),
         ("folder", "the working folder"),
         ("name", "pylate_flash.ops.products._BLOCK_CPU"),
     ):

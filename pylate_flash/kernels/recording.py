@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _aten = torch.ops.aten
@@ -135,13 +135,17 @@ class Recorder(TorchDispatchMode):
             else:
                 self.memory[storage] = _Memory(index, tensor)
 
+    # Not those of `TorchDispatchMode`, which also set flags of the whole process, and set them back to what they found:
+    # of two threads that record at once, the last one to leave would leave them set, and Dynamo, which compiles nothing
+    # in a mode, would compile nothing any more.
     def __enter__(self) -> Recorder:
         local.recorder = self
-        return super().__enter__()
+        _push_mode(self)
+        return self
 
     def __exit__(self, *error: Any) -> None:
         local.recorder = None
-        super().__exit__(*error)
+        _pop_mode()
 
     def refuse(self, reason: str) -> None:
         """Say why what is done cannot be repeated; the first reason counts."""

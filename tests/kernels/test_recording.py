@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 from pylate_flash.kernels.launch import Kernel, Region, Scratch
@@ -218,6 +219,28 @@ def test_threads_that_record_and_repeat_at_the_same_time(monkeypatch: pytest.Mon
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_threads_that_record_do_not_keep_others_from_compiling() -> None:
+    """Dynamo runs functions as they are, and says nothing, where it believes itself in a mode of torch."""
+    entered, to_leave = threading.Event(), threading.Event()
+    graphs = CompileCounterWithBackend("eager")
+
+    def work() -> None:
+        with Recorder([torch.ones(2)]):
+            entered.set()
+            to_leave.wait()
+
+    thread = threading.Thread(target=work, daemon=True)
+    with Recorder([torch.ones(2)]):
+        thread.start()
+        entered.wait()
+    torch.compile(lambda x: x + 1, backend=graphs)(torch.ones(2))
+    to_leave.set()
+    thread.join()
+    assert graphs.frame_count == 1
+    torch.compile(lambda x: x + 2, backend=graphs)(torch.ones(2))
+    assert graphs.frame_count == 2
 
 
 def test_signatures_used_least_lately_are_forgotten() -> None:
