@@ -233,9 +233,10 @@ class Search:
     ) -> Iterator[Hits]:
         """For every query among documents of its own, of those at some positions."""
         n_documents = self.rows.documents
-        here = self._first + (np.arange(n_documents) if positions is None else self._here(positions))
-        # The last one stands for ids that are none.
-        allowed = np.bincount(here, minlength=len(self.store.documents.lengths) + 1) > 0
+        allowed: np.ndarray | None = None
+        if positions is not None:
+            # The last one stands for ids that are none.
+            allowed = np.bincount(positions, minlength=len(self.store.documents.lengths) + 1) > 0
         bits = n_documents.bit_length()
 
         def owned() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -243,7 +244,9 @@ class Search:
             for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
                 found, counts = self.store.documents.find(subsets[first:last], first)
                 keys = np.repeat(np.arange(len(counts)) << bits, counts) | (found - self._first)
-                there = allowed[found]
+                there = (found >= self._first) & (found < self._first + n_documents)
+                if allowed is not None:
+                    there &= allowed[found]
                 keys = np.sort(keys if there.all() else keys[there])
                 again = np.flatnonzero(keys[1:] == keys[:-1])
                 if len(again):
