@@ -234,7 +234,7 @@ def test_threads_that_record_do_not_keep_others_from_compiling() -> None:
     thread = threading.Thread(target=work, daemon=True)
     with Recorder([torch.ones(2)]):
         thread.start()
-        entered.wait()
+        assert entered.wait(60)
     torch.compile(lambda x: x + 1, backend=graphs)(torch.ones(2))
     to_leave.set()
     thread.join()
