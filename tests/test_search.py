@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from pylate_flash.index import ids as ids_module
 from pylate_flash.index import merging, resident, search
 from pylate_flash.index.documents import Documents
-from pylate_flash.index.ids import packed_ids
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
 from pylate_flash.index.parts import Part
@@ -239,7 +238,7 @@ def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: 
 
     with pytest.MonkeyPatch.context() as patch:
         # Of fewer bits, many have the same.
-        mixed, mask = ids_module._mixed, np.uint64(((1 << bits) - 1) << (64 - bits))
+        mixed, mask = ids_module._mixed, (1 << (bits - 1)) - 1
         patch.setattr(ids_module, "_mixed", lambda numbers: mixed(numbers) & mask)
         parts = [part(7, names[:first]), part(7 + first, names[first:])]
         for known in (names[:first], names):
@@ -250,8 +249,8 @@ def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: 
             there = np.array([place for place in wanted if place >= 0], np.int64)
             assert documents.ids.some(there).to_list() == [known[place] for place in there.tolist()]
         lists = [asked[:3], [], asked[3:]]
-        packed, counts = packed_ids(lists)
-        assert (packed.to_list(), counts.tolist()) == (asked, [len(own) for own in lists])
+        found, counts = documents.find(lists)
+        assert (found.tolist(), counts.tolist()) == (wanted, [len(own) for own in lists])
 
 
 def test_what_is_no_id_is_named() -> None:

@@ -7,12 +7,16 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .codes import Held
-from .ids import Ids, IdTable, packed_ids
+from .ids import Ids, IdTable, Texts
 from .parts import Part
 
 __all__ = ["Documents", "blocks", "cuts", "read", "runs_of"]
+
+_CPU = torch.device("cpu")
 
 
 class Documents:
@@ -20,6 +24,7 @@ class Documents:
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.parts = list(parts)
+        self._tables: dict[torch.device, IdTable] = {}
 
     @cached_property
     def count(self) -> int:
@@ -62,17 +67,17 @@ class Documents:
         """The ids of all."""
         return Ids.joined([part.ids for part in self.parts])
 
-    @cached_property
-    def _table(self) -> IdTable:
-        return IdTable(self.ids, self.live)
-
-    def find(self, lists: Sequence[Sequence[str]], first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def find(
+        self, lists: Sequence[Sequence[str]], first: int = 0, device: torch.device = _CPU
+    ) -> tuple[Tensor, np.ndarray]:
         """The position of the document of each id of some lists, -1 if it is not there, and how many each list has.
 
-        Of what is no id, it raises what `packed_ids` does.
+        They are looked up on a device, which keeps what it needs for it. It raises what `Texts.of_lists` does.
         """
-        ids, counts = packed_ids(lists, first)
-        return self._table.find(ids), counts
+        texts = Texts.of_lists(lists, device, first)
+        if device not in self._tables:
+            self._tables[device] = IdTable(self.ids, self.live, device)
+        return self._tables[device].find(texts), np.array([len(ids) for ids in lists], np.int64)
 
     def shared_with(self, documents: Documents) -> int:
         """How many rows at the beginning are those of other documents, whatever parts they are in."""

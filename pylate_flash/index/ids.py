@@ -8,16 +8,20 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-__all__ = ["IdTable", "Ids", "encoded_id", "packed_ids"]
+from .transfer import on_device
 
-# Bytes of an id that are compared at a time, and masks of the first 0 to 8 of them.
+__all__ = ["IdTable", "Ids", "Texts", "encoded_id"]
+
+# Bytes of an id that are compared at a time.
 _WORD = 8
-_MASKS = np.array([(1 << 8 * length) - 1 for length in range(_WORD + 1)], np.uint64)
-# Of this process, so that nobody can choose ids that meet in one place.
-_FACTORS = np.array([secrets.randbits(64) | 1 for _ in range(2)], np.uint64)
-# Marks the key of an id that is longer than a key holds.
-_LONG = np.uint64(1 << 63)
+# Of this process, so that nobody can choose ids that have one key.
+_FACTORS = [secrets.randbits(63) | 1 for _ in range(2)]
+# Marks the key of an id that is longer than a key holds: the sign.
+_LONG = -(1 << 63)
 
 
 def encoded_id(id_: str) -> bytes:
@@ -43,7 +47,7 @@ class Ids(NamedTuple):
 
     @classmethod
     def _between(cls, text: bytes, edges: np.ndarray) -> Ids:
-        return cls(np.frombuffer(text + bytes(_WORD), np.uint8), edges[:-1], edges[1:])
+        return cls(_padded(text), edges[:-1], edges[1:])
 
     @classmethod
     def encoded(cls, ids: Iterable[str]) -> Ids:
@@ -82,116 +86,128 @@ class Ids(NamedTuple):
             return ids
         return [_decoded(self.text[begin:end].tobytes()) for begin, end in zip(self.begins, self.ends, strict=True)]
 
-    @property
-    def words(self) -> np.ndarray:
-        """The 8 bytes from every byte of the text on, as a view. Shape: [bytes + 1], uint64."""
-        return np.ndarray(len(self.text) - _WORD + 1, "<u8", self.text, strides=(1,))
 
-    def keys(self) -> np.ndarray:
-        """A number for each: of equal ones the same, of others another, if they have at most 7 bytes. Shape: [N]."""
-        words, lengths = self.words, self.ends - self.begins
-        keys = words[self.begins] & _MASKS[np.minimum(lengths, _WORD)] | lengths.astype(np.uint64) << np.uint64(56)
-        long = np.flatnonzero(lengths >= _WORD)
-        if len(long):
-            begins, lengths = self.begins[long], lengths[long]
-            mixed = lengths.astype(np.uint64)
-            for left, places in _places_of_words(lengths):
-                mixed[left] = _mixed(mixed[left] ^ words[begins[left] + places])
-            keys[long] = mixed | _LONG
-        return keys
-
-    def equal(self, which: np.ndarray, others: Ids, of_others: np.ndarray) -> np.ndarray:
-        """Whether some, of at least 8 bytes, are the same as some others. Shape: [n], bool."""
-        begins, begins_of_others = self.begins[which], others.begins[of_others]
-        lengths = self.ends[which] - begins
-        equal = lengths == others.ends[of_others] - begins_of_others
-        lengths, words, words_of_others = np.where(equal, lengths, 0), self.words, others.words
-        for left, places in _places_of_words(lengths):
-            equal[left] &= words[begins[left] + places] == words_of_others[begins_of_others[left] + places]
-        return equal
-
-
-def _places_of_words(lengths: np.ndarray) -> Iterator[tuple[np.ndarray | slice, np.ndarray]]:
-    """The words that ids of at least 8 bytes (or none) consist of: of which ids, and at which byte of each.
-
-    The last one ends where the id does.
-    """
-    shortest = int(lengths.min()) if len(lengths) else 0
-    for start in range(0, int(lengths.max(initial=0)), _WORD):
-        left = slice(None) if start < shortest else np.flatnonzero(lengths > start)
-        yield left, np.minimum(start, lengths[left] - _WORD)
-
-
-def packed_ids(lists: Sequence[Sequence[str]], first: int = 0) -> tuple[Ids, np.ndarray]:
-    """The ids of all lists, one list after the other, and how many each has.
-
-    One that is no string is a TypeError, which names the list by its number, that of the first being `first`.
-    """
-    counts = np.array([len(ids) for ids in lists], np.int64)
-    total = int(counts.sum())
-    try:
-        # One call for a list, as a look at each of very many ids would take longer than their search.
-        text = encoded_id("\0".join(["\0".join(ids) for ids in lists if len(ids)]))
-    except TypeError:
-        i, j, id_ = next((i, j, x) for i, ids in enumerate(lists) for j, x in enumerate(ids) if not isinstance(x, str))
-        kind = type(id_).__name__
-        raise TypeError(f"subset[{first + i}][{j}] must be a string, got {id_!r:.100} of type {kind}") from None
-    raw = np.frombuffer(text + bytes(_WORD), np.uint8)
-    ends = np.append(np.flatnonzero(raw[:-_WORD] == 0), len(text))
-    if len(ends) == total:
-        begins = np.concatenate([[0], ends[:-1] + 1])
-    else:
-        # None, or some hold what is between them here.
-        return Ids.encoded(id_ for ids in lists for id_ in ids), counts
-    return Ids(raw, begins, ends), counts
+def _padded(text: bytes) -> np.ndarray:
+    """The bytes and a word of zeros."""
+    padded = np.zeros(len(text) + _WORD, np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    return padded
 
 
 class IdTable:
-    """A hash table (open addressing, linear probing) of those of `ids` at some places, distinct: some 20 bytes each."""
+    """Which of `ids`, of those at some places, which are distinct, others are: looked up on a device.
 
-    def __init__(self, ids: Ids, places: np.ndarray) -> None:
-        self._ids, self._keys = ids, ids.keys()
-        bits = (4 * len(places) + 1).bit_length()
-        self._table, self._shift = np.full(1 << bits, -1, np.int32), np.uint64(64 - bits)
-        left = places.astype(np.int32)
-        begins = self._begins(self._keys[left])
-        while len(left):
-            free = self._table[begins] < 0
-            # Of several for one place, the last stays there.
-            self._table[begins[free]] = left[free]
-            others = self._table[begins] != left
-            left, begins = left[others], self._next(begins[others])
+    There it keeps the key of each, in order, and its place, 12 bytes, and the text of all.
+    """
 
-    def find(self, ids: Ids) -> np.ndarray:
+    def __init__(self, ids: Ids, places: np.ndarray, device: torch.device) -> None:
+        self._texts = Texts.of(ids, device)
+        chosen = on_device(places, device)
+        self._keys, order = self._texts.keys()[chosen].sort()
+        self._places = chosen[order].int()
+
+    def find(self, texts: Texts) -> Tensor:
         """At which place each is, -1 if at none. Shape: [N], int32."""
-        keys = ids.keys()
-        begins = self._begins(keys)
-        found = self._table[begins]
-        if not len(self._keys):
+        keys = texts.keys()
+        rows = torch.searchsorted(self._keys, keys)
+        found = self._places_at(rows, keys)
+        if texts.longest < _WORD:
             return found
-        left = np.flatnonzero(self._differ(found, keys, ids) & (found >= 0))
+        # A key of a long id may be that of others too, which stand next to each other.
+        left = ((keys < 0) & (found >= 0)).nonzero()[:, 0]
         while len(left):
-            begins[left] = self._next(begins[left])
-            found[left] = self._table[begins[left]]
+            left = left[~self._texts.equal(found[left], texts, left)]
+            rows[left] += 1
+            found[left] = self._places_at(rows[left], keys[left])
             left = left[found[left] >= 0]
-            left = left[self._differ(found[left], keys[left], ids.some(left))]
         return found
 
-    def _differ(self, found: np.ndarray, keys: np.ndarray, ids: Ids) -> np.ndarray:
-        """Whether those that were found for ids with these keys are others."""
-        differ = self._keys[found] != keys
-        long = np.flatnonzero((keys >= _LONG) & ~differ & (found >= 0))
-        differ[long] = ~self._ids.equal(found[long], ids, long)
-        return differ
-
-    def _begins(self, keys: np.ndarray) -> np.ndarray:
-        return (_mixed(keys) >> self._shift).astype(np.int64)
-
-    def _next(self, places: np.ndarray) -> np.ndarray:
-        return (places + 1) & (len(self._table) - 1)
+    def _places_at(self, rows: Tensor, keys: Tensor) -> Tensor:
+        """The places in some rows of the table, -1 where it has another key than these."""
+        if not len(self._keys):
+            return torch.full_like(rows, -1, dtype=torch.int32)
+        there = rows.clamp(max=len(self._keys) - 1)
+        return self._places[there].masked_fill((self._keys[there] != keys) | (there != rows), -1)
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+class Texts(NamedTuple):
+    """Ids on a device: their text, where each begins in it, its bytes [N], and those of the longest."""
+
+    text: Tensor
+    begins: Tensor
+    lengths: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, ids: Ids, device: torch.device) -> Texts:
+        """Those of ids on the host."""
+        lengths = ids.ends - ids.begins
+        text, begins, on_it = (on_device(values, device) for values in (ids.text, ids.begins, lengths))
+        return cls(text, begins, on_it, int(lengths.max(initial=0)))
+
+    @classmethod
+    def of_lists(cls, lists: Sequence[Sequence[str]], device: torch.device, first: int = 0) -> Texts:
+        """Those of all lists, one list after the other.
+
+        One that is no string is a TypeError, which names the list by its number, that of the first being `first`.
+        """
+        try:
+            # One call for a list, as a look at each of very many ids would take longer than their search.
+            joined = encoded_id("\0".join(["\0".join(ids) for ids in lists if len(ids)]))
+        except TypeError:
+            every = ((i, j, id_) for i, ids in enumerate(lists) for j, id_ in enumerate(ids))
+            i, j, id_ = next(one for one in every if not isinstance(one[2], str))
+            kind = type(id_).__name__
+            raise TypeError(f"subset[{first + i}][{j}] must be a string, got {id_!r:.100} of type {kind}") from None
+        text = on_device(_padded(joined), device)
+        zeros = (text[:-_WORD] == 0).nonzero()[:, 0]
+        if len(zeros) + 1 != sum(map(len, lists)):
+            # There are none, or some hold what is between them here.
+            return cls.of(Ids.encoded(id_ for ids in lists for id_ in ids), device)
+        begins = F.pad(zeros + 1, (1, 0))
+        lengths = F.pad(zeros, (0, 1), value=len(joined)) - begins
+        return cls(text, begins, lengths, int(lengths.max()))
+
+    def words(self, begins: Tensor) -> Tensor:
+        """The 8 bytes from each of these places on, as a number. Shape: [N], int64."""
+        return self.text[begins.unsqueeze(1) + torch.arange(_WORD, device=begins.device)].view(torch.int64)[:, 0]
+
+    def keys(self) -> Tensor:
+        """A number for each: of equal ones the same, of others another, if they have at most 7 bytes. Shape: [N].
+
+        Those of longer ones are negative.
+        """
+        masks = (1 << 8 * self.lengths.clamp(max=_WORD - 1)) - 1
+        keys = self.words(self.begins) & masks | self.lengths << 56
+        if self.longest >= _WORD:
+            long = (self.lengths >= _WORD).nonzero()[:, 0]
+            mixed = self.lengths[long]
+            for left, words in self._words_of(long):
+                mixed[left] = _mixed(mixed[left] ^ words)
+            keys[long] = mixed | _LONG
+        return keys
+
+    def equal(self, which: Tensor, others: Texts, of_others: Tensor) -> Tensor:
+        """Whether some, of at least 8 bytes, are the same as some others. Shape: [n], bool."""
+        equal = self.lengths[which] == others.lengths[of_others]
+        same = equal.nonzero()[:, 0]
+        both = zip(self._words_of(which[same]), others._words_of(of_others[same]), strict=True)
+        for (left, words), (_, words_of_others) in both:
+            equal[same[left]] &= words == words_of_others
+        return equal
+
+    def _words_of(self, which: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The words of some ids of at least 8 bytes, one after the other: of which of these, and the word of each.
+
+        The last one ends where the id does.
+        """
+        begins, lengths = self.begins[which], self.lengths[which]
+        for start in range(0, int(lengths.max()) if len(which) else 0, _WORD):
+            left = (lengths > start).nonzero()[:, 0]
+            yield left, self.words(begins[left] + (lengths[left] - _WORD).clamp(max=start))
+
+
+def _mixed(numbers: Tensor) -> Tensor:
     """Other numbers, of which all bits depend on all of these."""
-    numbers = (numbers ^ (numbers >> np.uint64(32))) * _FACTORS[0]
-    return (numbers ^ (numbers >> np.uint64(29))) * _FACTORS[1]
+    numbers = (numbers ^ (numbers >> 32 & 0xFFFFFFFF)) * _FACTORS[0]
+    return (numbers ^ (numbers >> 29 & 0x7FFFFFFFF)) * _FACTORS[1]

@@ -49,7 +49,7 @@ def k_best_of_runs(scores: Tensor, counts: np.ndarray, k: int) -> tuple[Tensor, 
     """
     device, total = scores.device, len(scores)
     lengths = torch.from_numpy(counts).to(device, non_blocking=True)
-    runs = torch.arange(len(counts), device=device).repeat_interleave(lengths, output_size=total)
+    runs = torch.arange(len(counts), dtype=torch.int32, device=device).repeat_interleave(lengths, output_size=total)
     order = torch.sort(scores, descending=True, stable=True).indices
     order = order[torch.sort(runs[order], stable=True).indices]
     places = (lengths.cumsum(0) - lengths).unsqueeze(1) + torch.arange(min(k, int(counts.max())), device=device)

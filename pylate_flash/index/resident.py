@@ -15,8 +15,9 @@ from .codes import Columns, Held
 from .documents import Documents, cuts, runs_of
 from .layout import Layout
 from .loading import STAGED_BYTES, Loader, Loading
+from .transfer import on_device
 
-__all__ = ["Block", "Packed", "Rows", "free_memory", "on_device"]
+__all__ = ["Block", "Packed", "Rows", "free_memory"]
 
 # Rows that stream through a device at a time; on a CPU, few enough that its caches still hold what was read.
 STREAMED_BYTES_CUDA = STAGED_BYTES
@@ -27,8 +28,6 @@ _AHEAD = 2
 _SHARE = 0.8
 # What grows again and again has room for so much more than it needs.
 _GROWTH = 1.125
-# Of more pageable bytes, a copy may wait for what the GPU has been given before.
-_STAGED_BY_THE_DRIVER = 64 << 10
 # A load of fewer bytes is over before anybody looks at a bar.
 _LONG_BYTES = 1 << 30
 
@@ -232,14 +231,6 @@ def _taken(rows: Held, index: Tensor) -> Held:
     whole = rows.view(wide)
     # On a GPU, index_select copies an element at a time, and takes five times as long as memory does.
     return (whole[index] if rows.is_cuda else whole.index_select(0, index)).view(rows.dtype)
-
-
-def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device, without waiting for it."""
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    if device.type == "cuda" and tensor.nbytes > _STAGED_BY_THE_DRIVER and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def free_memory(device: torch.device) -> int:

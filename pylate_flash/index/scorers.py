@@ -23,7 +23,8 @@ from ..ops.varlen import maxsim_in_place
 from ..problem import Options, Tensors
 from .codes import Codec, Columns, Held
 from .layout import Layout
-from .resident import Packed, on_device
+from .resident import Packed
+from .transfer import on_device
 
 __all__ = ["EMPTY_SCORE", "Queries", "Scorer", "bounds_of_one"]
 

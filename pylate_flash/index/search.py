@@ -24,6 +24,7 @@ from .ranks import Hits, Ranks
 from .resident import Block, Packed, Rows
 from .scorers import EMPTY_SCORE, Queries, Scorer, bounds_of_one
 from .store import PackedStore
+from .transfer import on_device
 
 __all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 
@@ -232,27 +233,31 @@ class Search:
         in_place: bool,
     ) -> Iterator[Hits]:
         """For every query among documents of its own, of those at some positions."""
-        n_documents = self.rows.documents
-        allowed: np.ndarray | None = None
+        n_documents, device = self.rows.documents, self.device
+        allowed: Tensor | None = None
         if positions is not None:
             # The last one stands for ids that are none.
-            allowed = np.bincount(positions, minlength=len(self.store.documents.lengths) + 1) > 0
+            allowed = torch.zeros(len(self.store.documents.lengths) + 1, dtype=torch.bool, device=device)
+            allowed[on_device(positions, device)] = True
         bits = n_documents.bit_length()
 
         def owned() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             """Each query's, ascending."""
             for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
-                found, counts = self.store.documents.find(subsets[first:last], first)
-                keys = np.repeat(np.arange(len(counts)) << bits, counts) | (found - self._first)
-                there = (found >= self._first) & (found < self._first + n_documents)
+                found, counts = self.store.documents.find(subsets[first:last], first, device)
+                slots = found - self._first
+                there = (slots >= 0) & (slots < n_documents)
                 if allowed is not None:
                     there &= allowed[found]
-                keys = np.sort(keys if there.all() else keys[there])
-                again = np.flatnonzero(keys[1:] == keys[:-1])
-                if len(again):
-                    keys = np.delete(keys, again)
-                edges = np.searchsorted(keys, np.arange(len(counts) + 1) << bits)
-                yield keys & ((1 << bits) - 1), np.diff(edges)
+                # A GPU sorts numbers of half the bits in half the launches.
+                dtype = torch.int32 if len(counts) < 1 << (31 - bits) else torch.int64
+                owners = torch.arange(len(counts) + 1, dtype=dtype, device=device) << bits
+                keys = owners[:-1].repeat_interleave(on_device(counts, device), output_size=len(found)) | slots
+                # What is not there becomes the last one.
+                keys = keys.masked_fill(~there, len(counts) << bits).unique()
+                edges = torch.searchsorted(keys, owners).cpu().numpy()
+                slots = keys[: edges[-1]] & ((1 << bits) - 1)
+                yield slots.cpu().numpy().astype(np.int64), np.diff(edges)
 
         return self._among_slots(queries, k, scorer, owned(), show_progress, in_place)
 

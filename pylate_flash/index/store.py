@@ -142,7 +142,7 @@ class PackedStore:
 
     def positions_of(self, ids: Sequence[str]) -> np.ndarray:
         """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int32."""
-        return self.documents.find([ids])[0]
+        return self.documents.find([ids])[0].numpy()
 
     def positions_where(self, where: Where) -> np.ndarray:
         """Positions, ascending, of the documents whose metadata fulfil an expression. It raises what `matching` does.

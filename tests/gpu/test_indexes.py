@@ -27,7 +27,8 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, memory: int | str) ->
     lengths = torch.randint(0, 60, (200,), generator=generator).tolist()
     documents = [torch.randint(-1, 2, (length, 64), generator=generator).float() for length in lengths]
     queries = [torch.randint(-1, 2, (length, 64), generator=generator).float() for length in (32, 5, 17)]
-    ids = [str(i) for i in range(len(documents))]
+    # Shorter and longer ones than the 8 bytes that are looked at together.
+    ids = [f"the document of number {i}" if i % 4 == 2 else f"{i}" for i in range(len(documents))]
     Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False).add_documents(ids[:150], documents[:150])
     with (
         mock.patch.object(resident, "STREAMED_BYTES_CUDA", 1000 * 64 * 2),
