@@ -49,7 +49,7 @@ MOST_BUILT, MOST_FILTERED = 60_000, 400_000
 BLOCK, ROOM = 1 << 20, 0.9
 FAST_PLAID = Peer("fast-plaid", "fast_plaid", device=None)
 # Errors of scores in fewer bits, of queries and documents, at most, relative to the largest.
-ERRORS = {"int8": 0.02, "fp8": 0.05, "residual4": 0.05, "residual2": 0.2}
+ERRORS = {"int8": 0.02, "fp8": 0.05, "residual4": 0.1, "residual2": 0.3}
 # Centroids of residual codes, and tokens by which their buckets are cut.
 CENTROIDS, BUCKETED = 4096, 1 << 14
 # Bytes of the store on the disk.

@@ -276,7 +276,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
     """
     kind, rows = problem.kind, _stacked_rows(problem)
-    own = kind.quantize_queries and problem.n_queries == problem.groups and kind.quantized != torch.float8_e4m3fn
+    own = kind.quantize_queries and problem.n_queries == problem.groups
+    own &= kind.quantized != torch.float8_e4m3fn or kind.cu_seqlens is not None
     if own and problem.n_tokens >= tables.SHORT_QUANTIZED_TOKENS and _is_short(problem, 0):
         return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)

@@ -45,7 +45,7 @@ def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
     close(found, expected, precision, quantize_queries)
 
 
-@pytest.mark.parametrize("precision", ["int8", "uint8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_packed_rows_with_scales_between_them(precision: str) -> None:
     """As an index keeps them, of documents of all lengths, some of them empty."""
     lengths = torch.tensor([(37 * index) % 301 for index in range(2000)])

@@ -297,6 +297,17 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
         assert not re.search(r"LDL|STL", sass[sass.index("IMMA") : sass.rindex("IMMA")])
 
 
+@pytest.mark.parametrize("capability", [90, 120], indirect=True)
+def test_short_queries_meet_packed_documents_in_fp8(capability: int) -> None:
+    tensors = inputs((1, 32, 128), (360_000, 128), BF16)
+    bounds = torch.arange(2001, dtype=torch.int32) * 180
+    tensors = tensors._replace(documents=tensors.documents.to(FP8), documents_cu_seqlens=bounds)
+    ptx = compiled(quantized(tensors, True, max_document_length=180), "short", capability)["short"].asm["ptx"]
+    products = ptx[ptx.index("mma.sync") : ptx.rindex("mma.sync")]
+    assert not re.search(r"(ld|st)\.shared|ldmatrix|shfl|prmt", products) or triton_version() > (3, 6)
+    assert "0x10" in re.findall(_COPIES, ptx)
+
+
 @pytest.mark.parametrize("capability", [80, 100, 120], indirect=True)
 def test_centroids_are_copied_ahead(capability: int) -> None:
     call = partial(forward.residual_forward, *residual(torch.empty(32, 32, 128).half(), 4))

@@ -166,25 +166,27 @@ def token_of_columns(COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _bytes(words):
-    """The bytes [..., 2, 2] of words [...]."""
+def _bytes(words, DTYPE: tl.constexpr):
+    """The bytes [..., 2, 2] of words [...], int8 or fp8."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
-    return tl.join(even, odd)
+    return tl.join(even, odd).to(DTYPE, bitcast=True)
 
 
 @triton.jit
-def operand(words):
+def operand(words, DTYPE: tl.constexpr):
     """[rows, 16 * J] of the bytes of words [rows, 4 * J], in the order in which tensor cores take them of a thread."""
     ROWS: tl.constexpr = words.shape[0]
     J: tl.constexpr = words.shape[1] // 4
-    bytes_ = tl.permute(tl.reshape(_bytes(words), [ROWS, 4, J // 2, 8]), (0, 2, 1, 3))
+    bytes_ = tl.permute(tl.reshape(_bytes(words, DTYPE), [ROWS, 4, J // 2, 8]), (0, 2, 1, 3))
     return tl.reshape(bytes_, [ROWS, 16 * J])
 
 
 @triton.jit
-def query_values(query_ptr, query_length, stride_token, COLUMNS: tl.constexpr, config: tl.constexpr):
-    """A query in int8 [columns, elements], an element for each that words have room for; and the columns' scales."""
+def query_values(
+    query_ptr, query_length, stride_token, COLUMNS: tl.constexpr, config: tl.constexpr, DTYPE: tl.constexpr
+):
+    """A query in 8 bits [columns, elements], an element for each that words have room for; and the columns' scales."""
     EMBEDDING: tl.constexpr = config.size
     NBITS: tl.constexpr = config.nbits
     J: tl.constexpr = words_of(EMBEDDING, NBITS)
@@ -202,7 +204,7 @@ def query_values(query_ptr, query_length, stride_token, COLUMNS: tl.constexpr, c
         exists = (tokens < query_length)[:, None] & (word < HELD)[None, :]
         places = (places // (ELEMENTS * J) * HELD + word) * ELEMENTS + places % ELEMENTS
     rows = tl.load(query_ptr + tokens[:, None] * stride_token + places[None, :], mask=exists, other=0.0)
-    values, scale = rounded_rows(rows.to(tl.float32), tl.int8, config.normalize)
+    values, scale = rounded_rows(rows.to(tl.float32), DTYPE, config.normalize)
     return values, scale
 
 
@@ -221,7 +223,7 @@ def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr):
     values_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     at = (part * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * (4 * J) + tl.arange(0, 4 * J)[None, :]
     words = tl.load(values_ptr + tl.max_contiguous(at, [1, J]))
-    bytes_ = tl.reshape(_bytes(words), [COLUMNS, 4, J // 2, 8])
+    bytes_ = tl.reshape(_bytes(words, tl.int8), [COLUMNS, 4, J // 2, 8])
     return tl.reshape(tl.permute(bytes_, (2, 1, 3, 0)), [16 * J, COLUMNS])
 
 
@@ -257,7 +259,7 @@ def _table_kernel(
         for word in tl.static_range(4):
             tl.store(luts_ptr + word, _word(bytes_, 4 * word))
         tl.store(luts_ptr + 4, (unit * unit_of_table(EMBEDDING)).to(tl.int32, bitcast=True))
-        values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config)
+        values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config, tl.int8)
         columns, places = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
         word, element = places // ELEMENTS % J, places % ELEMENTS
         if NBITS == 4:

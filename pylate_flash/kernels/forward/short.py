@@ -75,24 +75,28 @@ def _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config: t
     """Similarities [32, columns], less the scales of the columns, of what was fetched of 32 tokens."""
     words, second, scale, offset, entries = fetched
     COLUMNS: tl.constexpr = operands[0].shape[1]
+    DTYPE: tl.constexpr = operands[0].dtype
+    if tl.int8 != DTYPE:
+        sums = tl.dot(operand(words, DTYPE), operands[0])
+        return tl.dot(operand(second, DTYPE), operands[1], sums) * scale[:, None]
     sums = tl.broadcast_to(sums_begin[None, :], [_ROWS, COLUMNS])
     if config.nbits == 4:
         a, b = four_bits(words, luts, PTX)
-        sums = tl.dot(operand(a), operands[0], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(b), operands[1], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(a, tl.int8), operands[0], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(b, tl.int8), operands[1], sums, out_dtype=tl.int32)
     elif config.nbits == 2:
         a, b, c, d = two_bits(words, luts, PTX)
-        sums = tl.dot(operand(a), operands[0], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(b), operands[1], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(c), operands[2], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(d), operands[3], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(a, tl.int8), operands[0], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(b, tl.int8), operands[1], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(c, tl.int8), operands[2], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(d, tl.int8), operands[3], sums, out_dtype=tl.int32)
     else:
         if config.affine:
             # Values are 0 to 255, and tensor cores multiply signed integers: 128 is taken from them here, and its
             # product with the scale added to the offset.
             words, second = words ^ -0x7F7F7F80, second ^ -0x7F7F7F80
-        sums = tl.dot(operand(words), operands[0], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(second), operands[1], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(words, DTYPE), operands[0], sums, out_dtype=tl.int32)
+        sums = tl.dot(operand(second, DTYPE), operands[1], sums, out_dtype=tl.int32)
     sums = sums.to(tl.float32, bitcast=True)
     if config.nbits > 0:
         entries = tl.permute(tl.reshape(entries, [_ROWS, 4, COLUMNS // 8, 2]), (0, 2, 1, 3))
@@ -146,6 +150,7 @@ def _short_kernel(
     COLUMNS: tl.constexpr = config.tile.columns
     stride_query *= config.query_unit
     stride_query_token *= config.query_unit
+    DTYPE: tl.constexpr = tl.float8e4nv if tl.float8e4nv == documents_ptr.dtype.element_ty else tl.int8
     documents_ptr = documents_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     query = tl.program_id(0) % n_queries
     index = tl.program_id(0) // n_queries
@@ -205,7 +210,7 @@ def _short_kernel(
     else:
         # Left in memory by one program for the others, values would wait for a launch; by all, for each other.
         queries_ptr += query.to(tl.int64) * stride_query
-        values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config)
+        values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config, DTYPE)
         first_operand, second_operand = operands_of(values, J)
         operands = first_operand, second_operand, first_operand, second_operand
         if config.affine:

@@ -76,7 +76,7 @@ def test_sums_of_short_queries_at_their_largest(size: int, monkeypatch: pytest.M
     torch.testing.assert_close(scores, torch.full((1, 2), 6.0 * size), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("precision", ["int8", "uint8"])
+@pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
 @pytest.mark.parametrize(("n_queries", "size"), [(1, 128), (1, 96), (3, 64)])
 def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded documents, each query's own and packed ones of which some are empty, by several programs."""
@@ -86,6 +86,8 @@ def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: p
     monkeypatch.setattr(tables, "SMALLEST_SPLIT", 64)
     torch.manual_seed(0)
     queries, lengths = torch.randn(n_queries, 11, size), torch.tensor([0, 5, 40, 0, 33, 64, 1, 20, 0])
+    if precision == "fp8":
+        queries = fp8_exact(queries)
     options = {"normalize": True, "queries_mask": torch.rand(n_queries, 11)}
     shape = (7, 37) if n_queries == 1 else (n_queries, 4, 37)
     documents = quantize(torch.randn(*shape, size), precision)
