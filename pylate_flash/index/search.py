@@ -346,6 +346,10 @@ class Search:
 
     def _some(self, slots: np.ndarray, documents: int, show_progress: bool, in_place: bool) -> Iterator[Block]:
         """The documents at some slots, at most so many at a time, gathered or `in_place`."""
+        if in_place and 0 < len(slots) <= documents:
+            # Nothing is to be cut, for which boundaries would be needed.
+            yield Block(self.rows.some(slots, int(self.rows.lengths[slots].sum()), in_place), 0, None)
+            return
         nbytes = _GATHERED_BYTES_CUDA if self.device.type == "cuda" else _GATHERED_BYTES_CPU
         bounds = np.concatenate([[0], self.rows.lengths[slots].cumsum()])
         stretches = cuts(bounds, documents, None if in_place else max(1, nbytes // self.layout.nbytes))
