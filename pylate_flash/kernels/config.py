@@ -67,8 +67,10 @@ class Config(str):
     row: int = 0
     # The log-sum-exp in place of the maximum.
     soft: bool = False
-    # Of the Hopper kernel: columns of a document's last product, 0 where it is no narrower.
+    # Of the Hopper kernel: columns of a document's last product, 0 where it is no narrower; and whether its first one,
+    # of a whole tile, is begun before the sums of the document before are taken.
     tail: int = 0
+    starts_early: bool = False
     # Of the single kernel: its two loops are one; columns are tokens chosen for each document; all queries meet these.
     flatten: bool = False
     chosen: bool = False
@@ -207,17 +209,18 @@ def stacked_tile(capability: int, size: int, item: int, rows: int, with_argmax: 
 
 @functools.cache
 def hopper_tile(
-    capability: int, size: int, item: int, narrow: bool, long: bool, with_argmax: bool
+    capability: int, size: int, item: int, narrow: bool, long: bool, with_argmax: bool, short: bool = False
 ) -> HopperTile | None:
     """Tile of the Hopper kernel for stacked query rows of `size` elements, or None where it serves none.
 
     `narrow`: there are at most `tables.HOPPER_NARROW_ROWS` rows. `long`: documents are padded to at least
-    `tables.HOPPER_WIDE_MIN_LENGTH`.
+    `tables.HOPPER_WIDE_MIN_LENGTH`; `short`: they have at most `tables.HOPPER_SHORT_LENGTH` tokens, on average.
     """
     if capability != 9 or item != 2 or size > tables.HOPPER_MAX_SIZE or not has_gluon():
         return None
     if size <= 128:
-        return tables.HOPPER_NARROW if narrow else tables.HOPPER_ARGMAX if with_argmax else tables.HOPPER
+        tile = tables.HOPPER_NARROW if narrow else tables.HOPPER_ARGMAX if with_argmax else tables.HOPPER
+        return tables.HOPPER_SHORT._replace(rows=tile.rows) if short and not with_argmax else tile
     if size <= 256:
         return tables.HOPPER_LONG_WIDE if long and not narrow and not with_argmax else tables.HOPPER_LONG
     return tables.HOPPER_LONGEST
@@ -238,6 +241,21 @@ def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
     columns = document_length - left + tile.columns
     tail = next((tail for tail in tables.HOPPER_TAILS if 0 < left <= tail), 0)
     return tail if tile.columns - tail >= tables.HOPPER_TAIL_SAVES * columns else 0
+
+
+def quantized_hopper_tile(size: int, narrow: bool, length: int | None) -> HopperTile:
+    """Tile of the Hopper kernel for embeddings of `size` elements in 8 bits.
+
+    Documents have `length` tokens, on average, or under masks who knows how many (None).
+    """
+    tile = tables.QUANTIZED_HOPPER_NARROW if narrow else tables.QUANTIZED_HOPPER
+    if size > 128:
+        tile = tables.QUANTIZED_HOPPER_LONG
+    columns = next((n for most, n in tables.QUANTIZED_HOPPER_COLUMNS if length is not None and length <= most), None)
+    if columns is None:
+        return tile
+    stages = tile.num_stages if size > 128 else tables.QUANTIZED_HOPPER_STAGES
+    return tile._replace(columns=columns, num_stages=stages)
 
 
 def single_columns(query_length: int) -> int:

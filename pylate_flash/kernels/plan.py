@@ -239,7 +239,8 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
     rows = _stacked_rows(problem, unpadded)
     narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
-    wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax)
+    short = kind.documents_mask is None and total <= tables.HOPPER_SHORT_LENGTH * problem.all_documents
+    wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax, short)
     why = _ONE_MATRIX
     if wide is None:
         if capability == 9:
@@ -250,7 +251,8 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         # The argmax is found in a whole tile.
         alike = not packed and kind.documents_mask is None
         tail = 0 if kind.with_argmax else config.hopper_tail(wide, length if alike else None)
-        plan = hopper_plan(problem, wide, why + ", on a Hopper GPU", unpadded, tail=tail)
+        early = wide.columns == tables.HOPPER_SHORT.columns
+        plan = hopper_plan(problem, wide, why + ", on a Hopper GPU", unpadded, tail=tail, starts_early=early)
         if not packed or length <= plan.splits.whole:
             return plan
         why += f"; a document may be longer than {plan.splits.whole} tokens, and is scored in segments"
@@ -283,13 +285,16 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
     if why_not is None:
-        wide = tables.QUANTIZED_HOPPER_NARROW if rows <= tables.HOPPER_NARROW_ROWS else tables.QUANTIZED_HOPPER
-        if kind.size > 128:
-            wide = tables.QUANTIZED_HOPPER_LONG
-        tail, alike = tables.QUANTIZED_HOPPER_TAIL, kind.documents_mask is None and not problem.packed
-        if alike and not 0 < problem.document_length % wide.columns <= tail:
+        masked, length = kind.documents_mask is not None, problem.document_length
+        if problem.packed:
+            length = rounded_total(problem.n_tokens) // problem.n_documents
+        wide = config.quantized_hopper_tile(kind.size, rows <= tables.HOPPER_NARROW_ROWS, None if masked else length)
+        # What fits into half a tile takes a product of it.
+        tail = wide.columns // 2
+        if not masked and not problem.packed and not 0 < length % wide.columns <= tail:
             tail = 0
-        return hopper_plan(_with_values(problem), wide, _QUANTIZED + ", on a Hopper GPU", tail=tail)
+        reason = _QUANTIZED + ", on a Hopper GPU"
+        return hopper_plan(_with_values(problem), wide, reason, tail=tail, starts_early=not masked)
     item = 1 if kind.quantize_queries else kind.dtype.itemsize
     blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
     rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))

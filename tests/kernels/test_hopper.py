@@ -112,6 +112,8 @@ KIND = kind_of(
 CONFIG = config_of("hopper", KIND, tables.HOPPER, Blocks(128, 0, False), (1, 1), group=32)
 ARGMAX = {"with_argmax": True, "tile": tables.HOPPER_ARGMAX}
 NARROW, LONG = tables.HOPPER_NARROW, tables.HOPPER_LONG._replace(num_stages=6)
+SHORT = {"tile": tables.HOPPER_SHORT, "starts_early": True}
+LATE = {"starts_early": False}
 OF_48 = {"size": 48, "blocks": Blocks(64, 0, False)}
 OF_96 = {"size": 96, "blocks": Blocks(64, 32, False)}
 OF_256 = {"size": 256, "blocks": Blocks(256, 0, False)}
@@ -155,6 +157,8 @@ def compiled(**options) -> str:
         {"tail": 32} | OF_96,
         {"tail": 32, "packed": True},
         {"tail": 32, "packed": True, "tile": NARROW} | OF_48,
+        SHORT | {"packed": True},
+        SHORT | {"packed": True, "tail": 16} | OF_96,
         {"size": 72, "blocks": Blocks(64, 16, False)} | ARGMAX,
         {"tile": LONG} | OF_256,
         {"tile": tables.HOPPER_LONGEST} | OF_320,
@@ -187,6 +191,13 @@ def test_inverse_norms_come_with_the_tokens(options: dict) -> None:
     assert under_way
     assert not any("ld.global" in part for part in under_way)
     assert all("ld.shared" in part for part in under_way)
+
+
+@pytest.mark.parametrize("options", [{}, {"packed": True}, {"packed": True, "normalize": True}, OF_96], ids=str)
+def test_sums_are_stored_while_the_next_product_is_under_way(options: dict) -> None:
+    under_way = r"wgmma\.commit_group(?:(?!wgmma\.wait_group).)*?st\.global"
+    early, late = (re.findall(under_way, compiled(**SHORT | options | start), re.DOTALL) for start in ({}, LATE))
+    assert (len(early), len(late)) == (tables.HOPPER_SHORT.parts, 0)
 
 
 @pytest.mark.parametrize("tail", [16, 32])

@@ -15,6 +15,7 @@ from pylate_flash.kernels.config import (
     embedding_blocks,
     hopper_tail,
     hopper_tile,
+    quantized_hopper_tile,
     single_columns,
     single_tile,
     stacked_tile,
@@ -73,6 +74,18 @@ def test_where_the_last_tile_is_narrower() -> None:
     assert hopper_tail(hopper_tile(9, 256, 2, False, False, False), 77) == 0
     # Of documents with lengths of their own.
     assert hopper_tail(tile, None) == 32
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "columns"),
+    [(128, 20, 32), (96, 48, 32), (128, 49, 64), (128, 128, 64), (128, 129, 128), (256, 20, 32), (128, None, 128)],
+)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_tiles_of_8_bits_are_as_short_as_documents(size: int, length: int | None, columns: int, narrow: bool) -> None:
+    tile = quantized_hopper_tile(size, narrow, length)
+    assert tile.columns == columns
+    assert tile.rows == (256 if size <= 128 and not narrow else 128)
+    assert tile.num_stages * tile.columns * size <= SHARED_MEMORY[90] - (16 << 10)
 
 
 @pytest.mark.parametrize(
@@ -203,19 +216,42 @@ def test_what_other_kernels_serve(
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("served", "rows", "tail"),
+    ("served", "rows", "columns", "tail"),
     [
-        (quantized((32, 32, 128), (40, 180, 128)), 256, 64),
-        (quantized((32, 32, 128), (40, 250, 128)), 256, 0),
-        (quantized((1, 1024, 128), (40, 1024, 128), torch.float8_e4m3fn), 256, 0),
-        (quantized((3, 32, 96), (40, 7, 96)), 128, 64),
-        (quantized((32, 32, 256), (40, 180, 256)), 128, 64),
-        (packed_quantized(), 256, 64),
+        (quantized((32, 32, 128), (40, 180, 128)), 256, 128, 64),
+        (quantized((32, 32, 128), (40, 250, 128)), 256, 128, 0),
+        (quantized((32, 32, 128), (40, 77, 128)), 256, 64, 32),
+        (quantized((1, 1024, 128), (40, 1024, 128), torch.float8_e4m3fn), 256, 128, 0),
+        (quantized((3, 32, 96), (40, 30, 96)), 128, 32, 0),
+        (quantized((32, 32, 256), (40, 180, 256)), 128, 128, 64),
+        (packed_quantized(), 256, 128, 64),
     ],
 )
-def test_tiles_of_8_bits(served: Problem, rows: int, tail: int, capability: int) -> None:
+def test_tiles_of_8_bits(served: Problem, rows: int, columns: int, tail: int, capability: int) -> None:
     plan = quantized_plan(served)
-    assert (plan.tile.rows, plan.tile.columns, plan.config.tail) == (rows, 128, tail)
+    assert (plan.tile.rows, plan.tile.columns, plan.config.tail) == (rows, columns, tail)
+    assert plan.config.starts_early
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("served", "short"),
+    [
+        (problem((32, 32, 128), (40, 30, 128)), True),
+        (problem((3, 32, 96), (40, 64, 96)), True),
+        (problem((32, 32, 128), (40, 65, 128)), False),
+        (problem((32, 32, 128), (40, 30, 128), argmax=True), False),
+        (problem((32, 32, 256), (40, 30, 256)), False),
+        (packed(16, 180), True),
+        (packed(16, 300), False),
+    ],
+)
+def test_short_documents_have_small_tiles_and_products_that_start_early(
+    served: Problem, short: bool, capability: int
+) -> None:
+    config = forward_plan(served).config
+    assert (config.tile.columns == tables.HOPPER_SHORT.columns, config.starts_early) == (short, short)
+    assert not (short and config.tail)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

@@ -95,21 +95,15 @@ def _first(tile, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
-    """Similarities of a part's rows with the first COLUMNS tokens of the tile in a slot, and the next slot, full."""
-    query_tile, second_query_tile, tiles, second_tiles, scales, full, empty = operands
+def _start(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
+    """Begin the product of a part's rows with the first COLUMNS tokens of the tile in a slot, which is full."""
+    query_tile, second_query_tile, tiles, second_tiles, _, _, _ = operands
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     ROWS: gl.constexpr = query_tile.shape[0]
-    PARTS: gl.constexpr = config.tile.parts
-    IN_TURN: gl.constexpr = _in_turn(config)
-    SCALED: gl.constexpr = config.normalize or config.values
-    # Loads of scales while a product is under way come between its instructions. Those of 8 bits are too short for it:
-    # with int8 0.250 in place of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
-    SCALES_LAST: gl.constexpr = ITEM == 1
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     SUM: gl.constexpr = gl.int32 if tiles.dtype == gl.int8 else gl.float32
-    if IN_TURN:
+    if _in_turn(config):
         execute(_AWAIT_TURN[PART])
     similarities = warpgroup_mma(
         _as_operand(query_tile, operand),
@@ -125,6 +119,21 @@ def _product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.const
             similarities,
             is_async=True,
         )
+    return similarities
+
+
+@gluon.jit
+def _finish(similarities, operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
+    """Similarities that `_start` has begun, when they are there, and the next slot, full."""
+    _, _, tiles, _, scales, full, empty = operands
+    ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
+    PARTS: gl.constexpr = config.tile.parts
+    IN_TURN: gl.constexpr = _in_turn(config)
+    SCALED: gl.constexpr = config.normalize or config.values
+    # Loads of scales while a product is under way come between its instructions. Those of 8 bits are too short for it:
+    # with int8 0.250 in place of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
+    SCALES_LAST: gl.constexpr = ITEM == 1
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
     if SCALED and not SCALES_LAST:
         scale = _first(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
     # While the product is under way, see to the next tile: of this document or another, or the one at the end.
@@ -145,6 +154,12 @@ def _product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.const
     if SCALED:
         similarities = scaled(similarities, scale, one)
     return similarities, slot, phase
+
+
+@gluon.jit
+def _product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
+    similarities = _start(operands, slot, config, COLUMNS, PART)
+    return _finish(similarities, operands, slot, phase, one, config, COLUMNS, PART)
 
 
 @gluon.jit
@@ -229,6 +244,8 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     next_one = gl.minimum(first, n_documents - 1)
     next_flat = group.to(gl.int64) * n_documents + next_one
     following = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_one, document_length, config)
+    if config.starts_early:
+        under_way = _start(operands, slot, config, BLOCK_TOKENS, PART)
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
         first_token, length = following
@@ -244,7 +261,13 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         in_tiles = length
         if TAIL > 0:
             in_tiles -= gl.where(length % BLOCK_TOKENS <= TAIL, length % BLOCK_TOKENS, 0)
-        for start in range(0, in_tiles, BLOCK_TOKENS):
+        begin = gl.to_tensor(0)
+        if config.starts_early:
+            similarities, slot, phase = _finish(under_way, operands, slot, phase, one, config, BLOCK_TOKENS, PART)
+            best = gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger)
+            begin += BLOCK_TOKENS
+            in_tiles = gl.maximum(in_tiles, BLOCK_TOKENS)
+        for start in range(begin, in_tiles, BLOCK_TOKENS):
             similarities, slot, phase = _product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
             if config.soft:
                 best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
@@ -261,16 +284,18 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         if TAIL > 0:
             # Once or not at all: a loop, as a condition crashes ptxas 12.8 at 256 elements.
             for start in range(in_tiles, length, TAIL):
-                similarities, slot, phase = _product(operands, slot, phase, one, config, TAIL, PART)
+                of_tail, slot, phase = _product(operands, slot, phase, one, config, TAIL, PART)
                 if config.soft:
-                    columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, similarities.type.layout))
-                    similarities = gl.where((start + columns < length)[None, :], similarities, float("-inf"))
-                    best, total = add_exponentials(similarities, row_factor, best, total, ROWS, TAIL)
+                    columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, of_tail.type.layout))
+                    of_tail = gl.where((start + columns < length)[None, :], of_tail, float("-inf"))
+                    best, total = add_exponentials(of_tail, row_factor, best, total, ROWS, TAIL)
                 else:
-                    tail_best = gl.reduce(split_by_lane(similarities, ROWS, TAIL), 2, larger)
+                    tail_best = gl.reduce(split_by_lane(of_tail, ROWS, TAIL), 2, larger)
                     tail_best = gl.convert_layout(tail_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
                     best = larger(best, tail_best)
 
+        if config.starts_early:
+            under_way = _start(operands, slot, config, BLOCK_TOKENS, PART)
         counted = row_active & (length > 0)
         if config.soft:
             lse = log_sums_of_lanes(best, total, (document_length - length).to(gl.float32), config.zero_masked)
@@ -308,6 +333,9 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         if config.packed or config.has_documents_mask:
             sums = gl.where(length > 0, sums, of_empty)
         gl.store(sums_ptr + sum_offset + document, sums, mask=sum_exists)
+    if config.starts_early:
+        # After the last document, that of a tile of which nothing is copied.
+        warpgroup_mma_wait(0, deps=[under_way])
     if _in_turn(config) and PART < PARTS // 2:
         # The other part gave a turn once more.
         execute(_AWAIT_TURN[PART])

@@ -113,9 +113,12 @@ def document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document
 
 
 @gluon.jit
-def _tokens_read(left, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr):
-    """Tokens of a tile that a product reads, where so many tokens of the document are left."""
-    return gl.where(left <= TAIL, TAIL, BLOCK_TOKENS)
+def _tokens_read(start, left, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, config: gl.constexpr):
+    """Tokens that a product reads of the tile from `start` on, where so many tokens of the document are left."""
+    narrow = left <= TAIL
+    if config.starts_early:
+        narrow = narrow & (start > 0)
+    return gl.where(narrow, TAIL, BLOCK_TOKENS)
 
 
 @gluon.jit
@@ -137,6 +140,8 @@ def _token_rows(base, active_ptr, first_token, positions, dims, start, length, s
 @gluon.jit
 def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     """Copy the tokens of the run's documents, tile by tile, into the slots as they become empty.
+
+    Where products start early, every document has a first tile, a whole one: without tokens, whatever lies there.
 
     SCALED: with what similarities are multiplied by. A thread that multiplies would load that of every fourth token,
     and the token's number, 32 loads beside as many products.
@@ -176,11 +181,15 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
             base = documents_ptr + first_token * stride_token
         else:
             base = documents_ptr + group.to(gl.int64) * stride_group + gl.cast(document, gl.int64) * stride_document
+        if config.starts_early and length <= 0:
+            mbarrier.wait(empty.index(slot), phase)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            slot, phase = next_slot(slot, phase, config.tile.num_stages)
         for start in range(0, length, BLOCK_TOKENS):
             rows = _token_rows(base, active_ptr, first_token, positions, dims, start, length, stride_token, config)
             mbarrier.wait(empty.index(slot), phase)
             if TAIL > 0:
-                read = (positions < _tokens_read(length - start, BLOCK_TOKENS, TAIL))[:, None]
+                read = (positions < _tokens_read(start, length - start, BLOCK_TOKENS, TAIL, config))[:, None]
                 exists = read & (dims < EMBEDDING)[None, :]
                 copy_to_shared(tiles.index(slot), rows, mask=exists)
             elif BLOCK_EMBEDDING <= EMBEDDING:
@@ -193,7 +202,8 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
                 )
                 exists = (second_dims < EMBEDDING)[None, :]
                 if TAIL > 0:
-                    exists &= (second_positions < _tokens_read(length - start, BLOCK_TOKENS, TAIL))[:, None]
+                    read = (second_positions < _tokens_read(start, length - start, BLOCK_TOKENS, TAIL, config))[:, None]
+                    exists = read & exists
                 copy_to_shared(second_tiles.index(slot), rows, mask=exists)
             if SCALED:
                 tokens = _tokens(active_ptr, first_token, scale_positions, start, length, config)
