@@ -56,6 +56,18 @@ def test_additions_and_removals_keep_the_order_of_insertion(tmp_path: Path) -> N
 
 
 @settings(max_examples=50)
+@given(st.lists(st.text(max_size=9), min_size=1, max_size=8, unique=True), st.data())
+def test_ids_of_any_positions(ids: list[str], data: st.DataObject) -> None:
+    """Fewer than there are documents, or more."""
+    opened = PackedStore(None)
+    for some in (ids[::2], ids[1::2]):
+        opened.add(some, documents_of([1] * len(some)))
+    stored = ids[::2] + ids[1::2]
+    positions = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=20))
+    assert opened.ids_at(np.array(positions, dtype=np.int64)) == [stored[i] for i in positions]
+
+
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data())
 def test_read_returns_any_documents_in_any_order_across_shards(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject

@@ -172,12 +172,10 @@ class Search:
     def results(self, found: Hits, queries: Queries, scorer: Scorer, matches: bool = False) -> list[list[SearchResult]]:
         """What was found for these queries, with ids, and if asked for with the tokens that match."""
         scores, slots, counts = found
-        names = iter(self.store.ids_at(slots[np.arange(slots.shape[1]) < counts[:, None]]))
-        # Where the scores of a query end, no name of the next one is taken.
-        results: list[list[SearchResult]] = [
-            [{"id": name, "score": score} for score, name in zip(own[:count], names, strict=False)]
-            for own, count in zip(scores.tolist(), counts.tolist(), strict=True)
-        ]
+        there = np.arange(slots.shape[1]) < counts[:, None]
+        names, values = self.store.ids_at(slots[there]), scores[there].tolist()
+        hits: list[SearchResult] = [{"id": name, "score": value} for name, value in zip(names, values, strict=True)]
+        results = [hits[first:last] for first, last in pairwise([0, *counts.cumsum().tolist()])]
         if matches:
             queries = replace(queries, device=self.device, dtype=self.layout.asked)
             self._add_matches(scorer, queries, found, results)

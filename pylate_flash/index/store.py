@@ -138,7 +138,11 @@ class PackedStore:
 
     def ids_at(self, positions: np.ndarray) -> list[str]:
         """Ids of the documents at some positions."""
-        return self.documents.ids.some(positions).to_list()
+        ids = self.documents.ids
+        if len(positions) < len(ids.begins):
+            return ids.some(positions).to_list()
+        # Each is made once, and taken where it is asked for.
+        return np.array(ids.to_list(), object)[positions].tolist()
 
     def positions_of(self, ids: Sequence[str]) -> np.ndarray:
         """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int32."""
