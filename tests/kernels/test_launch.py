@@ -143,11 +143,14 @@ def test_fifty_random_shapes_take_few_compilations(functions) -> None:
     assert sum(counts.values()) <= 20
 
 
-def test_a_new_batch_or_document_length_takes_none(functions) -> None:
-    score((16, 10, 32, 180))
+@pytest.mark.parametrize(("length", "another", "longest"), [(180, 114, 1000), (50, 7, 64)])
+def test_a_new_batch_or_document_length_takes_none(functions, length: int, another: int, longest: int) -> None:
+    """Short documents are served by a kernel of their own."""
+    score((16, 10, 32, length))
     before = counts_of(functions)
-    for shape in ((17, 10, 32, 180), (16, 33, 32, 180), (16, 10, 32, 50), (40, 1, 31, 1000), (16, 10, 28, 180)):
+    for shape in ((17, 10, 32, length), (16, 33, 32, length), (40, 1, 31, longest), (16, 10, 28, length)):
         score(shape)
+    score((16, 10, 32, another))
     assert counts_of(functions) == before
     assert sum(before.values()) == 1
 
@@ -160,11 +163,19 @@ def packed_score(n_queries: int, lengths: list[int]) -> None:
     forward.maxsim_forward(problem_of(tensors, Options(max_document_length=max(lengths))), tensors)
 
 
-def test_new_numbers_of_packed_tokens_take_none(functions) -> None:
-    packed_score(16, [20, 300])
+@pytest.mark.parametrize(
+    ("lengths", "others"),
+    [
+        ([20, 300], ([65], [300] * 100, [31, 5, 0, 260], [65] * 5000)),
+        ([20, 70], ([1], [60] * 100, [31, 5, 0, 160], [1] * 5000)),
+    ],
+)
+def test_new_numbers_of_packed_tokens_take_none(functions, lengths: list[int], others: tuple[list[int], ...]) -> None:
+    """Documents that are short on average are served by a kernel of their own."""
+    packed_score(16, lengths)
     before = counts_of(functions)
-    for n_queries, lengths in ((16, [1]), (17, [300] * 100), (100, [31, 5, 0, 260]), (16, [1] * 5000)):
-        packed_score(n_queries, lengths)
+    for n_queries, some in zip((16, 17, 100, 16), others, strict=True):
+        packed_score(n_queries, some)
     assert counts_of(functions) == before
     assert sum(before.values()) == 1
 
