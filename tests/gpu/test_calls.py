@@ -204,8 +204,9 @@ def test_new_packed_sizes_compile_nothing(candidates: bool) -> None:
             options["candidates_cu_seqlens"] = torch.linspace(0, len(lengths), n_queries + 1).long()
         packed(maxsim_varlen, [32] * n_queries, lengths, **options).step()
 
-    # Many documents are shared by programs, some are taken several at a time, one alone.
-    for lengths in ([20, 300], [300], [90] * 100):
+    # Many documents are shared by programs, some are taken several at a time, one alone; short ones have tiles of
+    # their own.
+    for lengths in ([20, 300], [300], [90] * 100, [20, 5]):
         step(40, lengths)
     with compilations() as compiled:
         for n_queries, lengths in [(40, [31, 5, 260]), (41, [999]), (50, [1, 1, 1]), (64, [700, 2, 0, 90] * 30)]:
