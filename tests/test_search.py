@@ -283,11 +283,22 @@ def test_a_gpu_scores_all_queries_together_where_that_takes_no_time(
     check_ranges(queries, 100, tokens, sizes)
 
 
-def check_ranges(queries: int, k: int, tokens: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("queries", "tokens", "sizes"),
+    [(32, 1 << 24, [32]), (200, 1 << 24, [128, 72]), (1000, 1 << 24, [128, 528, 208, 136]), (1000, 1 << 25, [1000])],
+)
+def test_codes_are_decompressed_for_many_queries_or_for_all(
+    queries: int, tokens: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "_FEW_PRODUCTS", 0)
+    check_ranges(queries, 100, tokens, sizes, nbits=4)
+
+
+def check_ranges(queries: int, k: int, tokens: int, sizes: list[int], nbits: int = 0) -> None:
     """How many queries of two tokens and four elements are scored together, of documents of so many tokens."""
     asked = Queries([torch.ones(2, 4)] * queries, torch.device("cuda"), torch.float32)
     rows = SimpleNamespace(streams=False, bounds=np.array([0, tokens]))
-    index = SimpleNamespace(device=asked.device, rows=rows, layout=Layout("float32", 4))
+    index = SimpleNamespace(device=asked.device, rows=rows, layout=SimpleNamespace(size=4, nbits=nbits))
     ranges = search.Search._ranges(index, asked, k)
     assert [stop - start for start, stop in ranges] == sizes
     assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()

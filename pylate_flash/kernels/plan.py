@@ -413,12 +413,15 @@ def residual_plan(
         few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
         if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _is_short(problem, nbits):
             return _short_plan(problem, nbits, "listed" if listed else "split", reason)
+    copied = _decoded_by_copies(problem, centroids, listed)
+    if not (copied and centroids == torch.float16):
+        # Otherwise, query rows keep their type.
         kind = replaced(kind, "quantize_queries", False)
     # Residuals lie one after the other.
     problem = problem._replace(kind=kind, document_strides=(0, 0, 0))
-    if _decoded_by_copies(problem, centroids, listed):
+    if copied:
         reason += ", on a Hopper GPU"
-        return hopper_plan(problem, tables.HOPPER, reason, tail=tables.HOPPER_TAILS[-1], nbits=nbits)
+        return hopper_plan(problem, tables.RESIDUAL_COPIED_TILE, reason, tail=tables.HOPPER_TAILS[-1], nbits=nbits)
     item = problem.dtype.itemsize
     capability, _ = tables.architecture(kind.device)
     rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(_stacked_rows(problem)))

@@ -136,7 +136,11 @@ def of_embeddings(queries: Tensor, documents: ResidualCodes, longest: int) -> Te
 def test_decompressed_where_they_are_copied(
     nbits: int, size: int, dtype: torch.dtype, codec_dtype: torch.dtype
 ) -> None:
-    """Of a few queries, scores are those of embeddings, to the bit, wherever the codes lie in memory."""
+    """Of a few queries, scores are those of embeddings, wherever the codes lie in memory.
+
+    They are the same to the bit where embeddings are rounded to the type of the queries. Where they need not be, and
+    centroids are float16, an embedding is rounded to that, twice, and a scale is.
+    """
     tails = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 300, 0]
     for lengths in (tails, [0, 0, 5], [(37 * index) % 301 for index in range(3000)]):
         documents = residual_codes(lengths, size, nbits, codec_dtype, n_centroids=500).to("cuda")
@@ -145,12 +149,50 @@ def test_decompressed_where_they_are_copied(
             expected = of_embeddings(queries, documents, 300)
             for _ in range(5):
                 assert torch.equal(by_kernels(queries, documents), expected)
-            assert torch.equal(maxsim_residual(queries, documents), expected)
+            found = maxsim_residual(queries, documents)
+            if codec_dtype == torch.float16:
+                # A similarity is at most 1.
+                exact = of_embeddings(queries.float(), documents, 300)
+                torch.testing.assert_close(found, exact, rtol=0, atol=length * 2**-10)
+            else:
+                assert torch.equal(found, expected)
+            for _ in range(5):
+                assert torch.equal(maxsim_residual(queries, documents), found)
     names = "residuals", "centroids", "bucket_weights"
     shifted = replace(documents, **{name: shifted_in_memory(getattr(documents, name)) for name in names})
     assert torch.equal(by_kernels(queries, shifted), expected)
+    assert torch.equal(maxsim_residual(queries, shifted), found)
     mask = torch.rand(queries.shape[:2], device="cuda")
-    check(queries, documents, {"queries_mask": mask, "reduction": "mean", "empty_score": -1.0})
+    options = {"queries_mask": mask, "reduction": "mean", "empty_score": -1.0}
+    check(queries, documents, options)
+    found = maxsim_residual(queries, documents, **options)
+    exact = maxsim_residual_reference(queries.double(), documents, **options)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2**-8 if codec_dtype == torch.bfloat16 else 2**-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_of_any_size_meet_codes_of_another_type(dtype: torch.dtype) -> None:
+    """Rows from the smallest to the largest numbers, of zeros, infinities and NaN."""
+    documents = residual_codes([(37 * index) % 301 for index in range(500)], 128, 4).to("cuda")
+    # Tokens of no length, whose scales no number of 16 bits holds.
+    documents.residuals[:200], documents.bucket_weights[0], documents.centroids[documents.codes[:200].unique()] = (
+        0,
+        0,
+        0,
+    )
+    documents = replace(documents, scales=None)
+    queries = unit(8, 32, 128, dtype=dtype)
+    small, large = (2.0**-14, 2.0**14) if dtype == torch.float16 else (2.0**-110, 2.0**110)
+    queries[1:3] *= torch.tensor([small, large], device="cuda", dtype=dtype)[:, None, None]
+    queries[3] = 0
+    queries[4, 5, 6] = torch.inf
+    queries[5, 7, 8] = torch.nan
+    queries[6, 9, :64], queries[6, 9, 64:] = large, small
+    found, exact = maxsim_residual(queries, documents).double(), of_embeddings(queries.double(), documents, 300)
+    for own, expected in zip(found, exact, strict=True):
+        largest = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 0.0
+        # Each of 32 similarities by two roundings; infinities only have their sign.
+        torch.testing.assert_close(own, expected, rtol=0, atol=32 * 2**-10 * float(largest), equal_nan=True)
 
 
 def shifted_in_memory(tensor: Tensor) -> Tensor:
@@ -165,7 +207,7 @@ def test_blocks_of_documents_decompressed_to_memory(
 ) -> None:
     """Scores are those of embeddings, to the bit, and those of blocks the same."""
     documents = residual_codes([(37 * index) % 301 for index in range(300)], size, nbits).to("cuda")
-    queries = unit(17, 32, size, dtype=dtype)
+    queries = unit(33, 32, size, dtype=dtype)
     expected = of_embeddings(queries, documents, 300)
     assert torch.equal(by_kernels(queries, documents), expected)
     monkeypatch.setattr(tables, "RESIDUAL_SCRATCH", 1 << 20)
@@ -175,9 +217,9 @@ def test_blocks_of_documents_decompressed_to_memory(
 
 
 def test_memory_is_that_of_scores_and_of_a_block() -> None:
-    documents, queries = residual_codes([180] * 8000, 128, 4).to("cuda"), unit(32, 32, 128, dtype=torch.bfloat16)
+    documents, queries = residual_codes([180] * 8000, 128, 4).to("cuda"), unit(33, 32, 128, dtype=torch.bfloat16)
     assert documents.codes.numel() * 256 > tables.RESIDUAL_SCRATCH
-    most = tables.RESIDUAL_SCRATCH + 3 * 4 * 32 * 8000
+    most = tables.RESIDUAL_SCRATCH + 3 * 4 * 33 * 8000
     assert memory_of(lambda: maxsim_residual(queries, documents))[0] < most
 
 

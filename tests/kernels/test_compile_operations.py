@@ -333,14 +333,22 @@ def test_hopper_keeps_residual_codes_in_registers(
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("nbits", "shape", "dtype"), [(4, (5, 32, 128), BF16), (2, (16, 32, 64), F16), (2, (7, 32, 128), BF16)]
+    ("nbits", "shape", "dtype"), [(4, (5, 32, 128), BF16), (2, (16, 32, 64), F16), (2, (32, 32, 128), BF16)]
 )
+@pytest.mark.parametrize("in_float16", [False, True])
 def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
-    nbits: int, shape: tuple[int, ...], dtype: torch.dtype, capability: int
+    nbits: int, shape: tuple[int, ...], dtype: torch.dtype, in_float16: bool, capability: int
 ) -> None:
-    """They and their centroids go to shared memory 16 bytes at a time, and what is looked up needs no memory."""
-    call = partial(forward.residual_forward, *residual(torch.empty(shape, dtype=dtype), nbits))
-    asm = compiled(call, "hopper", capability)["hopper"].asm
+    """They and their centroids go to shared memory 16 bytes at a time, and what is looked up needs no memory.
+
+    Where scores may differ a little from those of embeddings, the latter are products of float16.
+    """
+    problem, *given = residual(torch.empty(shape, dtype=dtype), nbits)
+    problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", in_float16))
+    asm = compiled(partial(forward.residual_forward, problem, *given), "hopper", capability)["hopper"].asm
+    products = set(re.findall(r"wgmma\.mma_async\S+32\.(\w+16)\.", asm["ptx"]))
+    assert products == {"f16" if in_float16 or dtype == F16 else "bf16"}
+    assert ("mul.rn.f16x2" in asm["ptx"]) == in_float16
     assert set(re.findall(_COPIES, asm["ptx"])) == {"0x10", "0x4"}
     assert "prmt" in asm["ptx"]
     assert "ld.shared.b16" not in asm["ptx"]
@@ -350,7 +358,7 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize("with_argmax", [False, True])
 def test_codes_of_many_queries_are_decompressed_once(with_argmax: bool, capability: int) -> None:
-    arguments = residual(torch.empty(32, 32, 128).bfloat16(), 4, with_argmax=with_argmax)
+    arguments = residual(torch.empty(33, 32, 128).bfloat16(), 4, with_argmax=with_argmax)
     call = partial(forward.residual_forward, *arguments)
     code = compiled(call, "decompress hopper", capability)["decompress"]
     assert re.search(r"st\.global\S*v4\.b32", code.asm["ptx"])

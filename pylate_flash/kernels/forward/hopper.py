@@ -37,7 +37,7 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_codes import decode_documents
+from .hopper_codes import decode_documents, scaled_rows
 from .hopper_parts import (
     add_exponentials,
     copy_documents,
@@ -68,13 +68,17 @@ def _in_turn(config):
 
 
 @gluon.constexpr_function
+def _in_type_of_centroids(config):
+    """Whether products are of the type of the centroids of codes, and query rows get scales for that."""
+    return config.nbits > 0 and config.scale_rows
+
+
+@gluon.constexpr_function
 def _copying_registers(config, bits):
     """Registers of a thread that copies, of the 280 of it and of one that multiplies.
 
     With 64 rows, tiles of 8 bits may be of long embeddings, of which a thread copies 16 parts.
     """
-    if config.nbits:
-        return 88
     return 72 if bits == 8 and config.tile.rows == 64 * config.tile.parts else 56
 
 
@@ -188,10 +192,14 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     first_row = (row_block * PARTS + PART) * ROWS
     layout = group, n_queries, query_length, padded_query_length, stride_query, stride_query_token
-    query_tile = query_rows(queries_ptr, first_row, layout, 0, BLOCK_EMBEDDING, config, operand)
+    query_tile = query_rows(queries_ptr, first_row, layout, 0, BLOCK_EMBEDDING, config)
+    if _in_type_of_centroids(config):
+        query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
+    query_tile = gl.convert_layout(query_tile, operand)
     second_query_tile = query_tile
     if SECOND > 0:
-        second_query_tile = query_rows(queries_ptr, first_row, layout, BLOCK_EMBEDDING, SECOND, config, operand)
+        second_query_tile = query_rows(queries_ptr, first_row, layout, BLOCK_EMBEDDING, SECOND, config)
+        second_query_tile = gl.convert_layout(second_query_tile, operand)
     operands = (query_tile, second_query_tile, tiles, second_tiles, scales, full, empty)
 
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
@@ -206,7 +214,9 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     if config.has_queries_mask:
         row_weight = gl.load(queries_mask_ptr + global_row, mask=row_exists, other=0)
         row_active = row_active & (row_weight != 0)
-    if SCALED:
+    if _in_type_of_centroids(config):
+        row_scale = gl.convert_layout(row_scale, by_row)
+    elif SCALED:
         row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
     if config.soft:
         beta = gl.load(beta_ptr)
@@ -324,7 +334,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         if config.with_argmax:
             argmax_offset = flat_document * n_queries * query_length + group_row
             gl.store(argmax_ptr + argmax_offset, argmax.to(argmax_ptr.dtype.element_ty), mask=row_exists)
-        if SCALED and not config.soft:
+        if (SCALED or _in_type_of_centroids(config)) and not config.soft:
             row_best *= row_scale
         if config.weighted:
             row_best *= row_weight.to(gl.float32)
@@ -339,15 +349,6 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     if _in_turn(config) and PART < PARTS // 2:
         # The other part gave a turn once more.
         execute(_AWAIT_TURN[PART])
-
-
-@gluon.jit
-def _copy(arguments, coded, config: gl.constexpr, SCALED: gl.constexpr):
-    """What the warps do that do not multiply."""
-    if config.nbits > 0:
-        decode_documents(arguments, coded, config)
-    else:
-        copy_documents(arguments, config, SCALED)
 
 
 @kernel(follows=True, jit=gluon.jit)
@@ -383,7 +384,7 @@ def _hopper_kernel(
         last = gl.minimum(first + run, n_documents)
 
     # That of the documents, or of what their codes stand for.
-    dtype: gl.constexpr = queries_ptr.dtype.element_ty
+    dtype: gl.constexpr = (centroids_ptr if _in_type_of_centroids(config) else queries_ptr).dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
@@ -416,7 +417,6 @@ def _hopper_kernel(
         scales, full, empty, group, first, last, n_documents, document_length, stride_group, stride_document,
         stride_document_token,
     )  # fmt: skip
-    coded = codes_ptr, centroids_ptr, weights_ptr
     if PARTS == 4:
         gl.warp_specialize(
             [
@@ -424,17 +424,29 @@ def _hopper_kernel(
                 (_score, (arguments, config, gl.constexpr(1))),
                 (_score, (arguments, config, gl.constexpr(2))),
                 (_score, (arguments, config, gl.constexpr(3))),
-                (_copy, (copied, coded, config, SCALED)),
+                (copy_documents, (copied, config, SCALED)),
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 40],
+        )
+    elif config.nbits > 0:
+        coded = codes_ptr, centroids_ptr, weights_ptr
+        gl.warp_specialize(
+            [
+                (_score, (arguments, config, gl.constexpr(0))),
+                (_score, (arguments, config, gl.constexpr(1))),
+                (decode_documents, (copied, coded, config, gl.constexpr(0))),
+                (decode_documents, (copied, coded, config, gl.constexpr(1))),
+            ],
+            [4, 4, 4],
+            [184, 72, 72],
         )
     else:
         gl.warp_specialize(
             [
                 (_score, (arguments, config, gl.constexpr(0))),
                 (_score, (arguments, config, gl.constexpr(1))),
-                (_copy, (copied, coded, config, SCALED)),
+                (copy_documents, (copied, config, SCALED)),
             ],
             [4, 4],
             [280 - COPYING, COPYING],

@@ -49,16 +49,8 @@ def rows_of(first_row, positions, ROWS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def query_rows(
-    queries_ptr,
-    first_row,
-    layout,
-    FIRST: gl.constexpr,
-    BLOCK: gl.constexpr,
-    config: gl.constexpr,
-    operand: gl.constexpr,
-):
-    """The BLOCK elements from FIRST on of the query rows of a part, in registers."""
+def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.constexpr, config: gl.constexpr):
+    """The BLOCK elements from FIRST on of the query rows of a part."""
     group, n_queries, query_length, padded_query_length, stride_query, stride_query_token = layout
     ROWS: gl.constexpr = config.tile.rows // config.tile.parts
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK // 8), BLOCK // 8], [4, 1], [1, 0])
@@ -67,7 +59,7 @@ def query_rows(
     dims = FIRST + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, loaded))
     exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < config.size)[None, :]
     offset = (group * n_queries + query).to(gl.int64) * stride_query + token * stride_query_token
-    return gl.convert_layout(gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0), operand)
+    return gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
 
 
 @gluon.jit
