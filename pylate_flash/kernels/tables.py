@@ -219,10 +219,9 @@ RESIDUAL_PER_SM = {RESIDUAL_TILE.num_warps: 2, RESIDUAL_FEW_ROWS.num_warps: 5}
 RESIDUAL_MANY_ROWS = 256
 RESIDUAL_SCRATCH = 256 << 20
 # Elements of an embedding, and query rows from and to, of which that kernel decompresses codes as it copies them, once
-# for every 256 rows; and its tile. Milliseconds so and otherwise on an H100 with 4 bits, of 32 query tokens and 250000
-# documents of 24 to 112: 5 queries 3.24 and 7.43, 8 3.26 and 5.61. Of 32 queries, and 100000 of those 4.33 and 5.05, or
-# 50000 of 64 to 192 3.50 and 4.36, or 10000 of 300 1.42 and 1.85, or 1024 of 180 0.102 and 0.104. Of 64, two workers
-# that round to bfloat16 take 8.2 to 9.2 and otherwise 7.3 to 8.9.
+# for every 256 rows; and its tile. Milliseconds so and otherwise on an H100 with 4 bits, of 32 queries of 32 tokens:
+# 4.4 and 4.8 with 100000 documents of 24 to 112, 3.6 and 4.0 with 50000 of 64 to 192, 1.43 and 1.76 with 10000 of 300,
+# 0.102 and 0.105 with 1024 of 180. Of 64 queries, twice as long or somewhat less, and 8.9, 7.3, 3.1, 0.18.
 RESIDUAL_COPIED_SIZES = 64, 128
 RESIDUAL_COPIED_ROWS = 129, 1024
 RESIDUAL_COPIED_TILE = HopperTile(256, 64, 2, 8)
