@@ -134,7 +134,6 @@ CALLS = [
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
-    ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     # Sums of long queries, and of those that padding would lengthen: of 8 rows, or of each row by itself.
     ("tall", (3, 300, 128), DOCUMENTS, {}, ARGMAX),
     ("tall", (3, 300, 128), DOCUMENTS, WEIGHED, ARGMAX),
