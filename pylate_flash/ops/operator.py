@@ -125,7 +125,8 @@ class _Repeated:
         except TypeError:
             # An option cannot be a key, which the checks have a word for.
             return None
-        if known is None:
+        # A key is hashed anew for each look.
+        if known is None and self._older:
             known = self._older.get(key)
             if known is not None:
                 self.set(key, known)

@@ -155,7 +155,7 @@ def _table(weights_ptr, zero, UNITS: gl.constexpr, NBITS: gl.constexpr):
 
 @gluon.constexpr_function
 def _by_unit(units):
-    """Eight elements to a thread, of which four have one word of 16 bytes."""
+    """The layout of tokens and units of eight elements, of which a thread has one."""
     return gl.BlockedLayout([1, 1], [32 // units, units], [4, 1], [1, 0])
 
 
