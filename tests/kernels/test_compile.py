@@ -183,24 +183,23 @@ def test_calls(row: tuple[str, tuple, tuple, dict, dict], capability: int) -> No
         assert "wgmma" in found["hopper" if "hopper" in found else "stacked"].asm["ptx"]
 
 
-@pytest.mark.parametrize("masking", ["exclude", "zero"])
 @pytest.mark.parametrize("query_length", [1, 32, 33])
 @pytest.mark.parametrize(("size", "document_length"), [(128, 77), (128, 90), (72, 77), (96, 330), (48, 7), (64, 30)])
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_the_last_product_of_a_document_is_narrower(
-    size: int, document_length: int, query_length: int, masking: str, capability: int
+    size: int, document_length: int, query_length: int, capability: int
 ) -> None:
     """On a Hopper GPU; to the other kernels, another length is another number."""
     shapes = (300, query_length, size), (40, document_length, size)
     for names, given, options in (
         ("hopper", {}, {}),
-        ("active_tokens hopper rows", WEIGHTS, {"normalize": True, "masking": masking, "empty_score": -1.0}),
+        ("active_tokens hopper rows", WEIGHTS, {"normalize": True, "masking": "zero", "empty_score": -1.0}),
     ):
         ptx = compiled(forward(inputs(*shapes, **given), **options), names, capability)["hopper"].asm["ptx"]
         assert len([columns for columns in (16, 32) if f"m64n{columns}k16" in ptx]) == 1
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(BF16, 128), (F16, 96), (F32, 128)])
+@pytest.mark.parametrize(("dtype", "size"), [(F16, 96), (F32, 128)])
 @pytest.mark.parametrize("lie", ["together", "apart", "anywhere"])
 @pytest.mark.parametrize(("n_queries", "longest"), [(1, 40), (1, 9000), (32, 40), (32, 9000)])
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
