@@ -439,7 +439,8 @@ def _hopper_kernel(
                 (decode_documents, (copied, coded, config, gl.constexpr(1))),
             ],
             [4, 4, 4],
-            [184, 72, 72],
+            # With 72, Triton 3.8 has a worker that rounds to bfloat16 spill one.
+            [176, 80, 80],
         )
     else:
         gl.warp_specialize(
