@@ -291,14 +291,14 @@ def test_codes_are_decompressed_for_many_queries_or_for_all(
     queries: int, tokens: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "_FEW_PRODUCTS", 0)
-    check_ranges(queries, 100, tokens, sizes, nbits=4)
+    check_ranges(queries, 100, tokens, sizes, "residual4")
 
 
-def check_ranges(queries: int, k: int, tokens: int, sizes: list[int], nbits: int = 0) -> None:
+def check_ranges(queries: int, k: int, tokens: int, sizes: list[int], dtype: str = "float32") -> None:
     """How many queries of two tokens and four elements are scored together, of documents of so many tokens."""
     asked = Queries([torch.ones(2, 4)] * queries, torch.device("cuda"), torch.float32)
     rows = SimpleNamespace(streams=False, bounds=np.array([0, tokens]))
-    index = SimpleNamespace(device=asked.device, rows=rows, layout=SimpleNamespace(size=4, nbits=nbits))
+    index = SimpleNamespace(device=asked.device, rows=rows, layout=Layout(dtype, 4))
     ranges = search.Search._ranges(index, asked, k)
     assert [stop - start for start, stop in ranges] == sizes
     assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()

@@ -221,7 +221,8 @@ RESIDUAL_SCRATCH = 256 << 20
 # Elements of an embedding, and query rows from and to, of which that kernel decompresses codes as it copies them, once
 # for every 256 rows; and its tile. Milliseconds so and otherwise on an H100 with 4 bits, of 32 queries of 32 tokens:
 # 4.4 and 4.8 with 100000 documents of 24 to 112, 3.6 and 4.0 with 50000 of 64 to 192, 1.43 and 1.76 with 10000 of 300,
-# 0.102 and 0.105 with 1024 of 180. Of 64 queries, twice as long or somewhat less, and 8.9, 7.3, 3.1, 0.18.
+# 0.102 and 0.105 with 1024 of 180; of 5 queries 3.24 and 7.43 with 250000 of 24 to 112, before two workers took turns.
+# Of 64, with scales applied after the product, 9.2 and 8.9, 7.3 and 7.3, 3.3 and 3.1, 0.21 and 0.18.
 RESIDUAL_COPIED_SIZES = 64, 128
 RESIDUAL_COPIED_ROWS = 129, 1024
 RESIDUAL_COPIED_TILE = HopperTile(256, 64, 2, 8)

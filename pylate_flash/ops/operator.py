@@ -125,8 +125,7 @@ class _Repeated:
         except TypeError:
             # An option cannot be a key, which the checks have a word for.
             return None
-        # A key is hashed anew for each look.
-        if known is None and self._older:
+        if known is None:
             known = self._older.get(key)
             if known is not None:
                 self.set(key, known)

@@ -171,15 +171,13 @@ def test_decompressed_where_they_are_copied(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_queries_of_any_size_meet_codes_of_another_type(dtype: torch.dtype) -> None:
+def test_queries_of_any_size_meet_float16_centroids(dtype: torch.dtype) -> None:
     """Rows from the smallest to the largest numbers, of zeros, infinities and NaN."""
     documents = residual_codes([(37 * index) % 301 for index in range(500)], 128, 4).to("cuda")
     # Tokens of no length, whose scales no number of 16 bits holds.
-    documents.residuals[:200], documents.bucket_weights[0], documents.centroids[documents.codes[:200].unique()] = (
-        0,
-        0,
-        0,
-    )
+    documents.residuals[:200] = 0
+    documents.bucket_weights[0] = 0
+    documents.centroids[documents.codes[:200].unique()] = 0
     documents = replace(documents, scales=None)
     queries = unit(8, 32, 128, dtype=dtype)
     small, large = (2.0**-14, 2.0**14) if dtype == torch.float16 else (2.0**-110, 2.0**110)

@@ -134,6 +134,7 @@ CALLS = [
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
+    ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     # Sums of long queries, and of those that padding would lengthen: of 8 rows, or of each row by itself.
     ("tall", (3, 300, 128), DOCUMENTS, {}, ARGMAX),
     ("tall", (3, 300, 128), DOCUMENTS, WEIGHED, ARGMAX),
@@ -199,7 +200,7 @@ def test_the_last_product_of_a_document_is_narrower(
         assert len([columns for columns in (16, 32) if f"m64n{columns}k16" in ptx]) == 1
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(F16, 96), (F32, 128)])
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 128), (F16, 96), (F32, 128)])
 @pytest.mark.parametrize("lie", ["together", "apart", "anywhere"])
 @pytest.mark.parametrize(("n_queries", "longest"), [(1, 40), (1, 9000), (32, 40), (32, 9000)])
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
