@@ -339,19 +339,24 @@ def test_hopper_keeps_residual_codes_in_registers(
 def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     nbits: int, shape: tuple[int, ...], dtype: torch.dtype, in_float16: bool, capability: int
 ) -> None:
-    """They and their centroids go to shared memory 16 bytes at a time, and what is looked up needs no memory.
+    """They and their centroids go to shared memory 16 bytes at a time, where one table of pairs of weights is as well.
 
     Where scores may differ a little from those of embeddings, the latter are products of float16.
     """
     problem, *given = residual(torch.empty(shape, dtype=dtype), nbits)
     problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", in_float16))
-    asm = compiled(partial(forward.residual_forward, problem, *given), "hopper", capability)["hopper"].asm
+    code = compiled(partial(forward.residual_forward, problem, *given), "hopper", capability)["hopper"]
+    asm = code.asm
     products = set(re.findall(r"wgmma\.mma_async\S+32\.(\w+16)\.", asm["ptx"]))
     assert products == {"f16" if in_float16 or dtype == F16 else "bf16"}
     assert ("mul.rn.f16x2" in asm["ptx"]) == in_float16
     assert set(re.findall(_COPIES, asm["ptx"])) == {"0x10", "0x4"}
-    assert "prmt" in asm["ptx"]
+    assert "ld.shared.b32 weights0" in asm["ptx"]
     assert "ld.shared.b16" not in asm["ptx"]
+    (words,) = re.findall(r"\.shared \.align \d+ \.b32 pairs\[(\d+)\]", asm["ptx"])
+    assert int(words) == 32 * 4**nbits
+    # All that a program may have, of which the driver takes 1 KB.
+    assert code.metadata.shared + 4 * int(words) <= (228 - 1) * 1024
     assert "LDL" not in get_sass(asm["cubin"])
 
 

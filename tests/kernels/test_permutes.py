@@ -1,4 +1,4 @@
-"""What is looked up by permutes of bytes, run as PTX defines its instructions: Triton's interpreter knows no PTX."""
+"""What is looked up, run as PTX defines its instructions, of which Triton's interpreter knows none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pylate_flash.kernels.forward import few_bits
+from pylate_flash.kernels.forward import few_bits, hopper_codes
 
 WORD = 0xFFFFFFFF
 
@@ -34,19 +34,22 @@ INSTRUCTIONS = {
     "shr": lambda a, b: a >> b,
     "prmt": permuted,
     "lop3": of_table,
+    "bfe": lambda a, first, count: a >> first & (1 << count) - 1,
+    "mad": lambda a, b, c: a * b + c,
 }
 
 
-def run(ptx: str, operands: dict[str, int]) -> dict[str, int]:
-    """The registers and operands after these instructions."""
+def run(ptx: str, operands: dict[str, int], memory: dict[int, int] | None = None) -> dict[str, int]:
+    """The registers and operands after these instructions, which load words from `memory` by their addresses."""
     registers = dict(operands)
+    instructions = {**INSTRUCTIONS, "ld": (memory or {}).__getitem__}
     for line in ptx.strip().strip("{}").split(";"):
         if not line.strip() or line.strip().startswith(".reg"):
             continue
         instruction, rest = line.split(maxsplit=1)
-        to, *given = [name.strip() for name in rest.split(",")]
+        to, *given = [name.strip(" []") for name in rest.split(",")]
         values = [registers[name] if name in registers else int(name, 0) for name in given]
-        registers[to] = INSTRUCTIONS[instruction.split(".")[0]](*values) & WORD
+        registers[to] = instructions[instruction.split(".")[0]](*values) & WORD
     return registers
 
 
@@ -68,3 +71,24 @@ def test_bytes_of_indices(seed: int) -> None:
     for part, first in enumerate((0, 2, 16, 18)):
         expected = words([table[indices >> first + 4 * place & 3] for place in range(4)], 8)
         assert [found[f"${part}"]] == expected
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_pairs_of_weights(seed: int, nbits: int) -> None:
+    """A thread has them in the order of the elements, from the column of its lane, of which other lanes have others."""
+    drawn, count = random.Random(seed), 1 << nbits
+    weights, indices = [drawn.getrandbits(16) for _ in range(count)], [drawn.randrange(count) for _ in range(8)]
+    table, lane = 128 * drawn.randrange(1000), drawn.randrange(32)
+    memory = {
+        table + 128 * (first * count + second) + 4 * lane: weights[second] << 16 | weights[first]
+        for first in range(count)
+        for second in range(count)
+    }
+    # The first index is in the highest bits of the first byte.
+    together = 8 // nbits
+    stored = [indices[start : start + together] for start in range(0, 8, together)]
+    stored_bytes = [sum(index << 8 - nbits * (place + 1) for place, index in enumerate(byte)) for byte in stored]
+    given = {"$4": words(stored_bytes + [0] * (4 - len(stored_bytes)), 8)[0], "$10": table + 4 * lane}
+    found = run("".join(hopper_codes._looked_up(nbits)), given, memory)
+    assert [found[f"weights{pair}"] for pair in range(4)] == words([weights[index] for index in indices], 16)

@@ -37,7 +37,7 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_codes import decode_documents, scaled_rows
+from .hopper_codes import decode_documents, pair_table, scaled_rows
 from .hopper_parts import (
     add_exponentials,
     copy_documents,
@@ -430,7 +430,7 @@ def _hopper_kernel(
             [112, 112, 112, 40],
         )
     elif config.nbits > 0:
-        coded = codes_ptr, centroids_ptr, weights_ptr
+        coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits)
         gl.warp_specialize(
             [
                 (_score, (arguments, config, gl.constexpr(0))),

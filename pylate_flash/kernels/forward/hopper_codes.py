@@ -4,17 +4,18 @@ A tile takes three steps, and others are begun between them, so that no step wai
 tokens is copied to shared memory; the centroids of these are, to where the embeddings are to be; and there bucket
 weights are added, and the sum times its scale replaces the centroid. A thread does the last with what it has copied
 itself, eight elements at a time. Two workers of four warps each take turns with the tiles: a step is one chain of
-instructions, of which one worker waits for the last while the other goes on. 32 queries and 10000 documents of 300
-tokens take 1.50 ms on an H100, and 1.75 with one worker, whatever it has under way.
+instructions, of which one worker waits for the last while the other goes on. With one worker, whatever it has under
+way, 32 queries and 10000 documents of 300 tokens took 1.75 ms on an H100, and 1.50 with two.
 
-Weights are looked up by permutes of bytes, as in `few_bits`. Of 16 weights, lower and upper bytes have a table each; of
-4, an index chooses two bytes of one.
+Weights are looked up two at a time, by a byte of indices (of 2 bits, half a byte), in a table in shared memory. By
+permutes of bytes, as in `few_bits`, it took a thread 184 instructions of the ALU for 64 elements, where now it is 32,
+and maxima need the ALU too: 1.33 ms with 4 bits in place of 1.40; 0.0946 in place of 0.1010 with 1024 documents of 180.
 
 Embeddings are rounded to the type of the queries where scores are to be those of decompressed documents. Where they may
 differ, and centroids are float16, sums are multiplied in float16, by a scale rounded to it, and query rows take that
-type too (`scaled_rows`), of which bfloat16 has fewer bits: 1.43 ms, as a tile takes 409 instructions in place of 523.
-Scores are off by 1.6e-4 of them at most then, and by 5e-4 with embeddings rounded to bfloat16. Multiplied by its scale
-in float32, after the product, a similarity would be exact, but the warps that multiply have no time for it: 1.60 ms.
+type too (`scaled_rows`), of which bfloat16 has fewer bits: 1.43 ms in place of 1.50, looked up by permutes. Scores are
+off by 1.6e-4 of them at most then, and by 5e-4 with embeddings rounded to bfloat16. Multiplied by its scale in float32,
+after the product, a similarity would be exact, but the warps that multiply have no time for it: 1.60 ms.
 """
 
 from __future__ import annotations
@@ -34,45 +35,20 @@ _WORKERS = gl.constexpr(2)
 _CENTROIDS_AFTER = gl.constexpr(1)
 _DECODED_AFTER = gl.constexpr(2)
 _NAMES = {gl.bfloat16: "bf16", gl.float16: "f16"}
+# Bits before the indices of each pair, two of 4 bits or two of 2, of which the first one is the upper one.
+_PAIRS = {4: (0, 8, 16, 24), 2: (4, 0, 12, 8)}
+# Every pair of weights stands in the table once for each bank of shared memory, so that no lane waits for another.
+_LANES = gl.constexpr(32)
 
 
-def _looked_up_of_16() -> list[str]:
-    """PTX that looks up weights of the indices of 4 bits in $4, with lower bytes in $10 to $13, upper in $14 to $17."""
-    # Indices without their highest bits choose among eight weights, and those bits between two choices.
-    lines = [
-        "and.b32 index, $4, 0x77777777;",
-        "shr.u32 bit, $4, 1;",
-        "lop3.b32 bit, bit, 0x44444444, 0x32103210, 0xEA;",
-    ]
-    for first, last in ((0, 1), (2, 3)):
-        for part, table in (("low", 10), ("high", 14)):
-            lines += [
-                f"prmt.b32 {part}, ${table}, ${table + 1}, index;",
-                f"prmt.b32 other, ${table + 2}, ${table + 3}, index;",
-                f"prmt.b32 {part}, {part}, other, bit;",
-            ]
-        # In a byte, the first index is the upper one.
-        lines += [
-            f"prmt.b32 weights{first}, low, high, 0x4051;",
-            f"prmt.b32 weights{last}, low, high, 0x6273;",
-            "shr.u32 index, index, 16;",
-            "shr.u32 bit, bit, 16;",
-        ]
-    return lines
-
-
-def _looked_up_of_4() -> list[str]:
-    """PTX that looks up weights of the indices of 2 bits in $4, with all of them in $10 and $11."""
-    # Index i chooses bytes 2 i and 2 i + 1. In a byte, the first index is the highest.
+def _looked_up(nbits: int) -> list[str]:
+    """PTX that looks up the weights of the indices in $4, pair by pair, in the column that begins at $10."""
     lines = []
-    for pair, (first, second) in enumerate(((6, -4), (2, -8), (14, 4), (10, 0))):
+    for pair, first in enumerate(_PAIRS[nbits]):
         lines += [
-            f"shr.u32 index, $4, {first};",
-            "and.b32 index, index, 0x3;",
-            f"shl.b32 other, $4, {-second};" if second < 0 else f"shr.u32 other, $4, {second};",
-            "lop3.b32 index, other, 0x300, index, 0xEA;",
-            "mad.lo.u32 index, index, 0x22, 0x1010;",
-            f"prmt.b32 weights{pair}, $10, $11, index;",
+            f"bfe.u32 index, $4, {first}, {2 * nbits};",
+            f"mad.lo.u32 index, index, {4 * _LANES.value}, $10;",
+            f"ld.shared.b32 weights{pair}, [index];",
         ]
     return lines
 
@@ -80,13 +56,13 @@ def _looked_up_of_4() -> list[str]:
 def _decode_ptx(nbits: int, centroid: str, embedding: str | None) -> str:
     """PTX that makes eight elements, two in each of $0 to $3, of the type of centroids if `embedding` is None.
 
-    Of indices $4, elements $5 to $8 of a centroid, a scale $9 and, from $10 on, the table.
+    Of indices $4, elements $5 to $8 of a centroid, a scale $9, and the address of the thread's column of the table $10.
     """
     lines = [
-        ".reg .b32 index, bit, low, high, other, weights<4>, sum;",
+        ".reg .b32 index, weights<4>, sum;",
         ".reg .b16 first, second;",
         ".reg .f32 a, b;",
-        *(_looked_up_of_16() if nbits == 4 else _looked_up_of_4()),
+        *_looked_up(nbits),
     ]
     if embedding is None:
         # The largest number of float16: a sum of a norm below 2**-16 is not normalised.
@@ -116,7 +92,11 @@ _PTX = gl.constexpr(
         if embedding is not None or centroid is gl.float16
     }
 )
-_OPERANDS = gl.constexpr({nbits: ",".join(["=&r"] * 4 + ["r"] * (6 + words)) for nbits, words in ((2, 2), (4, 8))})
+# A word of a table for each lane and pair.
+_ALLOCATE = gl.constexpr(
+    {nbits: f"{{ .shared .align 128 .b32 pairs[{_LANES.value << 2 * nbits}]; mov.u32 $0, pairs; }}" for nbits in _PAIRS}
+)
+_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 7))
 
 
 @gluon.constexpr_function
@@ -125,30 +105,36 @@ def _ptx_of(nbits, centroid, embedding):
 
 
 @gluon.jit
-def _bytes_of(word, other, SHIFT: gl.constexpr):
-    """The lower (SHIFT 0) or upper (8) bytes of the two weights in each of two words."""
-    word, other = word >> SHIFT, other >> SHIFT
-    return word & 0xFF | word >> 8 & 0xFF00 | (other & 0xFF) << 16 | (other >> 16 & 0xFF) << 24
+def pair_table(weights_ptr, NBITS: gl.constexpr):
+    """The address in shared memory of a table [pairs, lanes] of two bucket weights each, which it fills.
+
+    It is allocated in PTX, as Gluon tells no address of what it allocates, and so comes on top of what Triton counts.
+    """
+    PAIRS: gl.constexpr = 1 << 2 * NBITS
+    by_pair: gl.constexpr = gl.BlockedLayout([PAIRS // 4, 1], [1, _LANES], [4, 1], [1, 0])
+    indices = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, by_pair))
+    lanes = gl.arange(0, _LANES, layout=gl.SliceLayout(0, by_pair))
+    at = weights_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
+    first = gl.load(at + (indices >> NBITS)).to(gl.int32) & 0xFFFF
+    second = gl.load(at + (indices & (1 << NBITS) - 1)).to(gl.int32) << 16
+    table = gl.inline_asm_elementwise(
+        _ALLOCATE[NBITS], "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+    places = table + 4 * (indices[:, None] * _LANES + lanes[None, :])
+    pairs, _ = gl.broadcast((first | second)[:, None], places)
+    gl.inline_asm_elementwise(
+        "st.shared.b32 [$1], $2; mov.b32 $0, $1;", "=r,r,r", [places, pairs], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return table
 
 
 @gluon.jit
-def _table(weights_ptr, zero, UNITS: gl.constexpr, NBITS: gl.constexpr):
-    """What bucket weights are looked up in: words [8], of 4 weights the first two; each of a row [UNITS].
-
-    Every thread loads them from an address that is its own for all the compiler knows, as it does not know that `zero`
-    is 0. Words that are the same for all threads it keeps in uniform registers, and copies each from there before use:
-    60 of 584 instructions of a tile.
-    """
-    at = weights_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    at += gl.arange(0, UNITS, layout=gl.SliceLayout(0, _by_unit(UNITS))) * zero
-    a, b = gl.load(at), gl.load(at + 1)
-    if NBITS == 2:
-        return a, b, a, b, a, b, a, b
-    c, d, e = gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
-    f, g, h = gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
-    return (
-        _bytes_of(a, b, 0), _bytes_of(c, d, 0), _bytes_of(e, f, 0), _bytes_of(g, h, 0),
-        _bytes_of(a, b, 8), _bytes_of(c, d, 8), _bytes_of(e, f, 8), _bytes_of(g, h, 8),
+def _column(table, UNITS: gl.constexpr):
+    """The address of the table's column of each lane, which it has in place of a row [UNITS]."""
+    row = table + gl.arange(0, UNITS, layout=gl.SliceLayout(0, _by_unit(UNITS))) * 0
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 lane; mov.u32 lane, %laneid; mad.lo.u32 $0, lane, 4, $1; }",
+        "=r,r", [row], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -165,7 +151,7 @@ def _everywhere(word, like):
 
 
 @gluon.jit
-def _decode(tile, words, scales, table, types: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr):
+def _decode(tile, words, scales, column, types: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr):
     """Make embeddings of the centroids in a tile [tokens, elements / 2], int32, in ROWS rows from FIRST on."""
     NBITS: gl.constexpr = types[0]
     UNITS: gl.constexpr = words.shape[1]
@@ -178,14 +164,9 @@ def _decode(tile, words, scales, table, types: gl.constexpr, FIRST: gl.constexpr
     index = words.slice(FIRST, ROWS).load(here).to(gl.int32)
     scale = scales.slice(FIRST, ROWS).load(gl.SliceLayout(1, here)).to(gl.int32, bitcast=True)
     scale, _ = gl.broadcast(scale[:, None], index)
-    a, b = _everywhere(table[0], index), _everywhere(table[1], index)
-    arguments = [index, first, second, third, last, scale, a, b]
-    if NBITS == 4:
-        c, d, e = _everywhere(table[2], index), _everywhere(table[3], index), _everywhere(table[4], index)
-        f, g, h = _everywhere(table[5], index), _everywhere(table[6], index), _everywhere(table[7], index)
-        arguments = [index, first, second, third, last, scale, a, b, c, d, e, f, g, h]
+    arguments = [index, first, second, third, last, scale, _everywhere(column, index)]
     first, second, third, last = gl.inline_asm_elementwise(
-        _ptx_of(NBITS, types[1], types[2]), _OPERANDS[NBITS], arguments,
+        _ptx_of(NBITS, types[1], types[2]), _OPERANDS, arguments,
         dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     made = gl.reshape(gl.join(gl.join(first, third), gl.join(second, last)), [ROWS, 4 * UNITS])
@@ -209,7 +190,7 @@ def scaled_rows(rows, dtype: gl.constexpr):
 @gluon.jit
 def decode_documents(arguments, coded, config: gl.constexpr, WORKER: gl.constexpr):
     """As `hopper_parts.copy_documents`, every other tile of packed documents that are residual codes."""
-    codes_ptr, centroids_ptr, weights_ptr = coded
+    codes_ptr, centroids_ptr, table = coded
     (
         residuals_ptr, _, _, scale_ptr, cu_seqlens_ptr, _, tiles, _, _, full, empty, _, first, last, n_documents, _, _,
         _, _,
@@ -234,7 +215,7 @@ def decode_documents(arguments, coded, config: gl.constexpr, WORKER: gl.constexp
     scales = gl.allocate_shared_memory(gl.float32, [SLOTS, TOKENS], by_row)
     in_pairs: gl.constexpr = gl.NVMMASharedLayout(tiles.layout.swizzle_byte_width, 32, 2)
     pairs = tiles._reinterpret(gl.int32, [_WORKERS * SLOTS, TOKENS, SIZE // 2], in_pairs)
-    table = _table(weights_ptr, gl.minimum(n_documents, 1) - 1, UNITS, config.nbits)
+    column = _column(table, UNITS)
 
     # All but numbers and scales are copied 16 bytes at a time.
     PACK: gl.constexpr = 128 // WORD.primitive_bitwidth
@@ -294,7 +275,7 @@ def decode_documents(arguments, coded, config: gl.constexpr, WORKER: gl.constexp
                 for part in gl.static_range(2):
                     if left_2 > part * HALF:
                         _decode(
-                            of_pairs, words.index(decoded_slot), scales.index(decoded_slot), table, types,
+                            of_pairs, words.index(decoded_slot), scales.index(decoded_slot), column, types,
                             part * HALF, HALF,
                         )  # fmt: skip
                 mbarrier.arrive(full.index(_WORKERS * decoded_slot + WORKER), count=1)
