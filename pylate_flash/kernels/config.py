@@ -263,20 +263,22 @@ def single_columns(query_length: int) -> int:
     return min(tables.SINGLE.columns, max(16, tables.power_of_two(query_length)))
 
 
-def single_tile(capability: int, size: int, item: int, columns: int, packed: bool) -> Tile:
-    """Tile of `columns` tokens of one query, of `size` elements, against its documents."""
+def single_tile(capability: int, size: int, item: int, columns: int, small: bool) -> Tile:
+    """Tile of `columns` tokens of one query, of `size` elements, against its documents; `small`: of fewer of theirs."""
     blocks = embedding_blocks(capability, size, item)
     split, row_bytes = blocks.split, blocks.held * item
-    tile = tables.SINGLE_SPLIT if split else tables.SINGLE_PACKED if packed else tables.SINGLE
+    tile = tables.SINGLE_SPLIT if split else tables.SINGLE_PACKED if small else tables.SINGLE
     if row_bytes > tables.MAX_ROW_BYTES:
         tile = tables.SINGLE_IN_TWO
     return fitted(tile._replace(columns=columns), capability, row_bytes, split)
 
 
 @functools.cache
-def single_config(capability: int, kind: Kind, columns: int, in_segments: bool, units: tuple[int, int]) -> Config:
-    item, packed = kind.dtype.itemsize, kind.cu_seqlens is not None
-    tile = single_tile(capability, kind.size, item, columns, packed)
+def single_config(
+    capability: int, kind: Kind, columns: int, small: bool, in_segments: bool, units: tuple[int, int]
+) -> Config:
+    item = kind.dtype.itemsize
+    tile = single_tile(capability, kind.size, item, columns, small)
     blocks = embedding_blocks(capability, kind.size, item)
     documents = "run" if kind.candidates is None else "candidates"
     special = {"documents": documents, "in_segments": in_segments, "flatten": _flattened(capability, blocks)}

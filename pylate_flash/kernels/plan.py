@@ -219,12 +219,14 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     if per_query * n_queries * blocks <= per_sm * sms * of_one_wave:
         longest = of_one_wave
     run = run_length(per_query, n_queries * blocks, sms, per_sm, longest)
-    splits, in_segments = _NO_SPLITS, False
+    splits, in_segments, small = _NO_SPLITS, False, False
     if kind.cu_seqlens is not None:
         splits = splits_of(problem, blocks, sms, per_sm=4, largest=4096)
         in_segments = problem.document_length > splits.whole
+        short = rounded_total(problem.n_tokens) < tables.SINGLE_PACKED_LENGTH * problem.n_documents
+        small = short or problem.n_documents > tables.SINGLE_PACKED_DOCUMENTS
     strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
-    made = config.single_config(capability, kind, columns, in_segments, units)
+    made = config.single_config(capability, kind, columns, small, in_segments, units)
     reason, n_runs = _OWN_DOCUMENTS if n_queries > 1 else _ONE_QUERY, -(-per_query // run)
     return ForwardPlan(made, strides, columns, run, n_runs, per_query, splits, blocks, blocks, reason)
 

@@ -121,9 +121,13 @@ FUSED_MAX_BLOCKS = 2
 FUSED_SHARED_MEMORY = 220 << 10
 # Document tokens x query tokens; the columns are capped by the query's length.
 SINGLE = Tile(64, 64, 4, 3)
-# Packed documents are often short, and a program waits for each: smaller programs, of which more share an SM. 0.091 ms
-# against 0.094 at 1 x 10000 documents of 64 to 192 tokens.
+# That of packed documents, if they are more than so many or shorter on average: smaller programs, as each waits for its
+# document, of which more share an SM. Microseconds by the larger one and by this one, on an H200:
+#   1 x 10000, 64..192: 93.5, 89.9    100 x 100 of its own, 40..180: 88, 82      32 x 100 of its own, 8..64: 26, 19
+#   1 x 3000, 64..192: 37.5, 40.4     10 x 100 of its own, 20..300: 22.4, 28     1 x 60, 20..300: 8.5, 10.2.
 SINGLE_PACKED = Tile(32, 64, 2, 3)
+SINGLE_PACKED_DOCUMENTS = 4096
+SINGLE_PACKED_LENGTH = 64
 SINGLE_SPLIT = Tile(64, 64, 4, 4)
 # A longer embedding is split into blocks of `SPLIT_ROW_BYTES`, one swizzled row of shared memory: d = 512 in blocks
 # takes 0.210 ms at 1 x 128, 1024 x 1024, where d = 256 as a whole took 0.231.
@@ -222,9 +226,10 @@ RESIDUAL_SCRATCH = 256 << 20
 # for every 256 rows; and its tile. Milliseconds so and otherwise on an H100 with 4 bits, of 32 queries of 32 tokens:
 # 4.4 and 4.8 with 100000 documents of 24 to 112, 3.6 and 4.0 with 50000 of 64 to 192, 1.43 and 1.76 with 10000 of 300,
 # 0.102 and 0.105 with 1024 of 180; of 5 queries 3.24 and 7.43 with 250000 of 24 to 112, before two workers took turns.
-# Of 64, with scales applied after the product, 9.2 and 8.9, 7.3 and 7.3, 3.3 and 3.1, 0.21 and 0.18.
+# With weights looked up in a table, on an H200, of 48 queries 6.5 and 6.5, 5.1 and 5.2, 2.0 and 2.6, 0.136 and 0.137;
+# of 64 8.5 and 8.7, 6.8 and 6.6, 2.80 and 2.85, 0.181 and 0.182, but with 2 bits 8.5 and 8.2, 6.9 and 6.6, 2.84, 2.85.
 RESIDUAL_COPIED_SIZES = 64, 128
-RESIDUAL_COPIED_ROWS = 129, 1024
+RESIDUAL_COPIED_ROWS = 129, 1536
 RESIDUAL_COPIED_TILE = HopperTile(256, 64, 2, 8)
 # Rows of a program of the gradient, and programs of an SM at which the documents are shared out no more.
 RESIDUAL_GRADIENT_ROWS = 32
