@@ -144,7 +144,7 @@ def test_decompressed_where_they_are_copied(
     tails = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 300, 0]
     for lengths in (tails, [0, 0, 5], [(37 * index) % 301 for index in range(3000)]):
         documents = residual_codes(lengths, size, nbits, codec_dtype, n_centroids=500).to("cuda")
-        for n_queries, length in ((5, 32), (9, 31), (16, 32), (48, 32)):
+        for n_queries, length in ((48, 32), (5, 32), (9, 31), (16, 32)):
             queries = unit(n_queries, length, size, dtype=dtype)
             expected = of_embeddings(queries, documents, 300)
             for _ in range(5):
