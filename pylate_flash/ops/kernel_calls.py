@@ -14,8 +14,8 @@ from ..kernels.backward import Destination, finish_documents, maxsim_backward, w
 from ..kernels.backward.residual import residual_backward
 from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
 from ..kernels.config import INT32_MAX
+from ..kernels.described import look
 from ..kernels.forward import Codes, maxsim_forward, quantized_forward, residual_forward, soft_forward, sparse_forward
-from ..kernels.listed import look
 from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.plan import decompressed_tokens
 from ..kernels.plan_backward import Chunks, chunks_of, halved

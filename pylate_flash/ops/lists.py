@@ -2,7 +2,7 @@
 
 Of ten thousand tensors, one question to each takes half a millisecond to one, and a statement of Python more, while the
 kernel that scores them takes a fifth of one. So where there are kernels, all that has to be known of every tensor is
-asked at once, by a function of our own (`kernels.listed`).
+asked at once, by a function of our own (`kernels.described`).
 """
 
 from __future__ import annotations

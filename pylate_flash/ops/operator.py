@@ -8,7 +8,10 @@ library `pylate_flash`, which run the same computation, and whose shapes are kno
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ from torch.nn import Parameter
 from ..kernels.recording import local
 from ..problem import float32_precision, rounded_total
 from .checks import check_differentiation, no_second_derivative
+
+logger = logging.getLogger(__name__)
 
 PLAIN_TYPES = (Tensor, Parameter)
 _STRIDED = torch.strided
@@ -66,7 +71,19 @@ _VALUES = frozenset((bool, int, float, str, type(None), tuple))
 Signature = tuple | _NotPlain | None
 
 
-def signature(operation: object, tensors: Sequence[Any], options: tuple, packed: int = -1) -> Signature:
+@functools.cache
+def describer() -> Callable[[tuple, int, int, bool], bytes | None] | None:
+    """What describes a call's tensors in C (`kernels.described`), or None where it is not there."""
+    try:
+        from ..kernels import described
+
+        return described.describer()
+    except (ImportError, AttributeError, OSError, RuntimeError, CalledProcessError) as error:
+        logger.info("tensors of calls are looked at one by one, as what describes them in C is not there: %s", error)
+        return None
+
+
+def signature(operation: object, tensors: tuple, options: tuple, packed: int = -1) -> Signature:
     """All that checks, choice and plans of a call look at; `NOT_PLAIN` or `UNREPEATED` where there is no such thing.
 
     Of the tensor of index `packed`, [T, ...], T is told as it is planned for without gradients, rounded.
@@ -81,6 +98,17 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple, packed:
         or forward_ad._current_level >= 0
     ):
         return NOT_PLAIN
+    recorded = is_grad_enabled()
+    how = (
+        operation, options, *map(type, options), recorded, float32_precision(),
+        is_autocast_enabled("cuda") and get_autocast_dtype("cuda"),
+    )  # fmt: skip
+    first = tensors[0]
+    if (type(first) is Tensor or type(first) is Parameter) and first.get_device() >= repeated_devices:
+        describe = describer()
+        words = None if describe is None else describe(tensors, repeated_devices, packed, recorded)
+        if words is not None:
+            return *how, -1 if packed < 0 else rounded_total(tensors[packed].shape[0]), words
     device: int | None = None
     described: list[Any] = []
     for tensor in tensors:
@@ -97,13 +125,10 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple, packed:
             return UNREPEATED if is_plain(*tensors) else NOT_PLAIN
         address = tensor.data_ptr()
         described.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, address & 15))
-    if packed >= 0 and not needs_gradient(*tensors):
+    if packed >= 0 and described[packed] is not None and not needs_gradient(*tensors):
         shape, *others = described[packed]
         described[packed] = (rounded_total(shape[0]), *shape[1:]), *others
-    return (
-        operation, options, *map(type, options), is_grad_enabled(), float32_precision(),
-        is_autocast_enabled("cuda") and get_autocast_dtype("cuda"), device, *described,
-    )  # fmt: skip
+    return *how, device, *described
 
 
 class _Repeated:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses import FakeTensorMode
 
 from pylate_flash.kernels.launch import Kernel, Region, Scratch
 from pylate_flash.kernels.recording import Recorder, Recording
@@ -253,47 +252,3 @@ def test_signatures_used_least_lately_are_forgotten() -> None:
     assert known.get(([],)) is None
     known.forget()
     assert known.get(("a",)) is None
-
-
-def plain() -> Tensor:
-    return torch.randn(2, 3, 16)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: torch.randn(2, 4, 16),
-        lambda: torch.randn(2, 16, 3).transpose(1, 2),
-        lambda: plain().half(),
-        lambda: plain().requires_grad_(),
-        lambda: torch.randn(2 * 3 * 16 + 1)[1:].view(2, 3, 16),
-        lambda: None,
-    ],
-    ids=["shape", "strides", "type", "gradient", "alignment", "none"],
-)
-def test_the_signature_of_a_tensor(other: Callable[[], Tensor | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "repeated_devices", -1)
-    x = plain()
-    assert operator.signature("f", (x, plain()), ()) == operator.signature("f", (x, plain()), ())
-    assert operator.signature("f", (x, plain()), ()) != operator.signature("f", (x, other()), ())
-
-
-def test_the_signature_of_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = plain()
-    assert operator.signature("f", (x,), ()) is operator.UNREPEATED
-    assert operator.signature("f", (x, torch.empty(1, device="meta")), ()) is operator.NOT_PLAIN
-    monkeypatch.setattr(operator, "repeated_devices", -1)
-    found = {operator.signature("f", (x,), (1.0, "sum"))}
-    found |= {operator.signature("f", (x,), options) for options in ((True, "sum"), (1, "sum"), (1.0, "mean"))}
-    with torch.no_grad():
-        found.add(operator.signature("f", (x,), (1.0, "sum")))
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        found.add(operator.signature("f", (x,), (1.0, "sum")))
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert len(found) == 6
-    assert operator.signature("f", (x.to_sparse(),), ()) is operator.UNREPEATED
-    with FakeTensorMode():
-        assert operator.signature("f", (x,), ()) is operator.NOT_PLAIN

@@ -1,0 +1,162 @@
+"""Signatures of calls: in C and in Python, they differ where something that is looked at does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from pylate_flash.ops import operator
+from pylate_flash.problem import rounded_total
+from tests.ops.test_lists import compiles
+
+WAYS = [pytest.param("C", marks=compiles), "Python"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tensors are described so, those on the CPU too."""
+    use(monkeypatch, request.param)
+    return request.param
+
+
+def use(patch: pytest.MonkeyPatch, way: str) -> None:
+    patch.setattr(operator, "repeated_devices", -1)
+    if way == "Python":
+        patch.setattr(operator, "describer", lambda: None)
+    else:
+        assert operator.describer() is not None
+
+
+def plain() -> Tensor:
+    return torch.randn(2, 3, 16)
+
+
+def signed(*tensors: Tensor | None, packed: int = -1) -> operator.Signature:
+    return operator.signature("f", tensors, (), packed)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: torch.randn(2, 4, 16),
+        lambda: torch.randn(2, 16, 3).transpose(1, 2),
+        lambda: plain().half(),
+        lambda: plain().requires_grad_(),
+        lambda: torch.randn(2 * 3 * 16 + 1)[1:].view(2, 3, 16),
+        lambda: plain()[0],
+        lambda: None,
+    ],
+    ids=["shape", "strides", "type", "gradient", "alignment", "dimensions", "none"],
+)
+def test_the_signature_of_a_tensor(other: Callable[[], Tensor | None], way: str) -> None:
+    x = plain()
+    assert signed(x, plain()) == signed(x, plain())
+    assert signed(x, plain()) != signed(x, other())
+    assert signed(x, plain(), None) != signed(x, None, plain())
+
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor | None:
+    shape = draw(st.lists(st.integers(1, 2), max_size=3))
+    if draw(st.integers(0, 4)) == 0:
+        return None
+    dtype, offset = draw(st.sampled_from(DTYPES[: draw(st.integers(1, len(DTYPES)))])), draw(st.sampled_from([0, 0, 1]))
+    memory = torch.zeros(offset + 4 ** len(shape), dtype=dtype)
+    # Every second one along some dimensions, and these in another order.
+    strides = [4**i * draw(st.sampled_from([1, 1, 2])) for i in range(len(shape))]
+    found = memory.as_strided(shape, draw(st.permutations(strides)), offset)
+    return found.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
+
+
+@compiles
+@settings(max_examples=400)
+@given(calls=st.lists(st.lists(tensors(), max_size=2), min_size=2, max_size=2), recorded=st.booleans())
+@example(calls=[[torch.zeros(1, 16)], [torch.zeros(16, 1).t()]], recorded=True)
+def test_calls_are_alike_in_c_where_they_are_in_python(calls: list, recorded: bool) -> None:
+    found = []
+    for way in ("C", "Python"):
+        with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(recorded):
+            use(patch, way)
+            found.append([signed(plain(), *call) for call in calls])
+    assert (found[0][0] == found[0][1]) == (found[1][0] == found[1][1])
+    # In C, a tensor is described by bytes.
+    assert [isinstance(signature[-1], bytes) for signature in (*found[0], *found[1])] == [True] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_totals_are_told_as_they_are_planned_for(needed: bool, way: str) -> None:
+    """Rounded, unless a gradient is needed of any of the tensors."""
+    query = torch.randn(4, 16, requires_grad=needed)
+    totals = range(120, 140)
+    found = {total: signed(query, torch.randn(total, 16), packed=1) for total in totals}
+    for total in totals:
+        expected = {other for other in totals if (other if needed else rounded_total(other)) == (
+            total if needed else rounded_total(total)
+        )}  # fmt: skip
+        assert {other for other in totals if found[other] == found[total]} == expected
+    with torch.no_grad():
+        assert signed(query, torch.randn(130, 16), packed=1) == signed(query, torch.randn(131, 16), packed=1)
+    assert signed(query, None, packed=1) == signed(query, None, packed=1)
+
+
+def test_the_signature_of_what_is_in_force(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = plain()
+    found = {operator.signature("f", (x,), (1.0, "sum"))}
+    found |= {operator.signature("f", (x,), options) for options in ((True, "sum"), (1, "sum"), (1.0, "mean"))}
+    with torch.no_grad():
+        found.add(operator.signature("f", (x,), (1.0, "sum")))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        found.add(operator.signature("f", (x,), (1.0, "sum")))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(found) == 6
+    assert signed(x.to_sparse()) is signed(x, x.to_sparse()) is operator.UNREPEATED
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert signed(nested) is signed(x, nested) is operator.UNREPEATED
+    assert signed(x, torch.ones(2).as_subclass(type("Own", (Tensor,), {}))) is operator.NOT_PLAIN
+    with FakeTensorMode():
+        assert signed(x) is operator.NOT_PLAIN
+    monkeypatch.setattr(operator, "repeated_devices", 0)
+    assert signed(x) is operator.UNREPEATED
+    assert signed(x, torch.empty(1, device="meta")) is operator.NOT_PLAIN
+
+
+@compiles
+def test_more_than_c_has_room_for_is_described_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "C")
+    many = [torch.randn(1)] * 400
+    assert isinstance(signed(*many[:300])[-1], bytes)
+    assert not isinstance(signed(*many)[-1], bytes)
+    assert signed(*many) == signed(*many)
+    assert not isinstance(signed(*[plain(), *[None] * 2000])[-1], bytes)
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("no such type"), OSError("no cache"), RuntimeError("no compiler")], ids=repr
+)
+def test_without_a_compiler_tensors_are_described_in_python(error: Exception, monkeypatch, caplog) -> None:
+    """Which is logged, once."""
+    described = pytest.importorskip("pylate_flash.kernels.described")
+
+    def describer() -> None:
+        raise error
+
+    monkeypatch.setattr(described, "describer", describer)
+    monkeypatch.setattr(operator, "repeated_devices", -1)
+    operator.describer.cache_clear()
+    with caplog.at_level("INFO", logger=operator.__name__):
+        x = plain()
+        assert signed(x, plain()) == signed(x, plain()) != signed(plain(), x.half())
+    operator.describer.cache_clear()
+    assert [record.getMessage().endswith(str(error)) for record in caplog.records] == [True]
