@@ -103,7 +103,10 @@ def signature(operation: object, tensors: tuple, options: tuple, packed: int = -
         operation, options, *map(type, options), recorded, float32_precision(),
         is_autocast_enabled("cuda") and get_autocast_dtype("cuda"),
     )  # fmt: skip
-    first = tensors[0]
+    first = None
+    for first in tensors:
+        if first is not None:
+            break
     if (type(first) is Tensor or type(first) is Parameter) and first.get_device() >= repeated_devices:
         describe = describer()
         words = None if describe is None else describe(tensors, repeated_devices, packed, recorded)
