@@ -81,9 +81,13 @@ static int look_at_all(const Table *table, PyObject *tensors, PyObject *name, in
     return 1;
 }
 
+/* Types of devices, and words that a description may have. */
 enum { CPU = 1, CUDA = 2, MOST = 1024 };
 
-/* describe(table, Tensor, Parameter, "requires_grad", tensors, least, packed, recorded): bytes, or None. */
+/* describe(table, Tensor, Parameter, "requires_grad", tensors, least, packed, recorded): bytes, or None.
+
+   Words of 64 bits: the device; then of each tensor a word of how many dimensions it has, whether a gradient is to flow
+   to it, its type and alignment, followed by its shape and its strides; in place of what is None, -1. */
 static PyObject *describe(PyObject *module, PyObject *const *given, Py_ssize_t n_given) {
     int64_t found[MOST];
     Py_ssize_t used = 1, total = 0;
@@ -187,10 +191,13 @@ def describer() -> Callable[[tuple, int, int, bool], bytes | None]:
     AttributeError
         If this torch describes no tensors by a function of C.
     OSError, RuntimeError, subprocess.CalledProcessError, ImportError
-        If it cannot be compiled.
+        If it cannot be compiled, or that function is of another version.
     """
     table = torch.Tensor.__dlpack_c_exchange_api__
-    return functools.partial(_compiled().describe, table, torch.Tensor, torch.nn.Parameter, "requires_grad")
+    describe = functools.partial(_compiled().describe, table, torch.Tensor, torch.nn.Parameter, "requires_grad")
+    if describe((), -1, -1, False) is None:
+        raise RuntimeError("this torch describes tensors by another version of DLPack")
+    return describe
 
 
 class Listed(NamedTuple):
@@ -207,14 +214,7 @@ def look(tensors: Sequence[object]) -> Listed | None:
     """What a list of at least one tensor is, if they are contiguous matrices that are alike, else None.
 
     Alike: of the type, the dtype, the device and the embedding size of the first, and where gradients are recorded,
-    each of them needs one if the first does.
-
-    Raises
-    ------
-    AttributeError
-        If this torch describes no tensors by a function of C.
-    OSError, RuntimeError, subprocess.CalledProcessError, ImportError
-        If it cannot be compiled.
+    each of them needs one if the first does. It raises what `describer` does.
     """
     found = _compiled().look(
         torch.Tensor.__dlpack_c_exchange_api__, tensors, "requires_grad" if torch.is_grad_enabled() else None

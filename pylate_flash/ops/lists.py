@@ -7,10 +7,7 @@ asked at once, by a function of our own (`kernels.described`).
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
-from subprocess import CalledProcessError
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,9 +17,7 @@ from torch import Tensor
 from ..kernels.tables import kernels_run_on
 from .checks import check_embeddings, check_list, tensors_of
 from .compute import kernels
-from .operator import PLAIN_TYPES
-
-logger = logging.getLogger(__name__)
+from .operator import PLAIN_TYPES, describer
 
 
 class Sequences(NamedTuple):
@@ -84,7 +79,7 @@ def _alike(values: Sequence[object]) -> Sequences | None:
     if first.dim() != 2 or first.shape[1] == 0:
         return None
     tensors = cast("Sequence[Tensor]", values)
-    if kernels_run_on(first.device, first.dtype) is None and _kernels_look():
+    if kernels_run_on(first.device, first.dtype) is None and describer() is not None:
         found = kernels().look(values)
         if found is None:
             return None
@@ -111,14 +106,3 @@ def is_like(first: Tensor, other: object) -> bool:
         and other.device == first.device
         and other.requires_grad is first.requires_grad
     )
-
-
-@functools.cache
-def _kernels_look() -> bool:
-    """Whether what looks beside the kernels can be compiled here, and has an answer."""
-    try:
-        # On the host, whatever the default device is.
-        return kernels().look([torch.zeros(1, 1, device="cpu")]) is not None
-    except (ImportError, AttributeError, OSError, RuntimeError, CalledProcessError) as error:
-        logger.info("tensors of lists are looked at one by one, as what looks at all in C is not there: %s", error)
-        return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,11 +99,10 @@ def test_totals_are_told_as_they_are_planned_for(needed: bool, way: str) -> None
     query = torch.randn(4, 16, requires_grad=needed)
     totals = range(120, 140)
     found = {total: signed(query, torch.randn(total, 16), packed=1) for total in totals}
+    told = (lambda total: total) if needed else rounded_total
     for total in totals:
-        expected = {other for other in totals if (other if needed else rounded_total(other)) == (
-            total if needed else rounded_total(total)
-        )}  # fmt: skip
-        assert {other for other in totals if found[other] == found[total]} == expected
+        same = {other for other in totals if told(other) == told(total)}
+        assert {other for other in totals if found[other] == found[total]} == same
     with torch.no_grad():
         assert signed(query, torch.randn(130, 16), packed=1) == signed(query, torch.randn(131, 16), packed=1)
     assert signed(query, None, packed=1) == signed(query, None, packed=1)
@@ -143,21 +143,39 @@ def test_more_than_c_has_room_for_is_described_in_python(monkeypatch: pytest.Mon
     assert not isinstance(signed(*[plain(), *[None] * 2000])[-1], bytes)
 
 
-@pytest.mark.parametrize(
-    "error", [AttributeError("no such type"), OSError("no cache"), RuntimeError("no compiler")], ids=repr
-)
-def test_without_a_compiler_tensors_are_described_in_python(error: Exception, monkeypatch, caplog) -> None:
-    """Which is logged, once."""
-    described = pytest.importorskip("pylate_flash.kernels.described")
-
-    def describer() -> None:
-        raise error
-
-    monkeypatch.setattr(described, "describer", describer)
-    monkeypatch.setattr(operator, "repeated_devices", -1)
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """What describes tensors is looked for again, here and after it."""
     operator.describer.cache_clear()
+    yield
+    operator.describer.cache_clear()
+
+
+@compiles
+def test_what_describes_tensors_is_found_whatever_the_default_device(anew: None) -> None:
+    with torch.device("meta"):
+        assert operator.describer() is not None
+
+
+ERRORS = [AttributeError("no such type"), OSError("no cache"), RuntimeError("no compiler")]
+
+
+@pytest.mark.parametrize("error", [*ERRORS, None], ids=repr)
+def test_without_a_compiler_tensors_are_described_in_python(error: Exception | None, anew, monkeypatch, caplog) -> None:
+    """Or with another version of DLPack (None); which is logged, once."""
+    described = pytest.importorskip("pylate_flash.kernels.described")
+    if error is None and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("an older torch")
+
+    def compiled() -> SimpleNamespace:
+        if error is not None:
+            raise error
+        return SimpleNamespace(describe=lambda *given: None)
+
+    monkeypatch.setattr(described, "_compiled", compiled)
+    monkeypatch.setattr(operator, "repeated_devices", -1)
     with caplog.at_level("INFO", logger=operator.__name__):
         x = plain()
         assert signed(x, plain()) == signed(x, plain()) != signed(plain(), x.half())
-    operator.describer.cache_clear()
-    assert [record.getMessage().endswith(str(error)) for record in caplog.records] == [True]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("another version of DLPack" if error is None else str(error))

@@ -255,6 +255,23 @@ def test_short_documents_have_small_tiles_and_products_that_start_early(
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize("candidates", [False, True])
+@pytest.mark.parametrize(
+    ("n", "length", "small"), [(60, 60, True), (60, 64, False), (4096, 64, False), (4097, 64, True)]
+)
+def test_many_or_short_packed_documents_have_smaller_programs(
+    n: int, length: int, small: bool, candidates: bool, capability: int
+) -> None:
+    """Where each is met by one query."""
+    tensors = Tensors(torch.empty(1 + candidates, 32, 8).half(), torch.empty(n * length, 8).half())
+    owned = torch.tensor([0, 3, n]) if candidates else None
+    tensors = tensors._replace(documents_cu_seqlens=torch.arange(n + 1) * length, candidates_cu_seqlens=owned)
+    plan = forward_plan(problem_of(tensors, Options(max_document_length=length, max_candidates=n)))
+    assert plan.kernel == "single"
+    assert plan.tile.rows == (tables.SINGLE_PACKED if small else tables.SINGLE).rows
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize("n_queries", [4, 16])
 def test_argmax_are_found_in_whole_tiles(n_queries: int, capability: int) -> None:
     shapes = (n_queries, 32, 128), (40, 77, 128)

@@ -57,13 +57,6 @@ compiles = pytest.mark.skipif(
 
 
 @compiles
-def test_the_look_beside_the_kernels_is_tried_on_the_host_whatever_the_default_device() -> None:
-    lists._kernels_look.cache_clear()
-    with torch.device("meta"):
-        assert lists._kernels_look()
-
-
-@compiles
 @pytest.mark.parametrize("recorded", [True, False], ids=["gradients", "no gradients"])
 @settings(max_examples=400)
 @given(first=forms(["rows", "half", "with a gradient", "parameter", "overlapping windows"]), other=forms(list(FORMS)))
@@ -71,7 +64,6 @@ def test_the_look_beside_the_kernels_sees_what_the_definition_sees(
     first: torch.Tensor, other: object, recorded: bool
 ) -> None:
     """Where no gradient is recorded, it does not matter which tensor needs one."""
-    assert lists._kernels_look()
     compared = [first, other]
     if not recorded:
         compared = [value.detach() if type(value) is torch.Tensor else value for value in compared]
@@ -116,25 +108,11 @@ def test_tensors_that_are_alike_have_one_example() -> None:
     assert examples(rows(2, 8), rows(2, 8), rows(2, 8).requires_grad_()) == 3
 
 
-@pytest.mark.parametrize(
-    "error", [AttributeError("no such type"), OSError("no cache"), RuntimeError("no compiler"), None], ids=repr
-)
-def test_without_the_look_beside_the_kernels_the_definition_looks(error: Exception | None, monkeypatch, caplog) -> None:
-    """Where it cannot be compiled, which is logged, or has no answer (None); results are the same."""
-    pytest.importorskip("triton")
-
-    def look(values: Sequence[object]) -> None:
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(compute.kernels(), "look", look)
+def test_without_what_describes_tensors_in_c_the_definition_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "kernels_run_on", lambda *kind: None)
-    lists._kernels_look.cache_clear()
+    monkeypatch.setattr(lists, "describer", lambda: None)
     values = [rows(3, 8), rows(1, 8)]
-    with caplog.at_level("INFO", logger=lists.__name__):
-        found = sequences_of("values", values)
-        sequences_of("values", values)
-    lists._kernels_look.cache_clear()
+    found = sequences_of("values", values)
+    assert found.known_addresses is None
     assert found.lengths.tolist() == [3, 1]
     assert found.addresses.tolist() == [value.data_ptr() for value in values]
-    assert [record.getMessage().endswith(str(error)) for record in caplog.records] == [True] * (error is not None)
