@@ -268,8 +268,8 @@ def _blackwell_kernel(
         n_documents, document_length,
     )  # fmt: skip
     copied = (
-        documents_ptr, active_ptr, bounds_ptr, None, cu_seqlens_ptr, None, tiles, tiles, full, full, empty, group,
-        first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
+        documents_ptr, active_ptr, bounds_ptr, None, None, cu_seqlens_ptr, None, tiles, tiles, full, full, full, empty,
+        group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     gl.warp_specialize(
         [

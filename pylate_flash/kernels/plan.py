@@ -324,8 +324,8 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
     kind = problem.kind
     if tables.architecture(kind.device)[0] != 9 or not has_gluon():
         return ""
-    if not kind.quantize_queries or kind.quantized == torch.uint8:
-        return "; the Hopper kernel multiplies int8 or fp8 by the same"
+    if not kind.quantize_queries:
+        return "; the Hopper kernel multiplies 8 bits by 8 bits"
     if kind.size > tables.QUANTIZED_HOPPER_MAX_SIZE:
         return f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
     if problem.has_candidates:

@@ -145,7 +145,7 @@ def by_hopper(queries: Tensor, documents: QuantizedEmbeddings, **options) -> Ten
 @settings(max_examples=30)
 @given(
     shape=st.tuples(st.integers(65, 400), st.just(1)) | st.tuples(st.integers(3, 20), st.just(32)),
-    length=st.integers(1, 300), size=st.sampled_from([48, 96, 128, 256]), precision=st.sampled_from(["int8", "fp8"]),
+    length=st.integers(1, 300), size=st.sampled_from([48, 96, 128, 256]), precision=st.sampled_from(PRECISIONS),
     masked=st.booleans(), weighted=st.booleans(), normalize=st.booleans(),
     masking=st.sampled_from(["exclude", "zero"]),
 )  # fmt: skip
@@ -155,7 +155,7 @@ def test_hopper(
 ) -> None:  # fmt: skip
     """Every option, tails of every length, parts without rows; and a document of no active token."""
     queries, documents = unit(*shape, size, dtype=torch.bfloat16), unit(20, length, size, seed=1)
-    if precision == "int8":
+    if precision != "fp8":
         # Of the last queries, all similarities are negative. (Sums of fp8 are so inexact that more would cancel.)
         queries -= torch.linspace(0, 0.1, len(queries), device="cuda").to(queries.dtype)[:, None, None]
         documents += 0.1
@@ -221,3 +221,21 @@ def test_hopper_of_packed_documents_and_candidates(precision: str) -> None:
     own = quantize(unit(9, 5, 333, 128, seed=1), precision)
     queries = unit(9, 130, 128, dtype=torch.float16)
     close(by_hopper(queries, own), maxsim_quantized_reference(queries, own), precision, True)
+
+
+@hopper_only
+@pytest.mark.parametrize("size", [32, 128, 192, 256])
+def test_hopper_of_the_largest_sums_of_affine_tokens(size: int) -> None:
+    """All values 0 or 255, of either sign, more tiles than are copied ahead, and a scale that is NaN."""
+    queries = torch.ones(100, 1, size, dtype=torch.bfloat16, device="cuda")
+    queries[::2] = -1.0
+    values = torch.randint(0, 256, (30, 2000, size), device="cuda", dtype=torch.uint8)
+    values[:, ::2], values[:, 1::4], values[7, :1999] = 0, 255, 255
+    scales, offsets = torch.rand(2, 30, 2000, device="cuda")
+    scales[5, 1999] = torch.nan
+    documents = QuantizedEmbeddings(values, scales, offsets - 0.5)
+    found = by_hopper(queries, documents)
+    # Relative to the largest terms that cancel.
+    largest = 255 * size
+    close(found / largest, maxsim_quantized_reference(queries, documents) / largest, "uint8", True)
+    assert found[:, 5].isnan().all()

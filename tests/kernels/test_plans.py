@@ -162,6 +162,7 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (quantized_plan, quantized((1, 1024, 128), (40, 1024, 128), torch.float8_e4m3fn)),
     (quantized_plan, quantized((3, 32, 96), (40, 7, 96))),
     (quantized_plan, quantized((32, 32, 256), (40, 180, 256))),
+    (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.uint8)),
     (quantized_plan, quantized((4, 150, 16), (4, 5, 180, 16))),
     (quantized_plan, packed_quantized()),
 ]
@@ -179,8 +180,7 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (soft_forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
     (soft_forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
     (soft_forward_plan, packed(2, 260, candidates=True), "stacked", "candidates"),
-    (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.int8, False), "stacked", "int8 or fp8 by the same"),
-    (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.uint8), "stacked", "int8 or fp8 by the same"),
+    (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.int8, False), "stacked", "8 bits by 8 bits"),
     (quantized_plan, quantized((32, 32, 272), (40, 180, 272)), "stacked", "at most 256 dimensions"),
     (quantized_plan, quantized((32, 32, 72), (40, 180, 72)), "stacked", "copied 16 bytes at a time"),
     (quantized_plan, unaligned_quantized(), "stacked", "copied 16 bytes at a time"),

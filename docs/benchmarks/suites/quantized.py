@@ -37,6 +37,8 @@ from pylate_flash.ops.quantized import query_precision
 
 # Bytes of a token's scale.
 _SCALE = 4
+# Query tokens from which on late-interaction-kernels is left out.
+_UNROLLED = 1024
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,9 @@ def ours(of: str, precision: str | None, inputs: Inputs, **options: Any) -> list
 
 
 def lik(inputs: Inputs) -> list[Candidate]:
-    """late-interaction-kernels: fp8 with a scale per token, which is its own way to quantize too.
-
-    Its kernel unrolls the loop over a query's tokens: at 1024, the twelve tiles it is tuned over compile for minutes.
-    """
+    """late-interaction-kernels: fp8 with a scale per token, which is its own way to quantize too."""
+    if inputs.queries.shape[1] >= _UNROLLED:
+        raise Unavailable("unrolls the loop over a query's tokens, and compiles twelve tiles for minutes")
     (queries, of_queries), (documents, of_documents) = map(
         LIK["fp8.quantize_fp8_per_token"], (inputs.queries, inputs.documents)
     )

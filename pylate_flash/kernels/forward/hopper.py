@@ -1,10 +1,10 @@
 """The stacked forward on Hopper (compute capability 9.0), in Gluon: operands, copies and products placed by hand.
 
 It computes what `stacked._stacked_kernel` computes, from the same arguments, of embeddings of 16 bits, of both operands
-in int8 or fp8, or of residual codes that the copying warps decompress (`hopper_codes`). What plain Triton leaves unused
-there is the tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a tile of
-64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the tensor
-cores wait. Here
+in int8 or fp8, of affine uint8 that the copying warps give signs, or of residual codes that they decompress
+(`hopper_codes`). What plain Triton leaves unused there is the tensor cores' time: it reads both operands of every
+product from shared memory, whose bandwidth a tile of 64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16
+product), and it takes the row maxima while the tensor cores wait. Here
 
 - the query rows stay in registers for as long as the program runs, and only document tokens come from shared memory,
   in one block or two (as in `stacked`);
@@ -46,8 +46,10 @@ from .hopper_parts import (
     first_maximum,
     log_sums_of_lanes,
     query_rows,
+    row_sums_of,
     rows_of,
     scaled,
+    scaled_affine,
     split_by_lane,
     sums_of,
     unscaled,
@@ -77,9 +79,13 @@ def _in_type_of_centroids(config):
 def _copying_registers(config, bits):
     """Registers of a thread that copies, of the 280 of it and of one that multiplies.
 
-    With 64 rows, tiles of 8 bits may be of long embeddings, of which a thread copies 16 parts.
+    With 64 rows, tiles of 8 bits may be of long embeddings, of which a thread copies 16 parts. Of affine ones, it has a
+    tile at a time.
     """
-    return 72 if bits == 8 and config.tile.rows == 64 * config.tile.parts else 56
+    of_64_rows = bits == 8 and config.tile.rows == 64 * config.tile.parts
+    if config.affine:
+        return 96 if of_64_rows else 80
+    return 72 if of_64_rows else 56
 
 
 @gluon.jit
@@ -101,7 +107,7 @@ def _first(tile, COLUMNS: gl.constexpr):
 @gluon.jit
 def _start(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
     """Begin the product of a part's rows with the first COLUMNS tokens of the tile in a slot, which is full."""
-    query_tile, second_query_tile, tiles, second_tiles, _, _, _ = operands
+    query_tile, second_query_tile, _, tiles, second_tiles, _, _, _, _ = operands
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     ROWS: gl.constexpr = query_tile.shape[0]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
@@ -129,7 +135,7 @@ def _start(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl
 @gluon.jit
 def _finish(similarities, operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
     """Similarities that `_start` has begun, when they are there, and the next slot, full."""
-    _, _, tiles, _, scales, full, empty = operands
+    _, _, row_sums, tiles, _, scales, token_offsets, full, empty = operands
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     PARTS: gl.constexpr = config.tile.parts
     IN_TURN: gl.constexpr = _in_turn(config)
@@ -148,6 +154,8 @@ def _finish(similarities, operands, slot, phase, one, config: gl.constexpr, COLU
     similarities = warpgroup_mma_wait(0, deps=[similarities])
     if SCALED and SCALES_LAST:
         scale = _first(scales.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
+    if config.affine:
+        offset = _first(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
     if IN_TURN:
         execute(_GIVE_TURN[(PART + PARTS // 2) % PARTS])
         # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.
@@ -155,7 +163,10 @@ def _finish(similarities, operands, slot, phase, one, config: gl.constexpr, COLU
         async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
     else:
         mbarrier.arrive(empty.index(read), count=1)
-    if SCALED:
+    if config.affine:
+        row_sums = gl.convert_layout(row_sums, gl.SliceLayout(1, mma), assert_trivial=True)
+        similarities = scaled_affine(similarities, scale, offset, row_sums)
+    elif SCALED:
         similarities = scaled(similarities, scale, one)
     return similarities, slot, phase
 
@@ -175,8 +186,8 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     """
     (
         queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group, first, last,
-        n_queries, query_length, padded_query_length, n_documents, document_length, empty_score, stride_query,
+        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, token_offsets, full, empty, row_block, group, first,
+        last, n_queries, query_length, padded_query_length, n_documents, document_length, empty_score, stride_query,
         stride_query_token,
     ) = arguments  # fmt: skip
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
@@ -195,12 +206,17 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     query_tile = query_rows(queries_ptr, first_row, layout, 0, BLOCK_EMBEDDING, config)
     if _in_type_of_centroids(config):
         query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
+    row_sums = gl.to_tensor(0)
+    if config.affine:
+        row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
     query_tile = gl.convert_layout(query_tile, operand)
     second_query_tile = query_tile
     if SECOND > 0:
         second_query_tile = query_rows(queries_ptr, first_row, layout, BLOCK_EMBEDDING, SECOND, config)
+        if config.affine:
+            row_sums += row_sums_of(second_query_tile, gl.SliceLayout(1, mma))
         second_query_tile = gl.convert_layout(second_query_tile, operand)
-    operands = (query_tile, second_query_tile, tiles, second_tiles, scales, full, empty)
+    operands = (query_tile, second_query_tile, row_sums, tiles, second_tiles, scales, token_offsets, full, empty)
 
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
     by_lane: gl.constexpr = split_by_lane(zeros, ROWS, BLOCK_TOKENS).type.layout
@@ -314,7 +330,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             row_best = lse / beta
         else:
             row_best = gl.reduce(best, 1, larger)
-            if queries_ptr.dtype.element_ty == gl.int8:
+            if queries_ptr.dtype.element_ty == gl.int8 and not config.affine:
                 row_best = unscaled(row_best)
         if config.with_argmax:
             # Past the end, the last token was repeated.
@@ -354,7 +370,8 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
 @kernel(follows=True, jit=gluon.jit)
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, offsets_ptr, sums_ptr, argmax_ptr, beta_ptr, lse_ptr, codes_ptr, centroids_ptr, weights_ptr,
+    cu_seqlens_ptr, offsets_ptr, sums_ptr, argmax_ptr, documents_offset_ptr, beta_ptr, lse_ptr, codes_ptr,
+    centroids_ptr, weights_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: gl.constexpr,
@@ -396,11 +413,14 @@ def _hopper_kernel(
     if SCALED:
         by_token: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
+    token_offsets = scales
+    if config.affine:
+        token_offsets = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, or one of them when all have decompressed a tile; and
+        # Every copying thread says when its copies have arrived, or one of them when all are done with a tile; and
         # every part when it has read a tile; in turn, each of its threads.
-        mbarrier.init(full.index(stage), count=1 if config.nbits else 128)
+        mbarrier.init(full.index(stage), count=1 if config.nbits > 0 or config.affine else 128)
         mbarrier.init(empty.index(stage), count=PARTS * 128 if _in_turn(config) else PARTS)
 
     COPYING: gl.constexpr = _copying_registers(config, dtype.primitive_bitwidth)
@@ -408,14 +428,14 @@ def _hopper_kernel(
     # two, turns constants into values.
     arguments = (
         queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group,
+        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, token_offsets, full, empty, row_block, group,
         first, last, n_queries, query_length, padded_query_length, n_documents, document_length, empty_score,
         stride_query, stride_query_token,
     )  # fmt: skip
     copied = (
-        documents_ptr, active_ptr, bounds_ptr, documents_scale_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles,
-        scales, full, empty, group, first, last, n_documents, document_length, stride_group, stride_document,
-        stride_document_token,
+        documents_ptr, active_ptr, bounds_ptr, documents_scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr,
+        tiles, second_tiles, scales, token_offsets, full, empty, group, first, last, n_documents, document_length,
+        stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     if PARTS == 4:
         gl.warp_specialize(
@@ -462,6 +482,7 @@ def score_hopper(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, s
             *tensors[:9],
             sums,
             tensors.argmax,
+            tensors.documents_offset,
             tensors.beta,
             tensors.lse,
             tensors.codes,

@@ -192,8 +192,8 @@ def decode_documents(arguments, coded, config: gl.constexpr, WORKER: gl.constexp
     """As `hopper_parts.copy_documents`, every other tile of packed documents that are residual codes."""
     codes_ptr, centroids_ptr, table = coded
     (
-        residuals_ptr, _, _, scale_ptr, cu_seqlens_ptr, _, tiles, _, _, full, empty, _, first, last, n_documents, _, _,
-        _, _,
+        residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, full, empty, _, first, last, n_documents,
+        _, _, _, _,
     ) = arguments  # fmt: skip
     SIZE: gl.constexpr = config.size
     # Slots of this worker, every other one.
