@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
@@ -16,6 +17,10 @@ from .parts import Part
 __all__ = ["Hits", "RankError", "Ranks"]
 
 T = TypeVar("T")
+# Bytes of a value that go with their number in one collective, such as the hits of a few queries. What torch has for
+# objects takes two: 1.2 ms in place of 0.5 for those of one query, between two processes of two cores.
+_AT_ONCE = 1 << 15
+_NUMBER = 8
 
 
 class Hits(NamedTuple):
@@ -61,7 +66,9 @@ class Ranks:
                 made[0] = make()
             except Exception as error:
                 made[1] = error
-        self._do(dist.broadcast_object_list, made, dist.get_global_rank(self._group, 0))
+        (said,) = self._exchanged(made, self._from_first)
+        if self.rank:
+            made = pickle.loads(said)
         if made[1] is not None:
             self.heard = made[1]
             raise made[1]
@@ -69,9 +76,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks."""
-        values: list[Any] = [None] * self.size
-        self._do(dist.all_gather_object, values, value)
-        return values
+        return [pickle.loads(said) for said in self._exchanged(value, self._from_all)]
 
     def to_first(self, make: Callable[[], T], what: str) -> list[T]:
         """On the first rank what `make` returns on each, and on the others nothing, when all have it.
@@ -99,6 +104,25 @@ class Ranks:
             collective(*arguments, **options, group=self._group)
         except RuntimeError as error:
             raise RankError(f"another process of the group has ended, as rank {self.rank} sees: {error}") from error
+
+    def _exchanged(self, value: Any, move: Callable[[torch.Tensor], np.ndarray]) -> list[bytes]:
+        """The values, pickled, that `move` brings here: it takes bytes [n] and returns bytes [values, n]."""
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        own = np.frombuffer(len(data).to_bytes(_NUMBER, "little") + data, np.uint8)
+        moved = move(_piece(own, 0, _AT_ONCE))
+        ends = moved[:, :_NUMBER].copy().view(np.int64)[:, 0] + _NUMBER
+        if (most := int(ends.max())) > _AT_ONCE:
+            moved = np.concatenate([moved, move(_piece(own, _AT_ONCE, most))], axis=1)
+        return [row[_NUMBER:end].tobytes() for row, end in zip(moved, ends, strict=True)]
+
+    def _from_first(self, piece: torch.Tensor) -> np.ndarray:
+        self._do(dist.broadcast, piece, dist.get_global_rank(self._group, 0))
+        return piece.unsqueeze(0).numpy()
+
+    def _from_all(self, piece: torch.Tensor) -> np.ndarray:
+        pieces = piece.new_empty(self.size, len(piece))
+        self._do(dist.all_gather, list(pieces), piece)
+        return pieces.numpy()
 
     def merged(self, found: Iterable[Hits], n_queries: int, k: int) -> Iterator[Hits]:
         """The best of what all ranks have found, each among its own documents, of some queries after the others.
@@ -144,6 +168,13 @@ def _over_gloo(group: Any) -> Any:
     timeout = group._get_backend(torch.device("cuda")).options._timeout
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+
+
+def _piece(own: np.ndarray, start: int, stop: int) -> torch.Tensor:
+    """Bytes from one place to another, with zeros after the end."""
+    piece, here = np.zeros(stop - start, np.uint8), own[start:stop]
+    piece[: len(here)] = here
+    return torch.from_numpy(piece)
 
 
 def _padded(found: list[Hits]) -> Hits:
