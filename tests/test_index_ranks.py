@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pylate_flash.index import store
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.parts import Part
-from pylate_flash.index.ranks import Hits, Ranks, _padded
+from pylate_flash.index.ranks import _AT_ONCE, Hits, Ranks, _padded
 from pylate_flash.index.scorers import Queries
 from tests.ranks import join_group, run_ranks
 from tests.stores import integers_of, small
@@ -75,6 +75,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_have_the_lists_of_one_process(folder: Path, world: int) -> None:
     run_ranks(search, (world, folder, "rendezvous"), world)
+
+
+def exchange(rank: int, world: int, folder: Path) -> None:
+    join_group(rank, world, folder)
+    ranks = Ranks(dist.group.WORLD)
+    around = _AT_ONCE - len(pickle.dumps(bytes(_AT_ONCE), pickle.HIGHEST_PROTOCOL)) + _AT_ONCE
+    for size in (0, *range(around - 20, around + 3), 3 * _AT_ONCE):
+        # One of them has more than all others.
+        values = [bytes([of_rank]) * (size if of_rank == size % world else 10) for of_rank in range(world)]
+        assert ranks.gather(values[rank]) == values
+        own = [bytes([rank]) * size]
+        agreed = ranks.agreed(lambda own=own: own)  # type: ignore[misc]
+        assert agreed == [bytes(size)]
+        assert (agreed is own) == (rank == 0)
+    dist.destroy_process_group()
+
+
+def test_values_of_all_sizes_reach_all_ranks(tmp_path: Path) -> None:
+    """What takes one collective, two, and just either; of the first rank, which keeps what it made, and of all."""
+    run_ranks(exchange, (3, tmp_path), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
