@@ -179,14 +179,17 @@ def _piece(own: np.ndarray, start: int, stop: int) -> torch.Tensor:
 
 def _padded(found: list[Hits]) -> Hits:
     """What was found for some queries after the others, filled with what comes last."""
-    width = max(some.slots.shape[1] for some in found)
-    scores, slots = [], []
+    counts = np.concatenate([some.counts for some in found])
+    shape = len(counts), max(some.slots.shape[1] for some in found)
+    scores, slots = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int64)
+    first = 0
     for some in found:
-        beyond = np.arange(width) >= some.counts[:, None]
-        room = (0, 0), (0, width - some.slots.shape[1])
-        scores.append(np.where(beyond, -np.inf, np.pad(some.scores, room)).astype(np.float32))
-        slots.append(np.pad(some.slots, room))
-    return Hits(np.concatenate(scores), np.concatenate(slots), np.concatenate([some.counts for some in found]))
+        of_some = slice(first, first + len(some.counts)), slice(some.slots.shape[1])
+        there = np.arange(some.slots.shape[1]) < some.counts[:, None]
+        np.copyto(scores[of_some], some.scores, where=there)
+        slots[of_some] = some.slots
+        first += len(some.counts)
+    return Hits(scores, slots, counts)
 
 
 def _best(everything: Sequence[Hits], k: int) -> Hits:
