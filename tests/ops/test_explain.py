@@ -138,12 +138,12 @@ def test_of_lists_on_a_cpu() -> None:
 
 def test_of_quantized_documents(kernels: None) -> None:
     queries, documents = torch.zeros(64, 32, 128).bfloat16(), torch.zeros(40, 180, 128)
-    for precision in ("int8", "fp8"):
+    for precision in ("int8", "uint8", "fp8"):
         for quantize_queries in (True, False):
             explanation = explain(queries, quantize(documents, precision), quantize_queries=quantize_queries)
             said = "hopper kernel, because documents are quantized, on a Hopper GPU; tile: rows 256, columns 128"
             if not quantize_queries:
-                said = "stacked kernel, because documents are quantized; the Hopper kernel multiplies int8 or fp8 by"
+                said = "stacked kernel, because documents are quantized; the Hopper kernel multiplies 8 bits by 8"
             assert said in str(explanation)
             assert explanation.backward is None
     with pytest.raises(RuntimeError, match="explain of quantized documents has no gradient"):
