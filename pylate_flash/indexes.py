@@ -478,7 +478,9 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         if not queries:
             return None
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
-        packed = checked_queries(queries, size, self.index_path, self.device, self._store.layout.asked)
+        # Ranks give each other what is on the host.
+        device = self.device if self._search.ranks is None else torch.device("cpu")
+        packed = checked_queries(queries, size, self.index_path, device, self._store.layout.asked)
         return {
             "queries": packed, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches,
             "rescore": rescore,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pylate_flash.index import store
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.parts import Part
-from pylate_flash.index.ranks import _AT_ONCE, Hits, Ranks, _padded
+from pylate_flash.index.ranks import _EAGER_BYTES, Hits, Ranks, _padded
 from pylate_flash.index.scorers import Queries
 from tests.ranks import join_group, run_ranks
 from tests.stores import integers_of, small
@@ -80,8 +80,8 @@ def test_ranks_have_the_lists_of_one_process(folder: Path, world: int) -> None:
 def exchange(rank: int, world: int, folder: Path) -> None:
     join_group(rank, world, folder)
     ranks = Ranks(dist.group.WORLD)
-    around = _AT_ONCE - len(pickle.dumps(bytes(_AT_ONCE), pickle.HIGHEST_PROTOCOL)) + _AT_ONCE
-    for size in (0, *range(around - 20, around + 3), 3 * _AT_ONCE):
+    around = _EAGER_BYTES - len(pickle.dumps(bytes(_EAGER_BYTES), pickle.HIGHEST_PROTOCOL)) + _EAGER_BYTES
+    for size in (0, *range(around - 20, around + 3), 3 * _EAGER_BYTES):
         # One of them has more than all others.
         values = [bytes([of_rank]) * (size if of_rank == size % world else 10) for of_rank in range(world)]
         assert ranks.gather(values[rank]) == values

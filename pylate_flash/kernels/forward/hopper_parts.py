@@ -153,6 +153,7 @@ def _with_signs(tile):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // BYTES, BYTES // 16], [4, 1], [1, 0])
     words_layout: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 32, 2)
     words = tile._reinterpret(gl.int32, [tile.shape[0], BYTES // 4], words_layout)
+    # 0x80 in every byte.
     words.store(words.load(layout) ^ -0x7F7F7F80)
 
 
@@ -174,10 +175,11 @@ def _make_signed(slot, shared, config: gl.constexpr):
 
 @gluon.jit
 def _announce(slot, under_way, oldest, shared, config: gl.constexpr):
-    """Have a slot be full when what was copied to it arrives.
+    """Have a slot be full when what is being copied to it has arrived, and of affine tokens when they have signs.
 
-    Affine tokens are looked at before, when a few more tiles are under way: so many, and the oldest one's slot. Having
-    read one tile, the parts wait for the next; so two are full while one is copied.
+    Those get them once UNDER_WAY more tiles are being copied. Of affine tokens, `under_way` counts the tiles that have
+    none yet, and `oldest` is the slot of the first of these. The parts leave a slot only when the next one is full: so
+    at least two must be full while an empty one is waited for, and three are.
     """
     UNDER_WAY: gl.constexpr = config.tile.num_stages - 3
     if config.affine:
