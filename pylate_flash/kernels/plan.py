@@ -287,16 +287,22 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
     if why_not is None:
-        masked, length = kind.documents_mask is not None, problem.document_length
+        masked, narrow = kind.documents_mask is not None, rows <= tables.HOPPER_NARROW_ROWS
+        length, total = problem.document_length, problem.n_tokens
         if problem.packed:
-            length = rounded_total(problem.n_tokens) // problem.n_documents
-        wide = config.quantized_hopper_tile(kind.size, rows <= tables.HOPPER_NARROW_ROWS, None if masked else length)
+            total = rounded_total(total)
+            length = total // problem.n_documents
+        wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length)
         # What fits into half a tile takes a product of it.
         tail = wide.columns // 2
         if not masked and not problem.packed and not 0 < length % wide.columns <= tail:
             tail = 0
-        reason = _QUANTIZED + ", on a Hopper GPU"
-        return hopper_plan(_with_values(problem), wide, reason, tail=tail, starts_early=not masked)
+        # Sums of rows, which affine documents need, take as long as a launch where there are many.
+        here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or kind.quantized != torch.uint8)
+        here = here and not config.hopper_blocks(kind.size, 1).second
+        problem = problem if here else _with_values(problem)
+        special: dict[str, Any] = {"tail": tail, "starts_early": not masked, "quantize_rows": here}
+        return hopper_plan(problem, wide, _QUANTIZED + ", on a Hopper GPU", **special)
     item = 1 if kind.quantize_queries else kind.dtype.itemsize
     blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
     rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))

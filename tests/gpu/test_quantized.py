@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pylate_flash import QuantizedEmbeddings, explain, maxsim, maxsim_varlen, pack, quantize
 from pylate_flash.kernels import tables
+from pylate_flash.ops.operator import repeated
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.gpu.tools import CAPABILITY, DTYPES, PRECISIONS, SIZES, memory_of, on_gpu, unit
 from tests.ops.cases import Case, cases
@@ -200,6 +201,28 @@ def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, lengt
         assert found[:, 5].isnan().all()
         # Every document has a masked token, which is worth 0 then.
         assert (found < 0.0).any() == ("masking" not in options)
+
+
+@hopper_only
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "size"), [((100, 1), 128), ((100, 1), 64), ((5, 20), 256), ((17, 30), 128)])
+def test_hopper_quantizes_rows_in_registers_to_the_bit(
+    shape: tuple[int, int], size: int, dtype: torch.dtype, precision: str, normalize: bool, monkeypatch
+) -> None:
+    """As a launch before it does, rows of tiny, infinite and NaN elements too."""
+    queries = torch.randn(*shape, size, device="cuda")
+    queries *= torch.logspace(-42, 30, shape[0], device="cuda")[:, None, None]
+    queries = queries.to(dtype)
+    queries[0], queries[1, 0, 7], queries[2, 0, 3] = 0.0, torch.nan, torch.inf
+    documents = quantize(unit(70, 150, size, seed=1), precision)
+    found = by_hopper(queries, documents, normalize=normalize)
+    repeated.forget()
+    monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 0)
+    again = by_hopper(queries, documents, normalize=normalize)
+    torch.testing.assert_close(found, again, rtol=0.0, atol=0.0, equal_nan=True)
+    repeated.forget()
 
 
 @hopper_only

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.disasm import get_sass
 
-from pylate_flash.kernels import config, forward, hidden, plan_operations, xtr, xtr_scores
+from pylate_flash.kernels import config, forward, hidden, plan_operations, tables, xtr, xtr_scores
 from pylate_flash.kernels.backward.residual import residual_backward
 from pylate_flash.kernels.forward import Codes
 from pylate_flash.kernels.plan_backward import residual_gradient_plan
@@ -168,8 +168,9 @@ def test_products_of_8_bits(dtype: torch.dtype, n_queries: int, size: int, capab
     tensors = tensors._replace(documents=tensors.documents.to(dtype))
     by_hopper = capability == 90 and n_queries == 32 and size == 128
     name = "hopper" if by_hopper else "stacked"
-    # A program of few rows quantizes them itself, if it holds them.
-    names = name + " quantize_rows" * (n_queries * 32 > 64 or size > 256)
+    # A program quantizes its rows itself, if it holds few of them, or in registers.
+    own = dtype != UINT8 if by_hopper else n_queries * 32 <= 64 and size <= 256
+    names = name + " quantize_rows" * (not own)
     ptx = compiled(quantized(tensors, True), names, capability)[name].asm["ptx"]
     assert re.search(PRODUCTS[capability, dtype], ptx)
     # Documents go to shared memory 16 bytes at a time, in the background; those of 72 elements begin at multiples of 8.
@@ -197,28 +198,33 @@ def test_packed_8_bits(dtype: torch.dtype, candidates: list[int] | None, capabil
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("dtype", "shape", "length", "masked"),
+    ("dtype", "shape", "length", "masked", "own"),
     [
-        (INT8, (8, 128, 128), 1024, False),
-        (INT8, (4, 32, 256), 180, True),
-        (FP8, (12, 32, 96), 180, True),
-        (UINT8, (8, 128, 128), 1024, False),
-        (UINT8, (8, 32, 128), 180, True),
-        (UINT8, (4, 32, 256), 180, True),
+        (INT8, (8, 128, 128), 1024, False, False),
+        (INT8, (8, 128, 128), 1024, False, True),
+        (INT8, (4, 32, 256), 180, True, True),
+        (FP8, (12, 32, 96), 180, True, False),
+        (FP8, (12, 32, 128), 180, True, True),
+        (UINT8, (8, 128, 128), 1024, False, False),
+        (UINT8, (8, 32, 128), 180, True, False),
+        (UINT8, (4, 32, 256), 180, True, False),
+        (UINT8, (4, 32, 128), 180, True, True),
     ],
     ids=str,
 )
 def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
-    dtype: torch.dtype, shape: tuple[int, int, int], length: int, masked: bool, capability: int
+    dtype: torch.dtype, shape: tuple[int, int, int], length: int, masked: bool, own: bool, capability: int, monkeypatch
 ) -> None:
     """And spills nothing, converts no sum but of affine tokens, and loads nothing while a product is under way, but for
-    the sums of rows.
+    the sums of rows. Programs that quantize their `own` rows do it before.
     """
+    monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 1 << 60 if own else 0)
     tensors = inputs(shape, (40, length, shape[-1]), BF16, (None, torch.bool if masked else None))
     call = quantized(
         tensors._replace(documents=tensors.documents.to(dtype)), True, masking="zero" if masked else "exclude"
     )
-    asm = compiled(call, "hopper quantize_rows" + " active_tokens" * masked, capability)["hopper"].asm
+    names = "hopper" + " quantize_rows" * (not own) + " active_tokens" * masked
+    asm = compiled(call, names, capability)["hopper"].asm
     ptx, kind = asm["ptx"], "f32.e4m3.e4m3" if dtype == FP8 else "s32.s8.s8"
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k32)\.(\S+) \{[^}]*\}, (\S)", ptx)
     narrow = {"m64n64k32"} if masked else set()
@@ -240,7 +246,7 @@ def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
 def test_hopper_sums_products_of_fp8_as_the_plain_kernel(capability: int) -> None:
     """Neither adds up sums of a few products outside the tensor cores."""
     found = []
-    for n_queries, names in ((2, "stacked"), (12, "hopper quantize_rows")):
+    for n_queries, names in ((2, "stacked"), (12, "hopper")):
         tensors = inputs((n_queries, 32, 128), (40, 180, 128), F16)
         call = quantized(tensors._replace(documents=tensors.documents.to(FP8)), True)
         ttgir = compiled(call, names, capability)[names.split()[0]].asm["ttgir"]

@@ -107,7 +107,8 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
     if not as_they_lie or (offsets is not None and offsets.stride() != scales.stride()):
         scales, offsets = scales.contiguous(), None if offsets is None else offsets.contiguous()
     values = queries_scale = None
-    if kind.quantize_queries and plan.kernel != "short":
+    in_registers = plan.kernel == "short" or (plan.kernel == "hopper" and plan.config.quantize_rows)
+    if kind.quantize_queries and not in_registers:
         dtype = torch.int8 if kind.quantized == torch.uint8 else kind.quantized
         shape = problem.n_queries, problem.query_length
         values = torch.empty(*shape, problem.size, dtype=dtype, device=problem.device)

@@ -10,11 +10,10 @@ from ...problem import Problem
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from .common import ForwardTensors
-from .quantized_rows import divided_rows, rounded_rows
+from .quantized_rows import largest_magnitudes, multiplied, rounded_rows, scales_of
 
 # A float32 of 1.5 * 2**23.
 BITS_OF_SUM = tl.constexpr(0x4B400000)
-_LARGEST_VALUE = tl.constexpr(127.0)
 # Centroids of a program of the table.
 _CENTROIDS = 64
 # Bucket weights in bytes are tried in so many units, from the largest weight / 126 on, each with so many roundings.
@@ -276,7 +275,8 @@ def _table_kernel(
         inside = dims < EMBEDDING
         at = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
         rows = tl.load(at, mask=(tokens < query_length)[:, None] & inside[None, :], other=0.0)
-        rows, _ = divided_rows(rows.to(tl.float32), _LARGEST_VALUE)
+        rows = rows.to(tl.float32)
+        rows = multiplied(rows, scales_of(largest_magnitudes(rows), tl.int8)[1])
         centroids = block * config.centroids + tl.arange(0, config.centroids)
         exists = centroids < n_centroids
         at = centroids_ptr + centroids[:, None] * EMBEDDING + dims[None, :]

@@ -45,6 +45,7 @@ from .hopper_parts import (
     document_range,
     first_maximum,
     log_sums_of_lanes,
+    quantized_rows,
     query_rows,
     row_sums_of,
     rows_of,
@@ -198,7 +199,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     TAIL: gl.constexpr = config.tail
     GROUP: gl.constexpr = config.group
     SCALED: gl.constexpr = config.normalize or config.values
-    ITEM: gl.constexpr = queries_ptr.dtype.element_ty.primitive_bitwidth // 8
+    ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 32 // ITEM])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     first_row = (row_block * PARTS + PART) * ROWS
@@ -206,6 +207,8 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     query_tile = query_rows(queries_ptr, first_row, layout, 0, BLOCK_EMBEDDING, config)
     if _in_type_of_centroids(config):
         query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
+    elif config.quantize_rows:
+        query_tile, row_scale = quantized_rows(query_tile, tiles.dtype, config.normalize)
     row_sums = gl.to_tensor(0)
     if config.affine:
         row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
@@ -230,7 +233,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     if config.has_queries_mask:
         row_weight = gl.load(queries_mask_ptr + global_row, mask=row_exists, other=0)
         row_active = row_active & (row_weight != 0)
-    if _in_type_of_centroids(config):
+    if _in_type_of_centroids(config) or config.quantize_rows:
         row_scale = gl.convert_layout(row_scale, by_row)
     elif SCALED:
         row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
@@ -330,7 +333,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             row_best = lse / beta
         else:
             row_best = gl.reduce(best, 1, larger)
-            if queries_ptr.dtype.element_ty == gl.int8 and not config.affine:
+            if tiles.dtype == gl.int8 and not config.affine:
                 row_best = unscaled(row_best)
         if config.with_argmax:
             # Past the end, the last token was repeated.
@@ -400,8 +403,8 @@ def _hopper_kernel(
         first = run_index * run
         last = gl.minimum(first + run, n_documents)
 
-    # That of the documents, or of what their codes stand for.
-    dtype: gl.constexpr = (centroids_ptr if _in_type_of_centroids(config) else queries_ptr).dtype.element_ty
+    operand_ptr = centroids_ptr if _in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
+    dtype: gl.constexpr = gl.int8 if config.affine else operand_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles

@@ -25,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gluon import add, copy_to_shared, next_slot
 from ..reductions import larger, log_sums, relative_to
+from ..rows import inverse_norm
+from .quantized_rows import largest_magnitudes, rounded, scales_of, squares_of
 
 # The bits of 1.0: |x| stays below 2**23 in products of up to 512 elements.
 _BITS_OF_ONE = gl.constexpr(0x3F800000)
@@ -60,6 +62,21 @@ def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.co
     exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < config.size)[None, :]
     offset = (group * n_queries + query).to(gl.int64) * stride_query + token * stride_query_token
     return gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
+
+
+@gluon.jit
+def quantized_rows(rows, dtype: gl.constexpr, NORMALIZE: gl.constexpr):
+    """As `quantized_rows.rounded_rows`, of rows that several threads share: a scale is the work of one thread, or two.
+
+    Where every thread works out those of its rows, 32 x 32 (32 x 180) with int8 takes 13.6 us in place of 11.8.
+    """
+    wide = rows.to(gl.float32)
+    by_thread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    scale, inverse = scales_of(gl.convert_layout(largest_magnitudes(wide), by_thread), dtype)
+    values = rounded(wide, gl.convert_layout(inverse, gl.SliceLayout(1, wide.type.layout)), dtype)
+    if NORMALIZE:
+        scale *= inverse_norm(gl.convert_layout(squares_of(values), by_thread), scale)
+    return values, scale
 
 
 @gluon.jit

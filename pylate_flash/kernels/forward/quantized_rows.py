@@ -27,14 +27,44 @@ _ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def divided_rows(rows, LARGEST: tl.constexpr):
-    """Rows [rows, dims], float32, divided by their scales [rows]."""
-    scale = tl.div_rn(max_along(tl.abs(rows), 1), LARGEST)
+def largest_magnitudes(rows):
+    """Of the elements of each of the rows [rows, dims]."""
+    return max_along(tl.abs(rows), 1)
+
+
+@triton.jit
+def scales_of(magnitudes, DTYPE: tl.constexpr):
+    """The scales of rows in int8 or fp8 that have these largest magnitudes, and what their elements are multiplied by.
+
+    That is 0 where a scale is too small, infinite or NaN.
+    """
+    scale = tl.div_rn(magnitudes, _LARGEST_INT8 if tl.int8 == DTYPE else _LARGEST_FP8)
     # NaN is not.
     usable = (scale >= _SMALLEST_SCALE) & (scale < float("inf"))
-    inverse = tl.div_rn(1.0, tl.where(usable, scale, 1.0))
+    return scale, tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
+
+
+@triton.jit
+def multiplied(rows, inverse):
+    """Rows [rows, dims], float32, times `inverse` [rows], of which 0 makes zeros."""
     # Not a product, which compilers would fuse with what is added, and round once.
-    return tl.where(usable[:, None], tl.fma(rows, inverse[:, None], 0.0), 0.0), scale
+    return tl.where((inverse > 0.0)[:, None], tl.fma(rows, inverse[:, None], 0.0), 0.0)
+
+
+@triton.jit
+def rounded(rows, inverse, DTYPE: tl.constexpr):
+    """`multiplied` rows in int8 or fp8."""
+    values = multiplied(rows, inverse)
+    if tl.int8 == DTYPE:
+        values = (values + _ROUNDING).to(tl.int32, bitcast=True)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def squares_of(values):
+    """Sums of the squares of rows [rows, dims]."""
+    wide = values.to(tl.float32)
+    return tl.sum(wide * wide, axis=1)
 
 
 @triton.jit
@@ -43,13 +73,10 @@ def rounded_rows(rows, DTYPE: tl.constexpr, NORMALIZE: tl.constexpr):
 
     Under NORMALIZE, a row's values times its scale have norm 1.
     """
-    values, scale = divided_rows(rows, _LARGEST_INT8 if tl.int8 == DTYPE else _LARGEST_FP8)
-    if tl.int8 == DTYPE:
-        values = (values + _ROUNDING).to(tl.int32, bitcast=True)
-    values = values.to(DTYPE)
+    scale, inverse = scales_of(largest_magnitudes(rows), DTYPE)
+    values = rounded(rows, inverse, DTYPE)
     if NORMALIZE:
-        rounded = values.to(tl.float32)
-        scale *= inverse_norm(tl.sum(rounded * rounded, axis=1), scale)
+        scale *= inverse_norm(squares_of(values), scale)
     return values, scale
 
 
