@@ -388,10 +388,10 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             Say as well which tokens match.
         where
             Search among documents whose metadata fulfil an expression of SQLite, such as
-            "year >= 2020 and lang = 'en'", or with parameters ("year >= ?", [2020]). It may come from a stranger: it
-            reads metadata and calls plain functions, such as `lower` and `date`, looks at strings of at most 256 KiB,
-            and ends after ten seconds. A document without a key has NULL there. Documents that another process has
-            removed meanwhile are left out.
+            "year >= 2020 and lang = 'en'", or with parameters ("year >= ?", [2020]) or ("year >= :year",
+            {"year": 2020}). It may come from a stranger: it reads metadata and calls plain functions, such as `lower`
+            and `date`, looks at strings of at most 256 KiB, and ends after ten seconds. A document without a key has
+            NULL there. Documents that another process has removed meanwhile are left out.
         rescore
             Score so many of the best of each query, at least `k`, once more by what is kept in 16 bits beside fewer,
             and return the best of these, with the new scores.

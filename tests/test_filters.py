@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import sys
 from contextlib import closing
@@ -46,7 +47,7 @@ def kept(index: Flat, where: Any, **options: Any) -> str:
     [
         ("year >= 2020 and lang = 'en'", "d"),
         (("year >= ?", [2020]), "bdf"),
-        (("year >= :year", [2020]), "bdf"),
+        (("year >= :year and lang = :lang", {"year": 2020, "lang": "en", "other": 1}), "d"),
         (("lang = ?", ["O'Neill"]), "e"),
         (("lang = ?", ('a"b',)), "f"),
         ("lang is null", "c"),
@@ -111,6 +112,8 @@ def test_what_another_process_removed_is_left_out(tmp_path: Path) -> None:
         ("year = 'a\0b'", "is no filter"),
         ("year = ?", "is no filter"),
         (("year = ?", [1, 2]), "is no filter"),
+        (("year = :year", {"lang": "en"}), "is no filter"),
+        (("year = :year", {"year": math.inf}), "parameter 'year' is inf, expected a finite number"),
         ("year; DROP TABLE documents", "syntax error"),
         ("lang REGEXP 'x'", "no such function"),
         # Of the catalog, and of SQLite's own.
@@ -143,7 +146,9 @@ def test_a_wrong_filter_is_one_sentence(index: Flat, where: Any, said: str) -> N
     assert index.verify().generation == generation
 
 
-@pytest.mark.parametrize("where", [3, ["year"], ("year", 3), ("year", "abc"), ("a", [], []), ("year = ?", [object()])])
+@pytest.mark.parametrize(
+    "where", [3, ["year"], ("year", 3), ("year", "abc"), ("a", [], []), ("year = ?", [object()]), ("1", {3: 1})]
+)
 def test_what_is_no_filter_is_a_type_error(index: Flat, where: Any) -> None:
     with pytest.raises(TypeError, match="where"):
         kept(index, where)

@@ -194,7 +194,7 @@ class Catalog:
                     return False
         return True
 
-    def numbers_where(self, expression: str, parameters: tuple) -> np.ndarray:
+    def numbers_where(self, expression: str, parameters: tuple | dict) -> np.ndarray:
         """The numbers of the documents, as they are now, whose metadata fulfil an expression: `filters.matching`."""
         with self._explained(), self._reading(fresh=True) as connection:
             if not _has_tables(connection):

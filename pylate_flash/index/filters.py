@@ -19,8 +19,9 @@ import numpy as np
 __all__ = ["DOCUMENTS", "Metadata", "Where", "checked_metadata", "checked_where", "insert", "matching", "metadata_crc"]
 
 DOCUMENTS = 'CREATE TABLE documents ("#number" INTEGER PRIMARY KEY, "#id" BLOB NOT NULL UNIQUE, "#crc" INTEGER)'
-Metadata = Mapping[str, str | int | float | bool | None]
-Where = str | tuple[str, Sequence[str | int | float | bool | None]]
+_Value = str | int | float | bool | None
+Metadata = Mapping[str, _Value]
+Where = str | tuple[str, Sequence[_Value] | Mapping[str, _Value]]
 # SQLite has no more than 2000 columns.
 _MOST_COLUMNS = 1000
 _LONGEST_EXPRESSION = 10_000
@@ -80,16 +81,20 @@ def _checked_value(name: str, value: object) -> str | int | float | None:
     return value
 
 
-def checked_where(where: object) -> tuple[str, tuple]:
-    """The expression of a filter and its parameters."""
+def checked_where(where: object) -> tuple[str, tuple | dict]:
+    """The expression of a filter and its parameters, in order or by their names."""
     expression, parameters = where if isinstance(where, tuple) and len(where) == 2 else (where, ())
-    if not isinstance(expression, str) or isinstance(parameters, str) or not isinstance(parameters, Sequence):
+    named = isinstance(parameters, Mapping) and all(isinstance(name, str) for name in parameters)
+    in_order = isinstance(parameters, Sequence) and not isinstance(parameters, str)
+    if not isinstance(expression, str) or not (named or in_order):
         raise TypeError(
             'where must be an expression of SQLite such as "year >= 2020", or one with its parameters such as '
-            f"('year >= ?', [2020]), got {where!r:.100}"
+            f"('year >= ?', [2020]) or ('year >= :year', {{'year': 2020}}), got {where!r:.100}"
         )
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"where: {len(expression)} characters are too many, expected at most {_LONGEST_EXPRESSION}")
+    if isinstance(parameters, Mapping):
+        return expression, {k: _checked_value(f"where: parameter {k!r:.100}", value) for k, value in parameters.items()}
     return expression, tuple(_checked_value(f"where: parameter {i}", value) for i, value in enumerate(parameters))
 
 
@@ -136,7 +141,7 @@ def metadata_crc(own: Mapping) -> int | None:
     return zlib.crc32(repr(there).encode("utf-8", "surrogatepass")) if there else None
 
 
-def matching(connection: sqlite3.Connection, expression: str, parameters: tuple) -> np.ndarray:
+def matching(connection: sqlite3.Connection, expression: str, parameters: tuple | dict) -> np.ndarray:
     """The numbers of the documents whose metadata fulfil an expression, ascending.
 
     The connection is of no use for anything else afterwards: it reads metadata, and nothing else. What is no expression

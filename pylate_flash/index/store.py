@@ -154,7 +154,7 @@ class PackedStore:
         Of those that another process has removed since this object read the catalog, there is none.
         """
         expression, parameters = checked_where(where)
-        key = expression, parameters, tuple(map(type, parameters))
+        key = expression, repr(parameters)
         if key not in self._filtered:
             if len(self._filtered) >= _FILTERS:
                 self._filtered.clear()
