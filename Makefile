@@ -72,7 +72,9 @@ clean: ## Remove the demo's output and the caches; the virtual environment stays
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
 		{ echo "Python >= 3.10 is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name another: make PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv "$(VENV)"
+	$(PYTHON) -m venv --upgrade-deps "$(VENV)"
+
+# (The pip that Python 3.10 brings looks for versions that go together for more than a quarter of an hour.)
 
 # The stamps say what is installed; a changed pyproject.toml installs again. pip reports each download and how long it
 # will take.
