@@ -74,7 +74,7 @@ $(BIN)/python:
 		{ echo "Python >= 3.10 is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name another: make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --upgrade-deps "$(VENV)"
 
-# (The pip that Python 3.10 brings looks for versions that go together for more than a quarter of an hour.)
+# A new pip: the one of Python 3.10 looks for versions that go together for many minutes.
 
 # The stamps say what is installed; a changed pyproject.toml installs again. pip reports each download and how long it
 # will take.

@@ -21,7 +21,8 @@ from tests.ops.test_varlen import packed
 
 # With one dimension, many tokens have one direction, and rounding decides which of them wins.
 MODEL_SIZES = st.integers(2, 40)
-PROJECTED_SIZES = st.integers(2, 24)
+# Of two elements, so many tokens have nearly the same direction that rounding decides which of them is the best.
+PROJECTED_SIZES = st.integers(3, 24)
 OPTIONS = {"max_examples": 40}
 
 
