@@ -69,12 +69,11 @@ clean: ## Remove the demo's output and the caches; the virtual environment stays
 	rm -rf demo-output notebooks/demo-output docs/_build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pylate_flash tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
+# With a new pip: that of Python 3.10 looks for versions that go together for many minutes.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
 		{ echo "Python >= 3.10 is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name another: make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --upgrade-deps "$(VENV)"
-
-# A new pip: the one of Python 3.10 looks for versions that go together for many minutes.
 
 # The stamps say what is installed; a changed pyproject.toml installs again. pip reports each download and how long it
 # will take.
