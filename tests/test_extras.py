@@ -167,6 +167,9 @@ def test_each_host_has_an_extra(module: str, monkeypatch: pytest.MonkeyPatch) ->
     # It installs the versions that are served.
     project = (ROOT / "pyproject.toml").read_text()
     assert re.search(rf'^{host.extra} = \["{host.distribution}(\[\w+\])?{re.escape(host.supported)}"\]$', project, re.M)
+    # So do the other extras that name it, with a marker of their own.
+    versions = re.findall(rf'"{host.distribution}(?:\[\w+\])?([<>=][^;"]*)', project)
+    assert set(versions) == {host.supported}
 
 
 def test_the_package_alone_installs_no_host() -> None:

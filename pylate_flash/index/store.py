@@ -154,6 +154,7 @@ class PackedStore:
         Of those that another process has removed since this object read the catalog, there is none.
         """
         expression, parameters = checked_where(where)
+        # 1 equals 1.0, which is another parameter.
         key = expression, repr(parameters)
         if key not in self._filtered:
             if len(self._filtered) >= _FILTERS:

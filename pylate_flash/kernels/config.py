@@ -59,7 +59,7 @@ class Config(str):
     in_segments: bool = False
     # Rows of a sum.
     group: int = 1
-    # Whether the kernel quantizes query rows itself.
+    # Whether the kernel quantizes query rows itself: the Hopper kernel in registers, the stacked one by way of memory.
     quantize_rows: bool = False
     # Bits of residual codes.
     nbits: int = 0

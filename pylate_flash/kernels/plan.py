@@ -300,9 +300,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         # Sums of rows, which affine documents need, take as long as a launch where there are many.
         here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or kind.quantized != torch.uint8)
         here = here and not config.hopper_blocks(kind.size, 1).second
-        problem = problem if here else _with_values(problem)
-        special: dict[str, Any] = {"tail": tail, "starts_early": not masked, "quantize_rows": here}
-        return hopper_plan(problem, wide, _QUANTIZED + ", on a Hopper GPU", **special)
+        problem, reason = problem if here else _with_values(problem), _QUANTIZED + ", on a Hopper GPU"
+        return hopper_plan(problem, wide, reason, tail=tail, starts_early=not masked, quantize_rows=here)
     item = 1 if kind.quantize_queries else kind.dtype.itemsize
     blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
     rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))
@@ -315,7 +314,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         registers = registers_of(2, tile.num_warps)
     # Each program quantizes the query rows that it scores, which spares the host a launch, and the GPU waiting for it:
     # one query and 100 documents (32 x 180) take 0.091 ms in place of 0.113. Of many rows, each program has more to
-    # quantize, and more programs the same: by the Hopper kernel 512 x 512 would take 0.473 in place of 0.449.
+    # quantize, and more programs the same.
     here = kind.quantize_queries and tile.rows <= few.rows and not blocks.split
     if kind.quantize_queries and not here:
         problem = _with_values(problem)

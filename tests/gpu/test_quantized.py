@@ -224,7 +224,6 @@ def test_hopper_quantizes_rows_in_registers_to_the_bit(
     # Squares of fp8 are added up in another order; those of integers lose nothing.
     rounding = 1e-6 if normalize and precision == "fp8" else 0.0
     torch.testing.assert_close(found, again, rtol=rounding, atol=0.0, equal_nan=True)
-    repeated.forget()
 
 
 @hopper_only

@@ -45,8 +45,8 @@ from .hopper_parts import (
     document_range,
     first_maximum,
     log_sums_of_lanes,
-    quantized_rows,
     query_rows,
+    rounded_in_registers,
     row_sums_of,
     rows_of,
     scaled,
@@ -208,7 +208,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     if _in_type_of_centroids(config):
         query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
     elif config.quantize_rows:
-        query_tile, row_scale = quantized_rows(query_tile, tiles.dtype, config.normalize)
+        query_tile, row_scale = rounded_in_registers(query_tile, tiles.dtype, config.normalize)
     row_sums = gl.to_tensor(0)
     if config.affine:
         row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
@@ -403,6 +403,7 @@ def _hopper_kernel(
         first = run_index * run
         last = gl.minimum(first + run, n_documents)
 
+    # Of quantized documents, or of what codes stand for, where query rows are brought to that.
     operand_ptr = centroids_ptr if _in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
     dtype: gl.constexpr = gl.int8 if config.affine else operand_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)

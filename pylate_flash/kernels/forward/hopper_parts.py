@@ -65,7 +65,7 @@ def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.co
 
 
 @gluon.jit
-def quantized_rows(rows, dtype: gl.constexpr, NORMALIZE: gl.constexpr):
+def rounded_in_registers(rows, dtype: gl.constexpr, NORMALIZE: gl.constexpr):
     """As `quantized_rows.rounded_rows`, of rows that several threads share: a scale is the work of one thread, or two.
 
     Where every thread works out those of its rows, 32 x 32 (32 x 180) with int8 takes 13.6 us in place of 11.8.
