@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -281,8 +282,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     """
     kind, rows = problem.kind, _stacked_rows(problem)
     own = kind.quantize_queries and problem.n_queries == problem.groups
-    own &= kind.quantized != torch.float8_e4m3fn or kind.cu_seqlens is not None
-    if own and problem.n_tokens >= tables.SHORT_QUANTIZED_TOKENS and _is_short(problem, 0):
+    if own and _is_short(problem, 0) and problem.n_tokens >= _least_tokens_of_short(problem):
         return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
@@ -358,9 +358,17 @@ def _is_short(problem: Problem, nbits: int) -> bool:
     elements = size * config.single_columns(problem.query_length)
     few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
     few &= size <= tables.SHORT_MAX_SIZE
-    # A row has four threads, and each of them whole words, of 8 bits two times.
-    fits = size % (64 if nbits == 2 else 32) == 0 and problem.n_tokens < config.INT32_MAX
+    # Rows of whole words, of 8 bits 16 bytes at a time.
+    fits = size % (32 if nbits else 16) == 0 and problem.n_tokens < config.INT32_MAX
     return follows and plain and few and fits and (nbits > 0 or (problem.aligned and row % 4 == 0))
+
+
+def _least_tokens_of_short(problem: Problem) -> float:
+    """Tokens of documents in 8 bits from which on `forward.short` serves them."""
+    if config.single_columns(problem.query_length) <= 32:
+        return tables.SHORT_QUANTIZED_TOKENS
+    unpacked_fp8 = problem.kind.quantized == torch.float8_e4m3fn and not problem.packed
+    return math.inf if unpacked_fp8 else tables.SHORT_QUANTIZED_WIDE
 
 
 def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> ForwardPlan:

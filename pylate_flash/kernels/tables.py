@@ -244,23 +244,26 @@ RESIDUAL_SMALLEST_SHARE = 8
 # Of short queries against documents of few bits.
 
 # Document tokens of a step, registers of a thread, of which there are 32, programs of an SM that this makes, and steps
-# fetched ahead with the one at hand. On an H100, 10000 documents of 300 tokens and one query of 32 take 0.120 ms with 4
-# bits and 0.087 with 2; with 128 registers, which spill, 0.129 and 0.096; by loads to registers, 0.149 and 0.105.
+# fetched ahead with the one at hand, of 8 bits and of codes. 10000 documents of 300 tokens and one query of 32 take
+# 0.107 ms with int8 and 0.109 with 4 bits. With 12 programs of 168 registers, 0.111 and 0.112, and where the query is
+# larger, it spills: of 256 elements 0.106 in place of 0.086 (5000 of 180, int8), of 60 tokens 0.085 in place of 0.056.
+# With a step less, 40000 documents take 0.284 ms in place of 0.271 with 2 bits.
 SHORT_ROWS = 32
-SHORT_REGISTERS = 168
-SHORT_PER_SM = 12
+SHORT_REGISTERS = 248
+SHORT_PER_SM = 8
 SHORT_STAGES = 3
+SHORT_STAGES_OF_CODES = 4
 # Query tokens, elements of a token, of which sums of products stay below 2**22, and elements of a query that registers
 # hold with the rest.
 SHORT_MAX_LENGTH = 64
 SHORT_MAX_SIZE = 256
 SHORT_MAX_ELEMENTS = 8192
-# Tokens of documents in 8 bits from which on it serves them, as programs of one warp hide little of what few of them
-# wait for: int8 0.0116 ms in place of 0.0087 at 1 x 100 (32 x 180), and 0.0241 of 0.0264 at 1 x 1000 (32 x 300). Of
-# fp8, which it multiplies as float16 (0.0270 and 0.0250 there, 0.127 and 0.129 at 1 x 10000), packed ones alone, whose
-# last tiles another kernel fills in part: 3.1 ms in place of 5.5 for 400000 of 64 to 192, 1.0 of 4.3 for 522931 of 8
-# to 32.
-SHORT_QUANTIZED_TOKENS = 200_000
+# Tokens of documents in 8 bits from which on it serves them, and where the query has more than 32: programs of one
+# warp hide little of what few of them wait for. 0.0107 ms in place of 0.0094 at 1 x 100 (32 x 180, int8), 0.0115 of
+# 0.0122 at 1 x 300; with 60 query tokens 0.0276 of 0.0244 at 1 x 1000, 0.056 of 0.060 at 1 x 5000. Of fp8, which it
+# multiplies as float16, documents that are not packed meet at most 32: 60 take 0.063 in place of 0.058 there.
+SHORT_QUANTIZED_TOKENS = 50_000
+SHORT_QUANTIZED_WIDE = 500_000
 # Queries that meet the same codes, at most: more of them decompress them together.
 SHORT_MAX_QUERIES = 4
 # Tokens that a query meets for each centroid, at least, or the table of centroids takes longer than it saves.

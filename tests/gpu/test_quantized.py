@@ -93,6 +93,24 @@ def test_real_shapes_and_the_same_bits_again(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 32, 128), (1, 60, 128), (1, 7, 48), (1, 32, 96), (1, 20, 160), (1, 32, 256), (1, 64, 64), (20, 9, 112)],
+)
+def test_short_queries(shape: tuple[int, ...], precision: str) -> None:
+    """A query and many documents, or as many of its own, in rows of every width."""
+    queries, own = unit(*shape, dtype=torch.bfloat16), (shape[0], 350) if shape[0] > 1 else (7000,)
+    documents = quantize(unit(*own, 90, shape[-1], seed=1), precision)
+    served = "stacked" if precision == "fp8" and shape[1] > 32 else "short"
+    assert explain(queries, documents).forward.kernel == served
+    for options in ({}, {"normalize": True, "queries_mask": torch.rand(shape[:2], device="cuda")}):
+        found = maxsim(queries, documents, **options)
+        close(found, maxsim_quantized_reference(queries, documents, **options), precision, True)
+        for _ in range(20):
+            assert torch.equal(maxsim(queries, documents, **options), found)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("with_candidates", [False, True])
 def test_packed_documents_of_many_lengths(precision: str, with_candidates: bool) -> None:
     lengths = [180, 0, 9000, 7, 64] * 40

@@ -90,6 +90,7 @@ def test_real_shapes_and_the_same_bits_again(
     [
         ((1, 32, 128), 5000, torch.bfloat16), ((3, 17, 128), 700, torch.float16), ((1, 64, 128), 700, torch.bfloat16),
         ((2, 32, 64), 900, torch.float32), ((4, 10, 192), 300, torch.bfloat16), ((1, 32, 256), 300, torch.float16),
+        ((1, 32, 96), 700, torch.bfloat16), ((1, 60, 32), 700, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_short_queries_in_8_bits(shape: tuple[int, ...], n_documents: int, dtype: torch.dtype, nbits: int) -> None:

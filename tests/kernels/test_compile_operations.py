@@ -284,7 +284,7 @@ def check_copies(ptx: str) -> None:
 
 
 # Bits of a residual code, or the type of documents in 8 bits, and embedding size.
-SHORT = [(4, 128), (2, 128), (4, 64), (INT8, 128), (UINT8, 128), (INT8, 64)]
+SHORT = [(4, 128), (2, 128), (4, 64), (2, 96), (INT8, 128), (UINT8, 128), (INT8, 48), (UINT8, 96)]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
@@ -306,8 +306,8 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
     exchanged = re.search(r"(ld|st)\.shared|ldmatrix|shfl|cvt\.\S*s32" + ("" if decoded else "|prmt"), products)
     assert not exchanged or triton_version() > (3, 6)
     assert "prmt" in ptx or not decoded
-    # Documents are copied to shared memory ahead, 16 bytes at a time where a thread has as many of a row.
-    assert "0x10" in re.findall(_COPIES, ptx) or size < 128 or bits == 2
+    # Documents are copied to shared memory ahead, 16 bytes at a time, of codes where a thread has as many of a row.
+    assert "0x10" in re.findall(_COPIES, ptx) or decoded and (size < 128 or bits == 2)
     assert "cp.async" in ptx
     if decoded and triton_version() <= (3, 6) and capability == 90:
         sass = get_sass(code["short"].asm["cubin"])
@@ -319,7 +319,11 @@ def test_short_queries_meet_packed_documents_in_fp8(capability: int) -> None:
     tensors = inputs((1, 32, 128), (360_000, 128), BF16)
     bounds = torch.arange(2001, dtype=torch.int32) * 180
     tensors = tensors._replace(documents=tensors.documents.to(FP8), documents_cu_seqlens=bounds)
-    ptx = compiled(quantized(tensors, True, max_document_length=180), "short", capability)["short"].asm["ptx"]
+    asm = compiled(quantized(tensors, True, max_document_length=180), "short", capability)["short"].asm
+    ptx = asm["ptx"]
+    # Eight threads copy a row, and ask L2 for it once.
+    source = re.search(r"async_copy_global_to_local .*x!tt.ptr<i32>, #(\w+)>", asm["ttgir"])[1]
+    assert re.search(rf"#{source} = .*sizePerThread = \[1, 4\], threadsPerWarp = \[4, 8\]", asm["ttgir"])
     products = ptx[ptx.index("mma.sync") : ptx.rindex("mma.sync")]
     assert not re.search(r"(ld|st)\.shared|ldmatrix|shfl|prmt", products) or triton_version() > (3, 6)
     assert "0x10" in re.findall(_COPIES, ptx)

@@ -187,7 +187,11 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (quantized_plan, quantized((2, 32, 128), (40, 180, 128)), "stacked", "fewer than 65 query tokens"),
     (quantized_plan, quantized((32, 32, 128), (32, 50, 180, 128)), "short", "at most 64 tokens"),
     (quantized_plan, quantized((32, 32, 128), (32, 5, 180, 128)), "stacked", "fewer than 65 query tokens"),
-    (quantized_plan, quantized((32, 32, 128), (32, 50, 180, 128), torch.float8_e4m3fn), "stacked", "fewer than 65"),
+    (quantized_plan, quantized((32, 32, 128), (32, 50, 180, 128), torch.float8_e4m3fn), "short", "at most 64"),
+    (quantized_plan, quantized((32, 60, 128), (32, 50, 180, 128)), "stacked", "fewer than 65"),
+    (quantized_plan, quantized((32, 60, 128), (32, 90, 180, 128)), "short", "at most 64"),
+    (quantized_plan, quantized((32, 60, 128), (32, 90, 180, 128), torch.float8_e4m3fn), "stacked", "fewer than 65"),
+    (quantized_plan, quantized((1, 60, 48), (3000, 180, 48), torch.uint8), "short", "at most 64"),
     (quantized_plan, packed_quantized([0, 2, 3, 4]), "stacked", "candidates"),
 ]
 

@@ -55,17 +55,17 @@ prmt.b32 $3, $5, $5, d;
 
 @triton.constexpr_function
 def words_of(size, nbits):
-    """Words that a thread has of a row, or (0 bits: of 8) of half a row, and room for.
+    """Words that a thread has of a padded row, or (0 bits: of 8) of half of one.
 
     Tensor cores take at least 32 elements of 8 bits at a time.
     """
-    return max(2, triton.next_power_of_2(size // (128 // nbits if nbits else 32)))
+    return values_size(size, nbits) // (128 // nbits if nbits else 32)
 
 
 @triton.constexpr_function
 def values_size(size, nbits):
-    """Elements that a query token in 8 bits takes."""
-    return (128 // nbits if nbits else 32) * words_of(size, nbits)
+    """Elements of a padded row."""
+    return max(256 // nbits if nbits else 64, triton.next_power_of_2(size))
 
 
 @triton.constexpr_function
@@ -188,20 +188,10 @@ def query_values(
     """A query in 8 bits [columns, elements], an element for each that words have room for; and the columns' scales."""
     EMBEDDING: tl.constexpr = config.size
     NBITS: tl.constexpr = config.nbits
-    J: tl.constexpr = words_of(EMBEDDING, NBITS)
-    ELEMENTS: tl.constexpr = 4 if NBITS == 0 else 32 // NBITS
-    GROUPS: tl.constexpr = 8 if NBITS == 0 else 4
-    HELD: tl.constexpr = EMBEDDING // (ELEMENTS * GROUPS)
-    tokens = token_of_columns(COLUMNS)
-    if HELD == J:
-        # Of what is computed, Triton knows not that it is contiguous.
-        places = tl.arange(0, EMBEDDING)
-        exists = (tokens < query_length)[:, None]
-    else:
-        places = tl.arange(0, GROUPS * ELEMENTS * J)
-        word = places // ELEMENTS % J
-        exists = (tokens < query_length)[:, None] & (word < HELD)[None, :]
-        places = (places // (ELEMENTS * J) * HELD + word) * ELEMENTS + places % ELEMENTS
+    tokens, places = token_of_columns(COLUMNS), tl.arange(0, values_size(EMBEDDING, NBITS))
+    exists = (tokens < query_length)[:, None]
+    if places.shape[0] > EMBEDDING:
+        exists = exists & (places < EMBEDDING)[None, :]
     rows = tl.load(query_ptr + tokens[:, None] * stride_token + places[None, :], mask=exists, other=0.0)
     values, scale = rounded_rows(rows.to(tl.float32), DTYPE, config.normalize)
     return values, scale

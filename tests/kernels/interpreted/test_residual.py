@@ -111,8 +111,11 @@ def test_residuals_that_begin_within_a_word() -> None:
 @pytest.mark.parametrize("nbits", [2, 4])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((1, 32, 128), torch.float16), ((2, 13, 64), torch.float32), ((3, 20, 192), torch.float16)],
-)
+    [
+        ((1, 32, 128), torch.float16), ((2, 13, 64), torch.float32), ((3, 20, 192), torch.float16),
+        ((1, 9, 96), torch.float32),
+    ],
+)  # fmt: skip
 def test_short_queries_in_8_bits(
     nbits: int, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
