@@ -17,6 +17,7 @@ from pylate_flash import QuantizedEmbeddings, quantize
 from pylate_flash.beir import load_beir_folder
 from pylate_flash.index import store
 from pylate_flash.index.arguments import joined
+from pylate_flash.index.columns import copy_rows, taken
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.store import PackedStore
 from pylate_flash.indexes import EMPTY_SCORE, Flat
@@ -42,6 +43,26 @@ def assert_keeps(store: PackedStore, documents: dict[str, torch.Tensor]) -> None
         assert kept.values.stride(0) % 16 == kept.values.data_ptr() % 16 == 0
         for found, expected in zip(tensors_of(kept), tensors_of(quantize(document, kept.precision)), strict=True):
             assert torch.equal(found, expected)
+
+
+@settings(max_examples=30)
+@given(count=st.integers(1, 5), size=st.integers(1, 40), precision=st.sampled_from(sorted(PRECISIONS)))
+def test_columns_hold_what_rows_do(count: int, size: int, precision: str) -> None:
+    """As on a GPU: brought there, taken from there, and brought back."""
+    layout, places = Layout(precision, size), torch.arange(count).flip(0)
+    rows = layout.rows(torch.randn(count, size))
+    assert layout.form is not None
+    columns = layout.form.empty(count + 2, rows.device)[1:-1]
+    copy_rows(columns, rows)
+    again = torch.zeros_like(rows)
+    copy_rows(again, columns)
+    assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
+    for some, of in ((columns, rows), (taken(columns, places), rows[places]), (taken(rows, places), rows[places])):
+        found, expected = layout.embeddings(some), layout.embeddings(of)
+        assert isinstance(found, QuantizedEmbeddings)
+        assert isinstance(expected, QuantizedEmbeddings)
+        for tensor, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+            assert torch.equal(tensor, other)
 
 
 @settings(max_examples=30)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from .checksums import Sums, block_begin
-from .codes import Codec, Held, copy_rows
+from .codes import Codec
+from .columns import Held, copy_rows
 from .files import fsync_folder, write_all
 from .filters import insert
 from .ids import encoded_id

@@ -1,9 +1,7 @@
 """Residual codes in an index: the codec that makes them, and the rows of tokens.
 
 A row is the scale of the token's embedding (float32), the number of its centroid (int32), and the bits of its elements,
-in a multiple of 4 bytes.
-On the device that scores them the three lie apart, each in memory of its own, as the operation takes them. The scale
-holds the norm of the embedding as well, which so need not be 1.
+in a multiple of 4 bytes. The scale holds the norm of the embedding as well, which so need not be 1.
 
 The codec is trained once, on a sample of the first documents, and lies in the catalog.
 """
@@ -22,11 +20,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..ops import ResidualCodec, ResidualCodes, train_residual_codec
+from .columns import Form, Held, packed_rows
 
-__all__ = ["Codec", "Columns", "Held", "copy_rows", "row_bytes", "trained"]
+__all__ = ["Codec", "codes_of", "form_of", "trained"]
 
 # Bytes before the bits of a row, which has a multiple of so many.
-HEAD, _ALIGNED = 8, 4
+_HEAD, _ALIGNED = 8, 4
 # Tokens of the sample, at most, and for each centroid, at least: what few tokens leave of many centroids is too little
 # for what is added later.
 _SAMPLE, _TOKENS_OF_CENTROID = 1 << 21, 16
@@ -34,9 +33,10 @@ _SEED = 0
 _NAMES = ("centroids", "bucket_cutoffs", "bucket_weights")
 
 
-def row_bytes(size: int, nbits: int) -> int:
-    """Bytes of a row of embeddings of so many elements."""
-    return HEAD + -(-size * nbits // (8 * _ALIGNED)) * _ALIGNED
+def form_of(size: int, nbits: int) -> Form:
+    """The rows of embeddings of so many elements: scale, number of the centroid, and bits."""
+    width = _HEAD + -(-size * nbits // (8 * _ALIGNED)) * _ALIGNED
+    return Form(width, ((0, 4, torch.float32), (4, _HEAD, torch.int32), (_HEAD, width, torch.uint8)))
 
 
 class Codec:
@@ -80,67 +80,16 @@ class Codec:
         codes = self.on(values.device).compress(units, bounds)
         assert codes.scales is not None
         more = -codes.residuals.shape[1] % _ALIGNED
-        apart = Columns(codes.codes, F.pad(codes.residuals, (0, more)), codes.scales * norms)
-        rows = torch.empty(apart.shape, dtype=torch.uint8, device=values.device)
-        Columns.of(rows).copy_(apart)
-        return rows.to(there)
+        columns = (codes.scales * norms).unsqueeze(1), codes.codes.unsqueeze(1), F.pad(codes.residuals, (0, more))
+        return packed_rows(form_of(self.size, self.nbits), columns).to(there)
 
 
-class Columns:
-    """Rows of codes whose numbers [T], bits [T, bytes] and scales [T] lie apart, or, of rows as they are kept, views.
-
-    To those who bring rows from one place to another it is a tensor [T, width] of bytes.
-    """
-
-    dtype = torch.uint8
-
-    def __init__(self, codes: Tensor, residuals: Tensor, scales: Tensor) -> None:
-        self.codes, self.residuals, self.scales = self._all = codes, residuals, scales
-        self.shape, self.device = (len(codes), HEAD + residuals.shape[1]), codes.device
-        self.nbytes = sum(tensor.nbytes for tensor in self._all)
-
-    @classmethod
-    def of(cls, rows: Held) -> Columns:
-        if isinstance(rows, Columns):
-            return rows
-        return cls(rows[:, 4:HEAD].view(torch.int32)[:, 0], rows[:, HEAD:], rows[:, :4].view(torch.float32)[:, 0])
-
-    @classmethod
-    def empty(cls, rows: int, width: int, device: torch.device) -> Columns:
-        codes = torch.empty(rows, dtype=torch.int32, device=device)
-        return cls(codes, codes.new_empty(rows, width - HEAD, dtype=torch.uint8), codes.new_empty(rows).float())
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, some: slice | Tensor) -> Columns:
-        return Columns(*(tensor[some] for tensor in self._all))
-
-    def element_size(self) -> int:
-        return 1
-
-    def copy_(self, rows: Held, non_blocking: bool = False) -> None:
-        if isinstance(rows, Tensor):
-            # In one copy.
-            rows = Columns.of(rows.to(self.device, non_blocking=non_blocking))
-        for to, of in zip(self._all, rows._all, strict=True):
-            to.copy_(of, non_blocking=non_blocking)
-
-    def documents(self, codec: ResidualCodec, cu_seqlens: Tensor) -> ResidualCodes:
-        """These tokens as documents with these boundaries."""
-        residuals = self.residuals[:, : codec.centroids.shape[1] * codec.nbits // 8]
-        return ResidualCodes(self.codes, residuals, codec.centroids, codec.bucket_weights, cu_seqlens, self.scales)
-
-
-# Rows where they are scored, or as they are kept.
-Held = Tensor | Columns
-
-
-def copy_rows(to: Held, rows: Held) -> None:
-    """Copy rows, whichever of the two forms either has."""
-    if isinstance(rows, Columns):
-        to = Columns.of(to)
-    to.copy_(rows)  # type: ignore[arg-type]
+def codes_of(rows: Held, codec: ResidualCodec, cu_seqlens: Tensor) -> ResidualCodes:
+    """Rows as documents with these boundaries."""
+    size, nbits = codec.centroids.shape[1], codec.nbits
+    scales, codes, residuals = form_of(size, nbits).of(rows).tensors
+    residuals = residuals[:, : size * nbits // 8]
+    return ResidualCodes(codes[:, 0], residuals, codec.centroids, codec.bucket_weights, cu_seqlens, scales[:, 0])
 
 
 def trained(documents: Sequence[Tensor], nbits: int, device: torch.device, show_progress: bool) -> Codec:

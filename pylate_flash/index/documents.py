@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .codes import Held
+from .columns import Held
 from .ids import Ids, IdTable, Texts
 from .parts import Part
 

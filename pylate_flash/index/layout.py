@@ -2,8 +2,8 @@
 
 A row of 8 bits begins with the scale and the offset of the token (float32, an offset of 0 where there is none) and 8
 bytes of zeros, then come the values (`ops.quantization`), and zeros up to a multiple of 16 bytes. So the rows are read,
-copied and merged like any others, and the kernels take the values from where they lie, 16 bytes at a time. Those of
-residual codes are told in `codes`. Behind the rows of a part, those of 16 bits may lie (`Layout.beside`), of which a
+copied and merged like any others; on a GPU, scales, offsets and values lie apart (`columns`). Those of residual codes
+are told in `codes`. Behind the rows of a part, those of 16 bits may lie (`Layout.beside`), of which a
 search reads the few that it scores again.
 """
 
@@ -13,10 +13,12 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
-from .codes import Codec, Columns, Held, row_bytes
+from .codes import Codec, codes_of, form_of
+from .columns import Form, Held, packed_rows
 
 __all__ = ["DTYPES", "Layout", "is_finite"]
 
@@ -75,9 +77,18 @@ class Layout:
     @functools.cached_property
     def width(self) -> int:
         """Elements of a row."""
-        if self.nbits and self.size:
-            return row_bytes(self.size, self.nbits)
-        return _HEAD + -(-self.size // _HEAD) * _HEAD if self.quantized and self.size else self.size
+        return self.form.width if self.form else self.size
+
+    @functools.cached_property
+    def form(self) -> Form | None:
+        """What rows of fewer bits hold, None of others."""
+        if not self.quantized or not self.size:
+            return None
+        if self.nbits:
+            return form_of(self.size, self.nbits)
+        width = _HEAD + -(-self.size // _HEAD) * _HEAD
+        offsets = [(4, 8, torch.float32)] * (self.scored == "uint8")
+        return Form(width, ((0, 4, torch.float32), *offsets, (_HEAD, width, self.dtype)))
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -96,8 +107,9 @@ class Layout:
 
     def empty(self, rows: int, device: torch.device) -> Held:
         """Memory for so many rows, in the form in which they are scored."""
-        if self.nbits:
-            return Columns.empty(rows, self.width, device)
+        # A CPU scores those of 8 bits as they are read.
+        if self.form and (self.nbits or device.type == "cuda"):
+            return self.form.empty(rows, device)
         return torch.empty(rows, self.width, dtype=self.dtype, device=device)
 
     def rows(self, embeddings: Tensor) -> Tensor:
@@ -106,31 +118,22 @@ class Layout:
             return embeddings
         if self.codec is not None:
             return self.codec.rows(embeddings)
+        assert self.form is not None
         found = quantize(embeddings, self.scored)
-        rows = torch.zeros(len(embeddings), self.width, dtype=torch.uint8, device=embeddings.device)
-        numbers = rows[:, :8].view(torch.float32)
-        numbers[:, 0] = found.scales
-        if found.offsets is not None:
-            numbers[:, 1] = found.offsets
-        rows[:, _HEAD : _HEAD + self.size] = found.values.view(torch.uint8)
-        return rows.view(self.dtype)
+        numbers = [column.unsqueeze(1) for column in (found.scales, found.offsets) if column is not None]
+        values = F.pad(found.values.view(torch.uint8), (0, -self.size % _HEAD)).view(self.dtype)
+        return packed_rows(self.form, (*numbers, values)).view(self.dtype)
 
     def embeddings(self, rows: Held) -> Tensor | QuantizedEmbeddings:
         """Embeddings [T, size] from rows: without a copy, unless they are codes."""
         if self.codec is not None:
             bounds = torch.tensor([0, len(rows)], device=rows.device)
-            return Columns.of(rows).documents(self.codec.on(rows.device), bounds).decompress(self.asked)
-        assert isinstance(rows, Tensor)
-        if not self.quantized:
+            return codes_of(rows, self.codec.on(rows.device), bounds).decompress(self.asked)
+        if self.form is None:
+            assert isinstance(rows, Tensor)
             return rows
-        numbers = _numbers(rows)
-        offsets = numbers[:, 1] if self.scored == "uint8" else None
-        return QuantizedEmbeddings(rows[:, _HEAD : _HEAD + self.size], numbers[:, 0], offsets)
-
-
-def _numbers(rows: Tensor) -> Tensor:
-    """The scale and the offset [T, 2] of rows of 8 bits."""
-    return rows[:, :8].view(torch.float32)
+        *numbers, values = self.form.of(rows).tensors
+        return QuantizedEmbeddings(values[:, : self.size], *(column[:, 0] for column in numbers))
 
 
 def is_finite(rows: Tensor) -> Tensor:
@@ -138,4 +141,5 @@ def is_finite(rows: Tensor) -> Tensor:
 
     Of codes, no number of a centroid is so large that its bits are those of a float that is not.
     """
-    return torch.isfinite(_numbers(rows) if rows.dtype in PRECISIONS.values() else rows).all(dim=1)
+    numbers = rows[:, :8].view(torch.float32) if rows.dtype in PRECISIONS.values() else rows
+    return torch.isfinite(numbers).all(dim=1)

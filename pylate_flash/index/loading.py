@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .checksums import block_begin
-from .codes import Held
+from .columns import Held
 from .documents import Documents, read
 from .parts import Part
 

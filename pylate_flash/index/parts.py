@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from .checksums import CheckedBlocks, Sums, block_begin, block_of
-from .codes import Columns, Held, copy_rows
+from .columns import Columns, Held, copy_rows
 from .files import open_regular, read_exactly
 from .ids import Ids
 from .layout import Layout, is_finite

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from .codes import Columns, Held
+from .columns import Held, taken
 from .documents import Documents, cuts, runs_of
 from .layout import Layout
 from .loading import STAGED_BYTES, Loader, Loading
@@ -33,7 +33,7 @@ _LONG_BYTES = 1 << 30
 
 
 class Packed(NamedTuple):
-    """Sequences on a device: `values` are embeddings [T, d] or rows of a store [T, width], or of codes `Columns`."""
+    """Sequences on a device: `values` are embeddings [T, d] or rows of a store [T, width]."""
 
     values: Any
     # Their boundaries [N + 1], and tokens of the longest of them, or more.
@@ -212,7 +212,7 @@ class Rows:
                 return Packed(self._values, cu_seqlens, self.longest, begins.long(), rows)
             shifts = (begins - cu_seqlens[:-1]).repeat_interleave(lengths, output_size=rows)
             return Packed(
-                _taken(self._values, torch.arange(rows, device=self.device) + shifts), cu_seqlens, self.longest
+                taken(self._values, torch.arange(rows, device=self.device) + shifts), cu_seqlens, self.longest
             )
         begins, ends = self.bounds[places], self.bounds[places + 1]
         out = self._empty(rows)
@@ -220,17 +220,6 @@ class Rows:
             loader.start(runs_of(begins, ends), out).wait()
         bounds = np.concatenate([[0], np.cumsum(ends - begins)]).astype(np.int32)
         return Packed(out, on_device(bounds, self.device), self.longest)
-
-
-def _taken(rows: Held, index: Tensor) -> Held:
-    """Some rows, copied by as wide elements as they have."""
-    if isinstance(rows, Columns):
-        return rows[index]
-    nbytes = rows.shape[1] * rows.element_size()
-    wide = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not nbytes % dtype.itemsize)
-    whole = rows.view(wide)
-    # On a GPU, index_select copies an element at a time, and takes five times as long as memory does.
-    return (whole[index] if rows.is_cuda else whole.index_select(0, index)).view(rows.dtype)
 
 
 def free_memory(device: torch.device) -> int:

@@ -21,7 +21,8 @@ from ..ops.compute import compute
 from ..ops.quantized import query_precision
 from ..ops.varlen import maxsim_in_place
 from ..problem import Options, Tensors
-from .codes import Codec, Columns, Held
+from .codes import Codec, codes_of
+from .columns import Held
 from .layout import Layout
 from .resident import Packed
 from .transfer import on_device
@@ -172,7 +173,7 @@ def bounds_of_one(length: int, device: torch.device) -> Tensor:
 def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
     """Scores by `maxsim_residual`, which takes padded queries and, of documents of their own, a list for each."""
     device, length, (*_, size) = queries.values.device, queries.longest, queries.values.shape
-    codes = Columns.of(documents.values).documents(codec.on(device), documents.cu_seqlens)
+    codes = codes_of(documents.values, codec.on(device), documents.cu_seqlens)
     n_queries, mask = len(queries.cu_seqlens) - 1, None
     if len(queries.values) == n_queries * length:
         padded = queries.values.view(n_queries, length, size)
