@@ -27,8 +27,8 @@ class Config(str):
     """A kernel of the forward and all that it is compiled for, its only constant; one object for each.
 
     `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix), "hopper"
-    (the same for compute capability 9.0) or "short" (short queries and documents of few bits). A string of its fields,
-    because Triton writes constants as JSON for those who hear of what is compiled.
+    (the same for compute capability 9.0) or "short" (short queries and documents of few bits or tokens). A string of
+    its fields, because Triton writes constants as JSON for those who hear of what is compiled.
     """
 
     kernel: str
@@ -61,7 +61,7 @@ class Config(str):
     group: int = 1
     # Whether the kernel quantizes query rows itself: the Hopper kernel in registers, the stacked one by way of memory.
     quantize_rows: bool = False
-    # Bits of residual codes.
+    # Bits of residual codes; of the short kernel, 16 of embeddings that are neither codes nor in 8 bits.
     nbits: int = 0
     # Of the short kernel: words of 4 bytes from a token to the next.
     row: int = 0

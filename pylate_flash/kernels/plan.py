@@ -212,6 +212,8 @@ _UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 def _single_plan(problem: Problem) -> ForwardPlan:
     kind, n_queries = problem.kind, problem.n_queries
+    if _are_short(problem):
+        return _short_plan(problem, 16, "split", "packed documents are short")
     capability, sms = tables.architecture(kind.device)
     columns = config.single_columns(problem.query_length)
     blocks = -(-problem.query_length // columns)
@@ -363,6 +365,20 @@ def _is_short(problem: Problem, nbits: int) -> bool:
     return follows and plain and few and fits and (nbits > 0 or (problem.aligned and row % 4 == 0))
 
 
+def _are_short(problem: Problem) -> bool:
+    """Whether packed documents of 16 bits are so short that `forward.short` serves one query."""
+    kind, total = problem.kind, rounded_total(problem.n_tokens)
+    short = kind.cu_seqlens is not None and any(
+        total >= tokens and total <= length * problem.n_documents for length, tokens in tables.SHORT_MEAN_LENGTHS
+    )
+    if not short or kind.dtype.itemsize != 2 or problem.n_queries > 1 or kind.normalize:
+        return False
+    # A program keeps twice as many bytes of a query as in 8 bits, and has a document to itself.
+    elements = config.single_columns(problem.query_length) * problem.size
+    fits = 2 * elements <= tables.SHORT_MAX_ELEMENTS and problem.document_length <= tables.LONGEST_WHOLE
+    return fits and _is_short(problem, 0)
+
+
 def _least_tokens_of_short(problem: Problem) -> float:
     """Tokens of documents in 8 bits from which on `forward.short` serves them."""
     if config.single_columns(problem.query_length) <= 32:
@@ -383,7 +399,7 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
         run = run_length(n_documents, n_queries, sms, per_sm, config.INT32_MAX)
     strides, units = config.divided_strides(problem.query_strides, (0, 0, 0))
     tile, blocks = Tile(tables.SHORT_ROWS, columns, 1, 1), Blocks(problem.size, 0, False)
-    row = problem.size * nbits // 32 if nbits else problem.document_strides[2] // 4
+    row = problem.size * nbits // 32 if 0 < nbits < 16 else problem.document_strides[2] * (nbits or 8) // 32
     special = {"documents": documents, "nbits": nbits, "row": row}
     made = config.config_of("short", kind, tile, blocks, units, tables.SHORT_REGISTERS, **special)
     n_runs = splits.number if documents == "split" else -(-n_documents // run)

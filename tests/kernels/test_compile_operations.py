@@ -314,6 +314,20 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
         assert not re.search(r"LDL|STL", sass[sass.index("IMMA") : sass.rindex("IMMA")])
 
 
+@pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 128), (F16, 96)])
+def test_one_query_meets_many_short_documents(dtype: torch.dtype, size: int, capability: int) -> None:
+    """They are copied ahead, 16 bytes at a time, to where the products take them from."""
+    tensors = inputs((1, 32, size), (120_000, size), dtype)
+    tensors = tensors._replace(documents_cu_seqlens=torch.arange(6001, dtype=torch.int32) * 20)
+    problem = problem_of(tensors, Options(0, 20))
+    asm = compiled(lambda: forward.maxsim_forward(problem, tensors), "short", capability)["short"].asm
+    assert "0x10" in re.findall(_COPIES, asm["ptx"])
+    products = asm["ptx"][asm["ptx"].index("mma.sync") : asm["ptx"].rindex("mma.sync")]
+    assert not re.search(r"st\.shared|shfl|prmt", products)
+    assert capability != 90 or not re.search(r"LDL|STL", get_sass(asm["cubin"]))
+
+
 @pytest.mark.parametrize("capability", [90, 120], indirect=True)
 def test_short_queries_meet_packed_documents_in_fp8(capability: int) -> None:
     tensors = inputs((1, 32, 128), (360_000, 128), BF16)

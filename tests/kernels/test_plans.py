@@ -275,6 +275,35 @@ def test_many_or_short_packed_documents_have_smaller_programs(
     assert plan.tile.rows == (tables.SINGLE_PACKED if small else tables.SINGLE).rows
 
 
+# Documents, tokens of each, and of the query, elements, and whether `forward.short` serves them.
+SHORT_DOCUMENTS = [
+    (5000, 20, 32, 128, True), (4500, 20, 32, 128, False), (2500, 42, 32, 128, False), (14_000, 78, 32, 128, True),
+    (12_000, 78, 32, 128, False), (14_000, 82, 32, 128, False), (5000, 20, 33, 128, False), (5000, 20, 64, 64, True),
+    (5000, 20, 32, 136, False), (5000, 20, 16, 256, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(("n", "length", "query_length", "size", "short"), SHORT_DOCUMENTS)
+def test_one_query_walks_many_short_packed_documents_as_one_row(
+    n: int, length: int, query_length: int, size: int, short: bool, capability: int
+) -> None:
+    documents = torch.empty(1, size).bfloat16().expand(n * length, size)
+    bounds = torch.arange(n + 1, dtype=torch.int32) * length
+    tensors = Tensors(torch.empty(1, query_length, size).bfloat16(), documents, documents_cu_seqlens=bounds)
+
+    def served(tensors: Tensors, longest: int = length, with_argmax: bool = False, normalize: bool = False) -> str:
+        # As of rows that follow one another.
+        given = problem_of(tensors, Options(0, longest, normalize=normalize), with_argmax)
+        return forward_plan(given._replace(document_strides=(0, 0, size), aligned=True)).kernel
+
+    assert served(tensors) == ("short" if short else "single")
+    assert served(tensors, longest=5000) == "single"
+    assert served(tensors, with_argmax=True) == "single"
+    assert served(tensors, normalize=True) == "single"
+    assert served(tensors._replace(queries=tensors.queries.float(), documents=documents.float())) == "single"
+
+
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize("n_queries", [4, 16])
 def test_argmax_are_found_in_whole_tiles(n_queries: int, capability: int) -> None:

@@ -1,9 +1,11 @@
-"""The forward of short queries against documents of few bits: in 8 bits, or residual codes of 4 or 2.
+"""The forward of short queries against documents of few bits, in 8 bits or residual codes of 4 or 2, or of few tokens.
 
 A program is one warp. It walks a run of documents as one row of tokens, 32 at a time, whatever the boundaries. What the
 next steps take is copied to shared memory meanwhile: loads to registers were moved by the compiler to the end of their
 step, and waited for. Document tokens are the rows of the product, and the running maximum is elementwise until a
-document ends. Four threads have a row of words, or of 8 bits half a row, each as many that lie together, which is the
+document ends.
+
+Of few bits, four threads have a row of words, or of 8 bits half a row, each as many that lie together, which is the
 operand of a product of 8 bits as it is: of what order its elements are, the query has to follow. Rows of 8 bits are
 copied whole for it: half of each at a time, L2 is asked twice for a line of 128 bytes, and at 1 x 10000 (32 x 300) int8
 takes 0.123 ms in place of 0.111.
@@ -32,7 +34,7 @@ from .. import tables
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
-from .common import ForwardTensors
+from .common import ForwardTensors, load_padded
 from .few_bits import (
     BITS_OF_SUM,
     four_bits,
@@ -67,6 +69,14 @@ def _words(documents_ptr, tokens, config: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
+def _embeddings(documents_ptr, tokens, config: tl.constexpr):
+    """Embeddings of these tokens, padded to [tokens, a power of two]."""
+    dims = tl.arange(0, triton.next_power_of_2(config.size))
+    at = documents_ptr + tokens[:, None].to(tl.int64) * (2 * config.row) + dims[None, :]
+    return load_padded(at, (dims < config.size)[None, :], dims.shape[0] > config.size)
+
+
+@triton.jit
 def _over(row, COLUMNS: tl.constexpr):
     return tl.broadcast_to(row[:, None], [_ROWS, COLUMNS])
 
@@ -75,42 +85,43 @@ def _over(row, COLUMNS: tl.constexpr):
 def _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config: tl.constexpr, PTX: tl.constexpr):
     """Similarities [32, columns], less the scales of the columns, of what was fetched of 32 tokens."""
     words, scale, offset, entries = fetched
-    second = words
-    if config.values:
-        words, second = tl.split(tl.permute(tl.reshape(words, [_ROWS, 2, words.shape[1] // 2]), (0, 2, 1)))
     COLUMNS: tl.constexpr = operands[0].shape[1]
     DTYPE: tl.constexpr = operands[0].dtype
-    if tl.int8 != DTYPE:
-        sums = tl.dot(operand(words, DTYPE), operands[0])
-        return tl.dot(operand(second, DTYPE), operands[1], sums) * scale[:, None]
     sums = tl.broadcast_to(sums_begin[None, :], [_ROWS, COLUMNS])
-    if config.nbits == 4:
-        a, b = four_bits(words, luts, PTX)
-        sums = tl.dot(operand(a, tl.int8), operands[0], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(b, tl.int8), operands[1], sums, out_dtype=tl.int32)
-    elif config.nbits == 2:
-        a, b, c, d = two_bits(words, luts, PTX)
-        sums = tl.dot(operand(a, tl.int8), operands[0], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(b, tl.int8), operands[1], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(c, tl.int8), operands[2], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(d, tl.int8), operands[3], sums, out_dtype=tl.int32)
-    else:
-        if config.affine:
-            # Values are 0 to 255, and tensor cores multiply signed integers: 128 is taken from them here, and its
-            # product with the scale added to the offset.
-            words, second = words ^ -0x7F7F7F80, second ^ -0x7F7F7F80
-        sums = tl.dot(operand(words, DTYPE), operands[0], sums, out_dtype=tl.int32)
-        sums = tl.dot(operand(second, DTYPE), operands[1], sums, out_dtype=tl.int32)
-    sums = sums.to(tl.float32, bitcast=True)
-    if config.nbits > 0:
+    if config.nbits == 16:
+        similarities = tl.dot(words, operands[0])
+    elif config.nbits > 0:
+        if config.nbits == 4:
+            a, b = four_bits(words, luts, PTX)
+            sums = tl.dot(operand(a, tl.int8), operands[0], sums, out_dtype=tl.int32)
+            sums = tl.dot(operand(b, tl.int8), operands[1], sums, out_dtype=tl.int32)
+        else:
+            a, b, c, d = two_bits(words, luts, PTX)
+            sums = tl.dot(operand(a, tl.int8), operands[0], sums, out_dtype=tl.int32)
+            sums = tl.dot(operand(b, tl.int8), operands[1], sums, out_dtype=tl.int32)
+            sums = tl.dot(operand(c, tl.int8), operands[2], sums, out_dtype=tl.int32)
+            sums = tl.dot(operand(d, tl.int8), operands[3], sums, out_dtype=tl.int32)
         entries = tl.permute(tl.reshape(entries, [_ROWS, 4, COLUMNS // 8, 2]), (0, 2, 1, 3))
         entries = tl.reshape(entries, [_ROWS, COLUMNS]).to(tl.float32)
         # What is taken away again is rounded here to half of a unit of the sum.
         base = tl.fma(entries, _over(scale, COLUMNS), _over(scale * unit * -_SUM, COLUMNS))
-        return tl.fma(sums, _over(scale * unit, COLUMNS), base)
-    similarities = (sums - _SUM) * scale[:, None]
-    if config.affine:
-        similarities += (offset + 128.0 * scale)[:, None] * row_sums[None, :]
+        similarities = tl.fma(sums.to(tl.float32, bitcast=True), _over(scale * unit, COLUMNS), base)
+    else:
+        words, second = tl.split(tl.permute(tl.reshape(words, [_ROWS, 2, words.shape[1] // 2]), (0, 2, 1)))
+        if tl.int8 == DTYPE:
+            if config.affine:
+                # Values are 0 to 255, and tensor cores multiply signed integers: 128 is taken from them here, and its
+                # product with the scale added to the offset.
+                words, second = words ^ -0x7F7F7F80, second ^ -0x7F7F7F80
+            sums = tl.dot(operand(words, DTYPE), operands[0], sums, out_dtype=tl.int32)
+            sums = tl.dot(operand(second, DTYPE), operands[1], sums, out_dtype=tl.int32)
+            similarities = sums.to(tl.float32, bitcast=True) - _SUM
+        else:
+            similarities = tl.dot(operand(words, DTYPE), operands[0])
+            similarities = tl.dot(operand(second, DTYPE), operands[1], similarities)
+        similarities *= scale[:, None]
+        if config.affine:
+            similarities += (offset + 128.0 * scale)[:, None] * row_sums[None, :]
     return similarities
 
 
@@ -147,7 +158,8 @@ def _short_kernel(
     Grid: runs of documents x queries; programs that run together meet the same documents. Of padded documents, query i
     meets `n_documents` from i * `next_group` on; "listed" ones are a program's one by one.
     """
-    if config.nbits == 0:
+    CODED: tl.constexpr = not config.values and config.nbits < 16
+    if not CODED:
         wait_for_previous_kernel()
     J: tl.constexpr = words_of(config.size, config.nbits)
     SIZE: tl.constexpr = values_size(config.size, config.nbits)
@@ -155,6 +167,7 @@ def _short_kernel(
     stride_query *= config.query_unit
     stride_query_token *= config.query_unit
     DTYPE: tl.constexpr = tl.float8e4nv if tl.float8e4nv == documents_ptr.dtype.element_ty else tl.int8
+    embeddings_ptr = documents_ptr
     documents_ptr = documents_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     query = tl.program_id(0) % n_queries
     index = tl.program_id(0) // n_queries
@@ -179,14 +192,15 @@ def _short_kernel(
     place, opened = first, begin
     end = _start(cu_seqlens_ptr, tl.minimum(first + 1, last) + shift, document_length, config)
     next_end = _start(cu_seqlens_ptr, tl.minimum(first + 2, last) + shift, document_length, config)
-    if config.nbits > 0:
+    if CODED:
         # What comes first is none of the table's.
         wait_for_previous_kernel()
     scores_ptr += query.to(tl.int64) * n_documents
-    if config.nbits > 0:
+    if CODED:
         table_ptr += query.to(tl.int64) * n_centroids * COLUMNS
 
-    tokens = token_of_columns(COLUMNS)
+    # In 16 bits, sums are those of `forward.single`, to the bit.
+    tokens = tl.arange(0, COLUMNS) if config.nbits == 16 else token_of_columns(COLUMNS)
     flat_token = query.to(tl.int64) * query_length + tokens
     # How much a column counts: 0, not at all.
     factor = (tokens < query_length).to(tl.float32)
@@ -198,7 +212,7 @@ def _short_kernel(
     unit = 1.0
     row_sums = tl.zeros([COLUMNS], tl.float32)
     sums_begin = tl.full([COLUMNS], BITS_OF_SUM, tl.int32)
-    if config.nbits > 0:
+    if CODED:
         values_ptr += query.to(tl.int64) * COLUMNS * SIZE
         queries_scale_ptr += query.to(tl.int64) * COLUMNS * 2
         luts = tl.load(luts_ptr), tl.load(luts_ptr + 1), tl.load(luts_ptr + 2), tl.load(luts_ptr + 3)
@@ -211,6 +225,14 @@ def _short_kernel(
             operands = first_operand, second_operand, third, fourth
         scale = tl.load(queries_scale_ptr + tl.arange(0, COLUMNS))
         sums_begin = tl.load(queries_scale_ptr + COLUMNS + tl.arange(0, COLUMNS)).to(tl.int32, bitcast=True)
+    elif config.nbits == 16:
+        queries_ptr += query.to(tl.int64) * stride_query
+        dims = tl.arange(0, triton.next_power_of_2(config.size))
+        exists = (tokens < query_length)[:, None] & (dims < config.size)[None, :]
+        query_rows = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
+        query_tile = tl.trans(tl.load(query_rows, mask=exists, other=0.0))
+        operands = query_tile, query_tile, query_tile, query_tile
+        scale = tl.full([COLUMNS], 1.0, tl.float32)
     else:
         # Left in memory by one program for the others, values would wait for a launch; by all, for each other.
         queries_ptr += query.to(tl.int64) * stride_query
@@ -226,15 +248,20 @@ def _short_kernel(
     rows = tl.arange(0, _ROWS)
     for start in tl.range(begin, stop, _ROWS, num_stages=STAGES):
         read = tl.minimum(rows + start, final)
-        if config.nbits > 0:
+        if CODED:
             codes = tl.load(codes_ptr + read)
-        words = _words(documents_ptr, read, config, J)
+        if config.nbits == 16:
+            words = _embeddings(embeddings_ptr, read, config)
+        else:
+            words = _words(documents_ptr, read, config, J)
         at = read if STEP == 1 else read.to(tl.int64) * STEP
-        read_scale = tl.load(scales_ptr + at)
+        read_scale = at
+        if config.nbits < 16:
+            read_scale = tl.load(scales_ptr + at)
         read_offset, entries = read_scale, read_scale
         if config.affine:
             read_offset = tl.load(offsets_ptr + at)
-        if config.nbits > 0:
+        if CODED:
             at = codes[:, None].to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             entries = tl.load(table_ptr + tl.max_contiguous(at, [1, COLUMNS // 4]))
         fetched = words, read_scale, read_offset, entries
@@ -261,11 +288,10 @@ def _short_kernel(
 def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, scores: Tensor) -> None:
     """Leave the scores, [Nq, documents of each]."""
     scales = tensors.documents_scale
-    assert scales is not None
     # Of padded documents, they are contiguous, and the stride of a dimension of one element is anything.
-    step = scales.stride(0) if scales.dim() == 1 else 1
+    step = scales.stride(0) if scales is not None and scales.dim() == 1 else 1
     n_centroids = 0 if tensors.centroids is None else len(tensors.centroids)
-    stages = tables.SHORT_STAGES if plan.config.values else tables.SHORT_STAGES_OF_CODES
+    stages = tables.SHORT_STAGES_OF_CODES if tensors.codes is not None else tables.SHORT_STAGES
     next_group = problem.n_documents if problem.groups > 1 and plan.config.documents == "run" else 0
     _short_kernel(
         (plan.n_runs * problem.n_queries, 1, 1),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels import plan, rows, tables
+from pylate_flash.kernels import forward, plan, rows, tables
 from pylate_flash.ops import kernel_calls, maxsim, maxsim_operator, maxsim_reference, maxsim_varlen, pack, quantize
 from pylate_flash.ops.compute import compute
 from pylate_flash.ops.varlen import maxsim_varlen_reference
@@ -161,6 +161,25 @@ def test_varlen(case: tuple) -> None:
         scores = varlen_kernel(queries, documents, *bounds, **options)
     expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [16, 48, 96, 128])
+def test_many_short_packed_documents(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one query walks as one row: several end in one step, and some are empty; by several programs."""
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
+    monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
+    monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((40, 0),))
+    monkeypatch.setattr(tables, "SMALLEST_SPLIT", 64)
+    monkeypatch.delitem(forward._PLAIN, "single")
+    torch.manual_seed(0)
+    lengths = torch.tensor([0, 5, 40, 0, 33, 64, 1, 20, 0])
+    bounds, query_bounds = torch.tensor([0, *lengths.cumsum(0)]), torch.tensor([0, 11])
+    queries, documents = torch.randn(11, size).half(), torch.randn(int(bounds[-1]), size).half()
+    documents[int(bounds[6]), 3] = torch.nan
+    found = varlen_kernel(queries, documents, query_bounds, bounds, empty_score=-3.0)
+    expected = maxsim_varlen_reference(queries.double(), documents.double(), query_bounds, bounds, empty_score=-3.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-5, equal_nan=True)
+    assert found.isnan().tolist() == [[document == 6 for document in range(9)]]
 
 
 @settings(max_examples=15)
