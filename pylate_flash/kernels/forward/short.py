@@ -199,8 +199,7 @@ def _short_kernel(
     if CODED:
         table_ptr += query.to(tl.int64) * n_centroids * COLUMNS
 
-    # In 16 bits, sums are those of `forward.single`, to the bit.
-    tokens = tl.arange(0, COLUMNS) if config.nbits == 16 else token_of_columns(COLUMNS)
+    tokens = token_of_columns(COLUMNS)
     flat_token = query.to(tl.int64) * query_length + tokens
     # How much a column counts: 0, not at all.
     factor = (tokens < query_length).to(tl.float32)
