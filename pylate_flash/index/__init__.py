@@ -7,6 +7,7 @@ parts.py          documents that were added together, and the segments that hold
 change.py         a change: rows appended, then committed
 filters.py        metadata, and filters over them
 layout.py         how a token's embedding is kept: in a floating type, in 8 bits with its scale, or as codes
+columns.py        rows of fewer bits whose numbers lie apart where they are scored
 codes.py          residual codes: their codec, and its rows
 checksums.py      those of rows, compared when they are first read
 documents.py      all parts put end to end: numbers, lengths and ids of documents in arrays, and their rows

@@ -5,6 +5,7 @@ So a kernel reads them without what lies between, and 128 values of 8 bits are a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 __all__ = ["Columns", "Form", "Held", "copy_rows", "packed_rows", "taken"]
 
-# What rows are copied by, if all that is said of their memory in bytes is a multiple of it.
-_WIDE = torch.int64, torch.int32, torch.int16
+# What rows are copied by: the first of which all that is said of their memory in bytes is a multiple.
+_WIDE = torch.int64, torch.int32, torch.int16, torch.uint8
 
 
 class Form(NamedTuple):
@@ -100,11 +101,6 @@ def taken(rows: Held, index: Tensor) -> Held:
 
 def _widest(*tensors: Tensor) -> torch.dtype:
     """The widest type that tensors [T, n] of one type, with rows that are contiguous, can be viewed as."""
-    item = tensors[0].element_size()
-    said = [
-        number * item for tensor in tensors for number in (*tensor.shape[1:], tensor.stride(0), tensor.storage_offset())
-    ]
-    for dtype in _WIDE:
-        if dtype.itemsize >= item and not any(number % dtype.itemsize for number in said):
-            return dtype
-    return tensors[0].dtype
+    numbers = [number for of in tensors for number in (of.shape[1], of.stride(0), of.storage_offset())]
+    said = math.gcd(*numbers) * tensors[0].element_size()
+    return next(dtype for dtype in _WIDE if said % dtype.itemsize == 0)

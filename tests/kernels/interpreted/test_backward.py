@@ -141,7 +141,9 @@ def test_more_tokens_than_a_program_scans(kind: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tables, "ALONE_TOKENS", 8)
     dense((3, 9), (1, 2, 50), 8, kind).check("lists")
     packed((3, 9), [4, 0, 50], 8, kind).check("lists")
-    dense((3, 9), (1, 2, 3000), 8, kind).check("lists")
+    monkeypatch.setattr(tables, "LIST_BLOCK_TOKENS", 16)
+    dense((3, 9), (1, 2, 190), 8, kind).check("lists")
+    packed((3, 9), [40, 0, 190], 8, kind).check("lists")
 
 
 def test_more_tokens_than_keys_hold(monkeypatch: pytest.MonkeyPatch) -> None:
