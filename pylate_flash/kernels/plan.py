@@ -207,7 +207,7 @@ def forward_plan(problem: Problem) -> ForwardPlan:
 _OWN_DOCUMENTS = "every query has documents of its own"
 _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
-_UNCOPIED = "documents cannot be copied 16 bytes at a time"
+UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
 def _single_plan(problem: Problem) -> ForwardPlan:
@@ -242,7 +242,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     unpadded = total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents
     sums = problem.n_queries * problem.query_length * problem.n_documents
     unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
-    rows = _stacked_rows(problem, unpadded)
+    rows = stacked_rows(problem, unpadded)
     narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
     short = kind.documents_mask is None and total <= tables.HOPPER_SHORT_LENGTH * problem.all_documents
     wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax, short)
@@ -251,7 +251,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         if capability == 9:
             why += f"; the Hopper kernel takes half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
     elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
-        why += f"; {_UNCOPIED}"
+        why += f"; {UNCOPIED}"
     else:
         # The argmax is found in a whole tile.
         alike = not packed and kind.documents_mask is None
@@ -266,7 +266,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     return tall_plan(problem, "stacked", tile, blocks, tables.STACKED_SHARES, why, unpadded)
 
 
-def _stacked_rows(problem: Problem, unpadded: bool = False) -> int:
+def stacked_rows(problem: Problem, unpadded: bool = False) -> int:
     """Rows that the queries of a group take."""
     return problem.n_queries // problem.groups * config.padded_query_length(problem.query_length, unpadded)[0]
 
@@ -282,7 +282,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
 
     Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
     """
-    kind, rows = problem.kind, _stacked_rows(problem)
+    kind, rows = problem.kind, stacked_rows(problem)
     own = kind.quantize_queries and problem.n_queries == problem.groups
     if own and _is_short(problem, 0) and problem.n_tokens >= _least_tokens_of_short(problem):
         return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
@@ -340,7 +340,7 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
     if rows < tables.QUANTIZED_HOPPER_MIN_ROWS:
         return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet a document"
     if not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 1)):
-        return f"; {_UNCOPIED}"
+        return f"; {UNCOPIED}"
     return None
 
 
@@ -422,7 +422,7 @@ def _rows_of_hopper(problem: Problem, listed: bool) -> int:
     kind, capability = problem.kind, tables.architecture(problem.device)[0]
     tile = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, False, False, kind.with_argmax)
     serves = tile is not None and not listed and config.copied_by_16_bytes(kind.size, (kind.size,))
-    return _stacked_rows(problem) if serves else 0
+    return stacked_rows(problem) if serves else 0
 
 
 def _decoded_by_copies(problem: Problem, centroids: torch.dtype, listed: bool) -> bool:
@@ -455,7 +455,7 @@ def residual_plan(
         return hopper_plan(problem, tables.RESIDUAL_COPIED_TILE, reason, tail=tables.HOPPER_TAILS[-1], nbits=nbits)
     item = problem.dtype.itemsize
     capability, _ = tables.architecture(kind.device)
-    rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(_stacked_rows(problem)))
+    rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(stacked_rows(problem)))
     blocks, tile = config.residual_blocks(kind), tables.RESIDUAL_FEW_ROWS
     if rows > tile.rows and item == 2:
         tile = tables.RESIDUAL_TILE._replace(rows=rows)
@@ -466,49 +466,3 @@ def residual_plan(
         registers = registers_of(per_sm, tile.num_warps)
     shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_SPLIT)
     return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)
-
-
-def soft_forward_plan(problem: Problem) -> ForwardPlan:
-    """Choose the kernel, the tile and the grid of the forward."""
-    (capability, _), kind, rows = tables.architecture(problem.device), problem.kind, _stacked_rows(problem)
-    # Exponentials take longer than the argmax does: they have its tiles.
-    narrow = rows <= tables.HOPPER_NARROW_ROWS
-    wide = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, narrow, False, True)
-    if wide is None:
-        reason = f"the Hopper kernel needs such a GPU, half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
-    elif problem.has_candidates:
-        reason = "packed queries have candidates of their own"
-    elif rows < tables.SOFT_HOPPER_MIN_ROWS:
-        reason = f"fewer than {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
-    elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
-        reason = _UNCOPIED
-    else:
-        reason = f"at least {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
-        tail = wide.columns
-        if kind.documents_mask is None and not problem.packed:
-            # All documents leave as many tokens after whole tiles.
-            left = problem.document_length % tail
-            tail = max(tables.SOFT_NARROWEST, tables.power_of_two(left)) if left else 0
-        return hopper_plan(problem, wide, reason, tail=tail, soft=True)
-    tile = config.soft_tile(kind, tables.SOFT_FORWARD, tables.SOFT_FORWARD_WIDE)
-    tile = config.narrowed(tile, rows, problem.document_length)
-    return tall_plan(problem, "stacked", tile, config.soft_blocks(kind), tables.SOFT_SHARES, reason, soft=True)
-
-
-def sparse_plan(problem: Problem, n_chosen: int, shared: bool) -> ForwardPlan:
-    """Choose the tile and the grid where `n_chosen` tokens of a query are chosen for each document.
-
-    `shared`: all queries meet the same documents.
-    """
-    kind, n_documents = problem.kind, problem.n_documents
-    blocks, tile = config.soft_blocks(kind), config.soft_tile(kind, tables.SPARSE_TILE, tables.SPARSE_TILE_WIDE)
-    few = tables.SPARSE_FEW_COLUMNS
-    columns = max(16, min(tile.columns, tables.power_of_two(n_chosen), few if blocks.split else tile.columns))
-    rows = max(16, min(tile.rows, tables.power_of_two(problem.document_length)))
-    tile = tile._replace(rows=rows, columns=columns, num_warps=4 if columns <= few else tile.num_warps)
-    row_bytes = blocks.first * kind.dtype.itemsize
-    tile = config.fitted(tile, tables.architecture(kind.device)[0], row_bytes, blocks.split)
-    strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
-    made = config.config_of("single", kind, tile, blocks, units, chosen=True, shared=shared)
-    n = -(-n_chosen // columns)
-    return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, _NO_SPLITS, n, n, "tokens are chosen")

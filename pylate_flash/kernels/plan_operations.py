@@ -1,4 +1,8 @@
-"""How hidden states are projected, how XTR's search walks through similarities, and how two sets of points meet."""
+"""Plans of other operations.
+
+Soft MaxSim's forward and chosen query tokens, by the kernels of the forward; how hidden states are projected, how XTR's
+search walks through similarities, and how two sets of points meet.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from . import tables
+from . import config, tables
 from .config import INT32_MAX, divided_strides, embedding_blocks, stacked_tile
-from .plan import run_length
+from .plan import UNCOPIED, ForwardPlan, Splits, hopper_plan, run_length, stacked_rows, tall_plan
 from .tables import FusedTile, Tile
 from .versions import has_gluon
 
@@ -189,3 +193,49 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
     groups = tables.CHAMFER_DIRECT_GROUPS if direct else tables.CHAMFER_GROUPS
     grid = row_blocks, share * tile.columns, -(-tiles // share)
     return MeetingPlan(tile, direct, block, split, groups, precision, strides, units, *grid)
+
+
+def soft_forward_plan(problem: Problem) -> ForwardPlan:
+    """Choose the kernel, the tile and the grid of soft MaxSim's forward."""
+    (capability, _), kind, rows = tables.architecture(problem.device), problem.kind, stacked_rows(problem)
+    # Exponentials take longer than the argmax does: they have its tiles.
+    narrow = rows <= tables.HOPPER_NARROW_ROWS
+    wide = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, narrow, False, True)
+    if wide is None:
+        reason = f"the Hopper kernel needs such a GPU, half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
+    elif problem.has_candidates:
+        reason = "packed queries have candidates of their own"
+    elif rows < tables.SOFT_HOPPER_MIN_ROWS:
+        reason = f"fewer than {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
+    elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
+        reason = UNCOPIED
+    else:
+        reason = f"at least {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
+        tail = wide.columns
+        if kind.documents_mask is None and not problem.packed:
+            # All documents leave as many tokens after whole tiles.
+            left = problem.document_length % tail
+            tail = max(tables.SOFT_NARROWEST, tables.power_of_two(left)) if left else 0
+        return hopper_plan(problem, wide, reason, tail=tail, soft=True)
+    tile = config.soft_tile(kind, tables.SOFT_FORWARD, tables.SOFT_FORWARD_WIDE)
+    tile = config.narrowed(tile, rows, problem.document_length)
+    return tall_plan(problem, "stacked", tile, config.soft_blocks(kind), tables.SOFT_SHARES, reason, soft=True)
+
+
+def sparse_plan(problem: Problem, n_chosen: int, shared: bool) -> ForwardPlan:
+    """Choose the tile and the grid where `n_chosen` tokens of a query are chosen for each document.
+
+    `shared`: all queries meet the same documents.
+    """
+    kind, n_documents = problem.kind, problem.n_documents
+    blocks, tile = config.soft_blocks(kind), config.soft_tile(kind, tables.SPARSE_TILE, tables.SPARSE_TILE_WIDE)
+    few = tables.SPARSE_FEW_COLUMNS
+    columns = max(16, min(tile.columns, tables.power_of_two(n_chosen), few if blocks.split else tile.columns))
+    rows = max(16, min(tile.rows, tables.power_of_two(problem.document_length)))
+    tile = tile._replace(rows=rows, columns=columns, num_warps=4 if columns <= few else tile.num_warps)
+    row_bytes = blocks.first * kind.dtype.itemsize
+    tile = config.fitted(tile, tables.architecture(kind.device)[0], row_bytes, blocks.split)
+    strides, units = divided_strides(problem.query_strides, problem.document_strides)
+    made = config.config_of("single", kind, tile, blocks, units, chosen=True, shared=shared)
+    n = -(-n_chosen // columns)
+    return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, Splits(), n, n, "tokens are chosen")

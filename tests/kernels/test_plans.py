@@ -22,9 +22,9 @@ from pylate_flash.kernels.config import (
 )
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.launch import check_grid
-from pylate_flash.kernels.plan import ForwardPlan, forward_plan, quantized_plan, soft_forward_plan
+from pylate_flash.kernels.plan import ForwardPlan, forward_plan, quantized_plan
 from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved
-from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan
+from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan, soft_forward_plan
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from pylate_flash.ops.maxsim_operator import with_lengths
 from pylate_flash.ops.quantized import problem_of_quantized
