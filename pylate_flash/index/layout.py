@@ -3,8 +3,8 @@
 A row of 8 bits begins with the scale and the offset of the token (float32, an offset of 0 where there is none) and 8
 bytes of zeros, then come the values (`ops.quantization`), and zeros up to a multiple of 16 bytes. So the rows are read,
 copied and merged like any others; on a GPU, scales, offsets and values lie apart (`columns`). Those of residual codes
-are told in `codes`. Behind the rows of a part, those of 16 bits may lie (`Layout.beside`), of which a
-search reads the few that it scores again.
+are told in `codes`. Behind the rows of a part, those of 16 bits may lie (`Layout.beside`), of which a search reads the
+few that it scores again.
 """
 
 from __future__ import annotations

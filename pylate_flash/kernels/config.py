@@ -61,7 +61,7 @@ class Config(str):
     group: int = 1
     # Whether the kernel quantizes query rows itself: the Hopper kernel in registers, the stacked one by way of memory.
     quantize_rows: bool = False
-    # Bits of residual codes; of the short kernel, 16 of embeddings that are neither codes nor in 8 bits.
+    # Bits of an element of residual codes; of the short kernel, 8 or 16 of what is none.
     nbits: int = 0
     # Of the short kernel: words of 4 bytes from a token to the next.
     row: int = 0

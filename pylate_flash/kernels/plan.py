@@ -212,7 +212,7 @@ UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 def _single_plan(problem: Problem) -> ForwardPlan:
     kind, n_queries = problem.kind, problem.n_queries
-    if _are_short(problem):
+    if _documents_are_short(problem):
         return _short_plan(problem, 16, "split", "packed documents are short")
     capability, sms = tables.architecture(kind.device)
     columns = config.single_columns(problem.query_length)
@@ -284,8 +284,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     """
     kind, rows = problem.kind, stacked_rows(problem)
     own = kind.quantize_queries and problem.n_queries == problem.groups
-    if own and _is_short(problem, 0) and problem.n_tokens >= _least_tokens_of_short(problem):
-        return _short_plan(problem, 0, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
+    if own and _short_takes(problem, 8) and problem.n_tokens >= _least_tokens_of_short(problem):
+        return _short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
     if why_not is None:
@@ -349,8 +349,8 @@ def _with_values(problem: Problem) -> Problem:
     return problem._replace(query_strides=(problem.query_length * problem.size, problem.size))
 
 
-def _is_short(problem: Problem, nbits: int) -> bool:
-    """Whether `forward.short` takes queries that are quantized, and documents of so many bits for an element."""
+def _short_takes(problem: Problem, nbits: int) -> bool:
+    """Whether `forward.short` can serve these queries and documents of so many bits for an element."""
     kind, size, length = problem.kind, problem.size, problem.document_length
     next_group, next_document, row = problem.document_strides
     follows = kind.cu_seqlens is not None or (
@@ -360,12 +360,12 @@ def _is_short(problem: Problem, nbits: int) -> bool:
     elements = size * config.single_columns(problem.query_length)
     few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
     few &= size <= tables.SHORT_MAX_SIZE
-    # Rows of whole words, of 8 bits 16 bytes at a time.
-    fits = size % (32 if nbits else 16) == 0 and problem.n_tokens < config.INT32_MAX
-    return follows and plain and few and fits and (nbits > 0 or (problem.aligned and row % 4 == 0))
+    # Rows of whole words, of what is no code 16 bytes at a time.
+    fits = size % (32 if nbits < 8 else 16) == 0 and problem.n_tokens < config.INT32_MAX
+    return follows and plain and few and fits and (nbits < 8 or (problem.aligned and row % 4 == 0))
 
 
-def _are_short(problem: Problem) -> bool:
+def _documents_are_short(problem: Problem) -> bool:
     """Whether packed documents of 16 bits are so short that `forward.short` serves one query."""
     kind, total = problem.kind, rounded_total(problem.n_tokens)
     short = kind.cu_seqlens is not None and any(
@@ -373,10 +373,10 @@ def _are_short(problem: Problem) -> bool:
     )
     if not short or kind.dtype.itemsize != 2 or problem.n_queries > 1 or kind.normalize:
         return False
-    # A program keeps twice as many bytes of a query as in 8 bits, and has a document to itself.
+    # A program keeps twice as many bytes of a query as in 8 bits, and shares no document with others.
     elements = config.single_columns(problem.query_length) * problem.size
     fits = 2 * elements <= tables.SHORT_MAX_ELEMENTS and problem.document_length <= tables.LONGEST_WHOLE
-    return fits and _is_short(problem, 0)
+    return fits and _short_takes(problem, 16)
 
 
 def _least_tokens_of_short(problem: Problem) -> float:
@@ -399,7 +399,7 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
         run = run_length(n_documents, n_queries, sms, per_sm, config.INT32_MAX)
     strides, units = config.divided_strides(problem.query_strides, (0, 0, 0))
     tile, blocks = Tile(tables.SHORT_ROWS, columns, 1, 1), Blocks(problem.size, 0, False)
-    row = problem.size * nbits // 32 if 0 < nbits < 16 else problem.document_strides[2] * (nbits or 8) // 32
+    row = (problem.size if nbits < 8 else problem.document_strides[2]) * nbits // 32
     special = {"documents": documents, "nbits": nbits, "row": row}
     made = config.config_of("short", kind, tile, blocks, units, tables.SHORT_REGISTERS, **special)
     n_runs = splits.number if documents == "split" else -(-n_documents // run)
@@ -442,7 +442,7 @@ def residual_plan(
     kind, reason = problem.kind, "documents are residual codes"
     if kind.quantize_queries:
         few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
-        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _is_short(problem, nbits):
+        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _short_takes(problem, nbits):
             return _short_plan(problem, nbits, "listed" if listed else "split", reason)
     copied = _decoded_by_copies(problem, centroids, listed)
     if not (copied and centroids == torch.float16):

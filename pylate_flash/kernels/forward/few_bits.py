@@ -55,17 +55,14 @@ prmt.b32 $3, $5, $5, d;
 
 @triton.constexpr_function
 def words_of(size, nbits):
-    """Words that a thread has of a padded row, or (0 bits: of 8) of half of one.
-
-    Tensor cores take at least 32 elements of 8 bits at a time.
-    """
-    return values_size(size, nbits) // (128 // nbits if nbits else 32)
+    """Words that each of four threads has of a padded row of codes, or of 8 bits of half of one."""
+    return values_size(size, nbits) // (128 // nbits if nbits < 8 else 32)
 
 
 @triton.constexpr_function
 def values_size(size, nbits):
-    """Elements of a padded row."""
-    return max(256 // nbits if nbits else 64, triton.next_power_of_2(size))
+    """Elements of a padded row, of which each of four threads has two words, or of 8 bits two of either half."""
+    return max(256 // nbits if nbits < 8 else 64, triton.next_power_of_2(size))
 
 
 @triton.constexpr_function
@@ -185,7 +182,7 @@ def operand(words, DTYPE: tl.constexpr):
 def query_values(
     query_ptr, query_length, stride_token, COLUMNS: tl.constexpr, config: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """A query in 8 bits [columns, elements], an element for each that words have room for; and the columns' scales."""
+    """A query [columns, elements], padded, and the columns' scales: in 16 bits if the documents are, else in 8."""
     EMBEDDING: tl.constexpr = config.size
     NBITS: tl.constexpr = config.nbits
     tokens, places = token_of_columns(COLUMNS), tl.arange(0, values_size(EMBEDDING, NBITS))
@@ -193,7 +190,10 @@ def query_values(
     if places.shape[0] > EMBEDDING:
         exists = exists & (places < EMBEDDING)[None, :]
     rows = tl.load(query_ptr + tokens[:, None] * stride_token + places[None, :], mask=exists, other=0.0)
-    values, scale = rounded_rows(rows.to(tl.float32), DTYPE, config.normalize)
+    if NBITS == 16:
+        values, scale = rows, tl.full([COLUMNS], 1.0, tl.float32)
+    else:
+        values, scale = rounded_rows(rows.to(tl.float32), DTYPE, config.normalize)
     return values, scale
 
 

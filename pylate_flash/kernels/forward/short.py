@@ -56,11 +56,11 @@ _SUM = tl.constexpr(1.5 * 2**23)
 @triton.jit
 def _words(documents_ptr, tokens, config: tl.constexpr, J: tl.constexpr):
     """Words of these tokens, padded to [tokens, 4 * J], or in 8 bits to [tokens, 8 * J]."""
-    WORDS: tl.constexpr = config.size // (4 if config.values else 32 // config.nbits)
-    PADDED: tl.constexpr = (8 if config.values else 4) * J
+    WORDS: tl.constexpr = config.size * config.nbits // 32
+    PADDED: tl.constexpr = (4 if config.nbits < 8 else 8) * J
     places = tl.arange(0, PADDED)
     at = tokens[:, None].to(tl.int64) * config.row + places[None, :]
-    if not config.values:
+    if config.nbits < 8:
         # Wider copies of few words would have them in another layout than products take.
         at = tl.max_contiguous(at, [1, J])
     if WORDS < PADDED:
@@ -70,8 +70,8 @@ def _words(documents_ptr, tokens, config: tl.constexpr, J: tl.constexpr):
 
 @triton.jit
 def _embeddings(documents_ptr, tokens, config: tl.constexpr):
-    """Embeddings of these tokens, padded to [tokens, a power of two]."""
-    dims = tl.arange(0, triton.next_power_of_2(config.size))
+    """Embeddings of 16 bits of these tokens, padded."""
+    dims = tl.arange(0, values_size(config.size, 16))
     at = documents_ptr + tokens[:, None].to(tl.int64) * (2 * config.row) + dims[None, :]
     return load_padded(at, (dims < config.size)[None, :], dims.shape[0] > config.size)
 
@@ -90,7 +90,7 @@ def _similarities(fetched, operands, luts, row_sums, sums_begin, unit, config: t
     sums = tl.broadcast_to(sums_begin[None, :], [_ROWS, COLUMNS])
     if config.nbits == 16:
         similarities = tl.dot(words, operands[0])
-    elif config.nbits > 0:
+    elif config.nbits < 8:
         if config.nbits == 4:
             a, b = four_bits(words, luts, PTX)
             sums = tl.dot(operand(a, tl.int8), operands[0], sums, out_dtype=tl.int32)
@@ -158,7 +158,7 @@ def _short_kernel(
     Grid: runs of documents x queries; programs that run together meet the same documents. Of padded documents, query i
     meets `n_documents` from i * `next_group` on; "listed" ones are a program's one by one.
     """
-    CODED: tl.constexpr = not config.values and config.nbits < 16
+    CODED: tl.constexpr = config.nbits < 8
     if not CODED:
         wait_for_previous_kernel()
     J: tl.constexpr = words_of(config.size, config.nbits)
@@ -224,19 +224,14 @@ def _short_kernel(
             operands = first_operand, second_operand, third, fourth
         scale = tl.load(queries_scale_ptr + tl.arange(0, COLUMNS))
         sums_begin = tl.load(queries_scale_ptr + COLUMNS + tl.arange(0, COLUMNS)).to(tl.int32, bitcast=True)
-    elif config.nbits == 16:
-        queries_ptr += query.to(tl.int64) * stride_query
-        dims = tl.arange(0, triton.next_power_of_2(config.size))
-        exists = (tokens < query_length)[:, None] & (dims < config.size)[None, :]
-        query_rows = queries_ptr + tokens[:, None] * stride_query_token + dims[None, :]
-        query_tile = tl.trans(tl.load(query_rows, mask=exists, other=0.0))
-        operands = query_tile, query_tile, query_tile, query_tile
-        scale = tl.full([COLUMNS], 1.0, tl.float32)
     else:
         # Left in memory by one program for the others, values would wait for a launch; by all, for each other.
         queries_ptr += query.to(tl.int64) * stride_query
         values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config, DTYPE)
-        first_operand, second_operand = operands_of(values, J)
+        if config.nbits == 16:
+            first_operand, second_operand = tl.trans(values), tl.trans(values)
+        else:
+            first_operand, second_operand = operands_of(values, J)
         operands = first_operand, second_operand, first_operand, second_operand
         if config.affine:
             row_sums = tl.sum(values.to(tl.int32), axis=1).to(tl.float32)

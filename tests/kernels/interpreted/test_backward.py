@@ -146,6 +146,10 @@ def test_more_tokens_than_a_program_scans(kind: str, monkeypatch: pytest.MonkeyP
     packed((3, 9), [40, 0, 190], 8, kind).check("lists")
 
 
+def test_more_tokens_than_a_program_scans_of_whole_blocks() -> None:
+    dense((3, 9), (1, 2, 3000), 8, "uniform").check("lists")
+
+
 def test_more_tokens_than_keys_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_backward, "MOST_LISTED_TOKENS", 64)
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):

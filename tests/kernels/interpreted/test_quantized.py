@@ -77,7 +77,7 @@ def test_sums_of_short_queries_at_their_largest(size: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
-@pytest.mark.parametrize(("n_queries", "size"), [(1, 128), (1, 96), (1, 48), (3, 160)])
+@pytest.mark.parametrize(("n_queries", "size"), [(1, 128), (1, 96), (1, 48), (3, 64), (3, 160)])
 def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded documents, each query's own and packed ones of which some are empty, by several programs."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
