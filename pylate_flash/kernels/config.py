@@ -71,6 +71,8 @@ class Config(str):
     # of a whole tile, is begun before the sums of the document before are taken.
     tail: int = 0
     starts_early: bool = False
+    # Whether packed documents are one stream of tokens (`forward.hopper_stream`).
+    stream: bool = False
     # Of the single kernel: its two loops are one; columns are tokens chosen for each document; all queries meet these.
     flatten: bool = False
     chosen: bool = False
@@ -243,7 +245,13 @@ def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
     return tail if tile.columns - tail >= tables.HOPPER_TAIL_SAVES * columns else 0
 
 
-def quantized_hopper_tile(size: int, narrow: bool, length: int | None) -> HopperTile:
+def streamed_tile(tile: HopperTile, size: int) -> HopperTile:
+    """The tile of a stream of packed documents, of embeddings of `size` elements."""
+    size_of_fewer, fewer = tables.STREAM_STAGES
+    return tile._replace(num_stages=fewer) if size > size_of_fewer else tile
+
+
+def quantized_hopper_tile(size: int, narrow: bool, length: int | None, streamed: bool = False) -> HopperTile:
     """Tile of the Hopper kernel for embeddings of `size` elements in 8 bits.
 
     Documents have `length` tokens, on average, or under masks who knows how many (None).
@@ -251,6 +259,8 @@ def quantized_hopper_tile(size: int, narrow: bool, length: int | None) -> Hopper
     tile = tables.QUANTIZED_HOPPER_NARROW if narrow else tables.QUANTIZED_HOPPER
     if size > 128:
         tile = tables.QUANTIZED_HOPPER_LONG
+    if streamed:
+        return tile._replace(columns=tables.STREAM_COLUMNS, num_stages=tables.QUANTIZED_HOPPER_STAGES)
     columns = next((n for most, n in tables.QUANTIZED_HOPPER_COLUMNS if length is not None and length <= most), None)
     if columns is None:
         return tile

@@ -207,6 +207,8 @@ def forward_plan(problem: Problem) -> ForwardPlan:
 _OWN_DOCUMENTS = "every query has documents of its own"
 _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
+_ON_HOPPER = ", on a Hopper GPU"
+_STREAMED = ", packed documents as one stream"
 UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
@@ -244,7 +246,9 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
     rows = stacked_rows(problem, unpadded)
     narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
+    streamed = _is_streamed(problem, problem.document_strides[-1], tables.STREAM_MEAN_LENGTH)
     short = kind.documents_mask is None and total <= tables.HOPPER_SHORT_LENGTH * problem.all_documents
+    short &= not streamed
     wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax, short)
     why = _ONE_MATRIX
     if wide is None:
@@ -257,13 +261,26 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         alike = not packed and kind.documents_mask is None
         tail = 0 if kind.with_argmax else config.hopper_tail(wide, length if alike else None)
         early = wide.columns == tables.HOPPER_SHORT.columns
-        plan = hopper_plan(problem, wide, why + ", on a Hopper GPU", unpadded, tail=tail, starts_early=early)
+        special = {"stream": True} if streamed else {"tail": tail, "starts_early": early}
+        wide = config.streamed_tile(wide, kind.size) if streamed else wide
+        plan = hopper_plan(problem, wide, why + _ON_HOPPER + _STREAMED * streamed, unpadded, **special)
         if not packed or length <= plan.splits.whole:
             return plan
         why += f"; a document may be longer than {plan.splits.whole} tokens, and is scored in segments"
     tile = config.stacked_tile(capability, kind.size, item, min(rows, 256), kind.with_argmax)
     blocks = config.embedding_blocks(capability, kind.size, item)
     return tall_plan(problem, "stacked", tile, blocks, tables.STACKED_SHARES, why, unpadded)
+
+
+def _is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> bool:
+    """Whether the Hopper kernel takes packed documents as one stream (`forward.hopper_stream`).
+
+    Rows are `row` elements apart, and documents have `mean_length` tokens at most, on average. What it reads is counted
+    from where a program's share begins, in 32 bits.
+    """
+    kind, most = problem.kind, problem.document_length + tables.HOPPER_SHARES.largest
+    fits = kind.cu_seqlens is not None and not kind.with_argmax and most * row <= config.INT32_MAX
+    return fits and rounded_total(problem.n_tokens) <= mean_length * problem.n_documents
 
 
 def stacked_rows(problem: Problem, unpadded: bool = False) -> int:
@@ -294,7 +311,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         if problem.packed:
             total = rounded_total(total)
             length = total // problem.n_documents
-        wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length)
+        streamed = _is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
+        wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
         # What fits into half a tile takes a product of it.
         tail = wide.columns // 2
         if not masked and not problem.packed and not 0 < length % wide.columns <= tail:
@@ -302,8 +320,9 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         # Sums of rows, which affine documents need, take as long as a launch where there are many.
         here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or kind.quantized != torch.uint8)
         here = here and not config.hopper_blocks(kind.size, 1).second
-        problem, reason = problem if here else _with_values(problem), _QUANTIZED + ", on a Hopper GPU"
-        return hopper_plan(problem, wide, reason, tail=tail, starts_early=not masked, quantize_rows=here)
+        problem, reason = problem if here else _with_values(problem), _QUANTIZED + _ON_HOPPER + _STREAMED * streamed
+        special = {"stream": True} if streamed else {"tail": tail, "starts_early": not masked}
+        return hopper_plan(problem, wide, reason, quantize_rows=here, **special)
     item = 1 if kind.quantize_queries else kind.dtype.itemsize
     blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
     rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))
@@ -428,7 +447,7 @@ def _rows_of_hopper(problem: Problem, listed: bool) -> int:
 def _decoded_by_copies(problem: Problem, centroids: torch.dtype, listed: bool) -> bool:
     """Whether the warps of that kernel that copy also decompress (`forward.hopper_codes`)."""
     kind, (least, most) = problem.kind, tables.RESIDUAL_COPIED_ROWS
-    fits = kind.size in tables.RESIDUAL_COPIED_SIZES and centroids.itemsize == 2 and not kind.with_argmax
+    fits = kind.size in tables.RESIDUAL_COPIED_SIZES and centroids.itemsize == 2 and _is_streamed(problem, kind.size)
     return fits and least <= _rows_of_hopper(problem, listed) <= most
 
 
@@ -451,8 +470,8 @@ def residual_plan(
     # Residuals lie one after the other.
     problem = problem._replace(kind=kind, document_strides=(0, 0, 0))
     if copied:
-        reason += ", on a Hopper GPU"
-        return hopper_plan(problem, tables.RESIDUAL_COPIED_TILE, reason, tail=tables.HOPPER_TAILS[-1], nbits=nbits)
+        reason += _ON_HOPPER + _STREAMED
+        return hopper_plan(problem, tables.RESIDUAL_COPIED_TILE, reason, stream=True, nbits=nbits)
     item = problem.dtype.itemsize
     capability, _ = tables.architecture(kind.device)
     rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(stacked_rows(problem)))

@@ -245,9 +245,11 @@ def test_hopper_quantizes_rows_in_registers_to_the_bit(
 
 
 @hopper_only
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_hopper_of_packed_documents_and_candidates(precision: str) -> None:
-    lengths = [180, 0, 9000, 7, 64, 65, 128, 129] * 40
+@pytest.mark.parametrize("longest", [9000, 190])
+@pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
+def test_hopper_of_packed_documents_and_candidates(precision: str, longest: int) -> None:
+    """Long ones one by one, and short ones as one stream."""
+    lengths = [180, 0, longest, 7, 64, 65, 128, 129] * 40
     documents, bounds = pack([unit(length, 96, seed=index) for index, length in enumerate(lengths)])
     queries = unit(9, 77, 96, dtype=torch.bfloat16)
     quantized = quantize(documents, precision, cu_seqlens=bounds)
@@ -255,6 +257,7 @@ def test_hopper_of_packed_documents_and_candidates(precision: str) -> None:
     call = queries.flatten(0, 1), quantized, query_bounds, bounds
     explained = explain(*call[:2], queries_cu_seqlens=query_bounds, documents_cu_seqlens=bounds)
     assert "on a Hopper GPU" in str(explained)
+    assert explained.forward.config.stream == (longest < 200)
     found = maxsim_varlen(*call, empty_score=-1.0, implementation="triton")
     close(found, maxsim_quantized_reference(*call, empty_score=-1.0), precision, True)
     assert (found[:, 1::8] == -1.0).all()

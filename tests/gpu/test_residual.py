@@ -143,7 +143,8 @@ def test_decompressed_where_they_are_copied(
     centroids are float16, an embedding is rounded to that, twice, and a scale is.
     """
     tails = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 300, 0]
-    for lengths in (tails, [0, 0, 5], [(37 * index) % 301 for index in range(3000)]):
+    eights = [0] * 70 + [8, 7, 9, 64, 63, 65, 56, 72, 128, 1, 0, 0] * 40 + [0] * 70
+    for lengths in (tails, [0, 0, 5], eights, [(37 * index) % 301 for index in range(3000)]):
         documents = residual_codes(lengths, size, nbits, codec_dtype, n_centroids=500).to("cuda")
         for n_queries, length in ((48, 32), (5, 32), (9, 31), (16, 32)):
             queries = unit(n_queries, length, size, dtype=dtype)

@@ -9,7 +9,7 @@ import torch
 
 from pylate_flash import explain
 from pylate_flash.ops import maxsim, maxsim_varlen
-from tests.gpu.tools import FLOAT, HALF, packed_of, unit
+from tests.gpu.tools import CAPABILITY, FLOAT, HALF, packed_of, unit
 from tests.ops.cases import relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
 
@@ -96,3 +96,42 @@ def test_of_many_documents_equals_padded_ones() -> None:
     queries = unit(7, 30, 128, dtype=HALF, seed=1)
     found = maxsim_varlen(*packed_of(list(queries), documents))
     torch.testing.assert_close(found, maxsim(queries, padded, documents_mask=mask), rtol=2e-6, atol=2e-6)
+
+
+# Of no length, at the beginning, the end and in rows of them; up to, at and past a boundary of eight tokens and of 64.
+STREAMS = {
+    "every length": [index % 141 for index in range(600)],
+    "few": [0, 0, 1, 0],
+    "ends of eights": [0] * 70 + [8, 7, 9, 64, 63, 65, 56, 72, 128, 1, 0, 0] * 40 + [0] * 70,
+    "one token": [1] * 1000,
+    "one is long": [5] * 200 + [1500] + [5] * 200,
+}
+
+
+@pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
+@pytest.mark.parametrize("lengths", STREAMS.values(), ids=STREAMS.keys())
+@pytest.mark.parametrize(("size", "dtype"), [(128, HALF), (48, torch.bfloat16), (96, HALF), (320, torch.bfloat16)])
+@pytest.mark.parametrize(("n_queries", "query_length"), [(32, 32), (3, 32), (5, 77), (70, 1), (2, 128)])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_stream_of_documents(lengths, size: int, dtype, n_queries: int, query_length: int, normalize: bool) -> None:
+    """The same bits each time, those of the definition within rounding, and a NaN in the scores of its document."""
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    documents = unit(max(1, int(bounds[-1])), size, dtype=dtype)
+    queries = unit(n_queries * query_length, size, dtype=dtype, seed=1)
+    # Similarities of all signs, and below 0 only.
+    documents[::3] = -queries[: len(documents[::3])].sum(dim=0) / query_length
+    documents[len(documents) // 2, 3] = torch.nan
+    queries_bounds = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
+    call, longest = (queries, documents, queries_bounds, bounds), max(1, *lengths)
+    options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": longest}
+    named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
+    assert explain(*call[:2], **named, **options).forward.config.stream
+    options["empty_score"] = -2.0
+    found = varlen_kernel(*call, **options)
+    for _ in range(20):
+        torch.testing.assert_close(varlen_kernel(*call, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+    double = queries.double(), documents.double(), queries_bounds, bounds
+    expected = maxsim_varlen(*double, **options, implementation="blocked")
+    # Similarities of 1, about, may cancel.
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
+    assert (found[:, bounds.diff() == 0] == -2.0).all()

@@ -114,6 +114,7 @@ ARGMAX = {"with_argmax": True, "tile": tables.HOPPER_ARGMAX}
 NARROW, LONG = tables.HOPPER_NARROW, tables.HOPPER_LONG._replace(num_stages=6)
 SHORT = {"tile": tables.HOPPER_SHORT, "starts_early": True}
 LATE = {"starts_early": False}
+STREAM = {"packed": True, "stream": True}
 OF_48 = {"size": 48, "blocks": Blocks(64, 0, False)}
 OF_96 = {"size": 96, "blocks": Blocks(64, 32, False)}
 OF_256 = {"size": 256, "blocks": Blocks(256, 0, False)}
@@ -159,6 +160,11 @@ def compiled(**options) -> str:
         {"tail": 32, "packed": True, "tile": NARROW} | OF_48,
         SHORT | {"packed": True},
         SHORT | {"packed": True, "tail": 16} | OF_96,
+        STREAM,
+        STREAM | {"tile": NARROW} | OF_48,
+        STREAM | OF_96,
+        STREAM | {"tile": LONG} | OF_256,
+        STREAM | {"tile": tables.HOPPER_LONGEST} | OF_320,
         {"size": 72, "blocks": Blocks(64, 16, False)} | ARGMAX,
         {"tile": LONG} | OF_256,
         {"tile": tables.HOPPER_LONGEST} | OF_320,
@@ -198,6 +204,18 @@ def test_sums_are_stored_while_the_next_product_is_under_way(options: dict) -> N
     under_way = r"wgmma\.commit_group(?:(?!wgmma\.wait_group).)*?st\.global"
     early, late = (re.findall(under_way, compiled(**SHORT | options | start), re.DOTALL) for start in ({}, LATE))
     assert (len(early), len(late)) == (tables.HOPPER_SHORT.parts, 0)
+
+
+@pytest.mark.parametrize("options", [{}, OF_96, {"tile": NARROW}, {"normalize": True}], ids=str)
+def test_what_multiplies_a_stream_leaves_sums_to_other_warps(options: dict) -> None:
+    """And loads no boundary of documents: the partitions with products neither shuffle nor store."""
+    partitions = re.split(r"setmaxnreg\.", compiled(**STREAM | options))
+    multiply = [part for part in partitions if "wgmma.mma_async" in part]
+    assert len(multiply) == tables.HOPPER.parts
+    for part in multiply:
+        of_products = part[part.index("wgmma.mma_async") :]
+        assert not re.search(r"shfl|[sl][td]\.global", of_products)
+    assert sum("st.global" in part for part in partitions) == 1
 
 
 @pytest.mark.parametrize("tail", [16, 32])

@@ -28,7 +28,7 @@ from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from pylate_flash.ops.maxsim_operator import with_lengths
 from pylate_flash.ops.quantized import problem_of_quantized
-from pylate_flash.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Tensors, problem_of, replaced
 from tests.kernels.recorder import SHARED_MEMORY, recorded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -120,6 +120,10 @@ def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bo
     options = Options(max_document_length=longest, max_candidates=3, normalize=normalize)
     given = {"documents_cu_seqlens": bounds, "candidates_cu_seqlens": owned}
     return problem_of(Tensors(queries, documents, **given), options)
+
+
+def with_argmax(served: Problem) -> Problem:
+    return served._replace(kind=replaced(served.kind, "with_argmax", True))
 
 
 def quantized(
@@ -237,6 +241,37 @@ def test_tiles_of_8_bits(served: Problem, rows: int, columns: int, tail: int, ca
     assert plan.config.starts_early
 
 
+def short_quantized(length: int) -> Problem:
+    bounds, values = torch.arange(5) * length, torch.empty(4 * length, 128, dtype=torch.int8)
+    tensors = Tensors(torch.empty(8, 32, 128).half(), values, documents_cu_seqlens=bounds)
+    return problem_of_quantized(tensors, Options(max_document_length=length), True)
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("served", "streamed"),
+    [
+        (packed(16, 180), True),
+        (packed(2, 30, normalize=True), True),
+        # Half of a long document's tile is seldom empty.
+        (packed(16, 2048), False),
+        (packed(16, 180)._replace(kind=replaced(packed(16, 180).kind, "offset_unit", 8)), True),
+        (with_argmax(packed(16, 180)), False),
+        # Offsets of tokens are counted in 32 bits, from where a program begins.
+        (packed(16, 180)._replace(document_strides=(0, 0, 1 << 17)), False),
+        (packed(16, 180)._replace(document_strides=(0, 0, 1 << 16)), True),
+        (problem((16, 32, 128), (40, 180, 128)), False),
+        (short_quantized(180), True),
+        (short_quantized(300), False),
+    ],
+)
+def test_short_packed_documents_are_one_stream(served: Problem, streamed: bool, capability: int) -> None:
+    plan = forward_plan(served) if served.kind.quantized is None else quantized_plan(served)
+    assert (plan.kernel, plan.config.stream) == ("hopper", streamed)
+    assert plan.reason.endswith("packed documents as one stream") == streamed
+    assert not (streamed and (plan.config.tail or plan.config.starts_early))
+
+
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
     ("served", "short"),
@@ -246,7 +281,7 @@ def test_tiles_of_8_bits(served: Problem, rows: int, columns: int, tail: int, ca
         (problem((32, 32, 128), (40, 65, 128)), False),
         (problem((32, 32, 128), (40, 30, 128), argmax=True), False),
         (problem((32, 32, 256), (40, 30, 256)), False),
-        (packed(16, 180), True),
+        (packed(16, 180), False),
         (packed(16, 300), False),
     ],
 )

@@ -11,7 +11,8 @@ product), and it takes the row maxima while the tensor cores wait. Here
 - four warps do nothing but copy tokens there, and two or four times four warps (the parts) multiply, each with its own
   rows: while some take maxima, others multiply, and while a product is under way, its part sees to the next tile;
 - a row's maximum stays spread over the four lanes that share the row until the document ends, and from there to the
-  sums in the layout of the products.
+  sums in the layout of the products;
+- short packed documents are taken as one stream of tokens (`hopper_stream`), and codes always are.
 
 Measured on an H200 in bfloat16 against `_stacked_kernel` in the same run: 0.354 ms and 0.450 at 1 x 1000, 1024 x 1024
 (0.340 at the rate of a large matrix product).
@@ -22,22 +23,16 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ...problem import Problem
-from ..gluon import execute, find_document, next_slot
+from ..gluon import execute, find_document
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_codes import decode_documents, pair_table, scaled_rows
+from .hopper_codes import decode_stream, pair_table
 from .hopper_parts import (
     add_exponentials,
     copy_documents,
@@ -45,35 +40,26 @@ from .hopper_parts import (
     document_range,
     first_maximum,
     log_sums_of_lanes,
-    query_rows,
-    rounded_in_registers,
-    row_sums_of,
-    rows_of,
-    scaled,
-    scaled_affine,
     split_by_lane,
-    sums_of,
     unscaled,
 )
+from .hopper_products import (
+    AWAIT_TURN,
+    GIVE_TURN,
+    finish_product,
+    in_turn,
+    in_type_of_centroids,
+    makes_scales,
+    product,
+    query_operands,
+    rows_from,
+    start_product,
+    store_sums,
+    sums_from,
+)
+from .hopper_stream import RING, add_maxima, copy_stream, score_stream
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
-
-
-# Barriers of the hardware that Triton does not use, one for each part: await its turn there, and give it.
-_AWAIT_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.sync {8 + part}, 256;") for part in range(4)))
-_GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for part in range(4)))
-
-
-@gluon.constexpr_function
-def _in_turn(config):
-    """Whether parts start their products in turn: where what follows a product takes as long as it does."""
-    return config.with_argmax or config.soft
-
-
-@gluon.constexpr_function
-def _in_type_of_centroids(config):
-    """Whether products are of the type of the centroids of codes, and query rows get scales for that."""
-    return config.nbits > 0 and config.scale_rows
 
 
 @gluon.constexpr_function
@@ -89,93 +75,15 @@ def _copying_registers(config, bits):
     return 72 if of_64_rows else 56
 
 
+@gluon.constexpr_function
+def _arrivals(config):
+    """Arrivals that make a slot full: of every copying thread, or of one when all are done; and of where it ends."""
+    return 1 if config.nbits > 0 or config.affine else 128 + config.stream
+
+
 @gluon.jit
 def _lower_of(a, b):
     return gl.minimum(a, b)
-
-
-@gluon.jit
-def _as_operand(rows, layout: gl.constexpr):
-    """Query rows as the operand of a product of another width, for which they lie as they do."""
-    return rows if rows.type.layout == layout else gl.convert_layout(rows, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _first(tile, COLUMNS: gl.constexpr):
-    return tile if tile.shape[0] == COLUMNS else tile.slice(0, COLUMNS)
-
-
-@gluon.jit
-def _start(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
-    """Begin the product of a part's rows with the first COLUMNS tokens of the tile in a slot, which is full."""
-    query_tile, second_query_tile, _, tiles, second_tiles, _, _, _, _ = operands
-    ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
-    ROWS: gl.constexpr = query_tile.shape[0]
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
-    SUM: gl.constexpr = gl.int32 if tiles.dtype == gl.int8 else gl.float32
-    if _in_turn(config):
-        execute(_AWAIT_TURN[PART])
-    similarities = warpgroup_mma(
-        _as_operand(query_tile, operand),
-        _first(tiles.index(slot), COLUMNS).permute((1, 0)),
-        gl.zeros([ROWS, COLUMNS], SUM, mma),
-        use_acc=False,
-        is_async=True,
-    )
-    if config.blocks.second > 0:
-        similarities = warpgroup_mma(
-            _as_operand(second_query_tile, operand),
-            _first(second_tiles.index(slot), COLUMNS).permute((1, 0)),
-            similarities,
-            is_async=True,
-        )
-    return similarities
-
-
-@gluon.jit
-def _finish(similarities, operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
-    """Similarities that `_start` has begun, when they are there, and the next slot, full."""
-    _, _, row_sums, tiles, _, scales, token_offsets, full, empty = operands
-    ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
-    PARTS: gl.constexpr = config.tile.parts
-    IN_TURN: gl.constexpr = _in_turn(config)
-    SCALED: gl.constexpr = config.normalize or config.values
-    # Loads of scales while a product is under way come between its instructions. Those of 8 bits are too short for it:
-    # with int8 0.250 in place of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
-    SCALES_LAST: gl.constexpr = ITEM == 1
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
-    if SCALED and not SCALES_LAST:
-        scale = _first(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
-    # While the product is under way, see to the next tile: of this document or another, or the one at the end.
-    read = slot
-    slot, phase = next_slot(slot, phase, config.tile.num_stages)
-    mbarrier.wait(full.index(slot), phase)
-    fence_async_shared()
-    similarities = warpgroup_mma_wait(0, deps=[similarities])
-    if SCALED and SCALES_LAST:
-        scale = _first(scales.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
-    if config.affine:
-        offset = _first(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
-    if IN_TURN:
-        execute(_GIVE_TURN[(PART + PARTS // 2) % PARTS])
-        # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.
-        # Without argmax it is slower, 0.589 against 0.573.
-        async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
-    else:
-        mbarrier.arrive(empty.index(read), count=1)
-    if config.affine:
-        row_sums = gl.convert_layout(row_sums, gl.SliceLayout(1, mma), assert_trivial=True)
-        similarities = scaled_affine(similarities, scale, offset, row_sums)
-    elif SCALED:
-        similarities = scaled(similarities, scale, one)
-    return similarities, slot, phase
-
-
-@gluon.jit
-def _product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
-    similarities = _start(operands, slot, config, COLUMNS, PART)
-    return _finish(similarities, operands, slot, phase, one, config, COLUMNS, PART)
 
 
 @gluon.jit
@@ -185,85 +93,48 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     Of smooth maxima, what is left after whole tiles always takes a product of `config.tail` columns, as a token that is
     repeated would count twice.
     """
-    (
-        queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, token_offsets, full, empty, row_block, group, first,
-        last, n_queries, query_length, padded_query_length, n_documents, document_length, empty_score, stride_query,
-        stride_query_token,
-    ) = arguments  # fmt: skip
-    BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
-    SECOND: gl.constexpr = config.blocks.second
+    queries, documents, shared, share, numbers, results = arguments
+    active_ptr, bounds_ptr, cu_seqlens_ptr = documents
+    tiles, second_tiles, scales, token_offsets, full, empty = shared
+    row_block, group, first, last = share
+    n_queries, query_length, _, n_documents, document_length, _ = numbers
+    sums_ptr, argmax_ptr, beta_ptr, lse_ptr = results
     PARTS: gl.constexpr = config.tile.parts
     ROWS: gl.constexpr = config.tile.rows // PARTS
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
     TAIL: gl.constexpr = config.tail
-    GROUP: gl.constexpr = config.group
-    SCALED: gl.constexpr = config.normalize or config.values
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 32 // ITEM])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
-    first_row = (row_block * PARTS + PART) * ROWS
-    layout = group, n_queries, query_length, padded_query_length, stride_query, stride_query_token
-    query_tile = query_rows(queries_ptr, first_row, layout, 0, BLOCK_EMBEDDING, config)
-    if _in_type_of_centroids(config):
-        query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
-    elif config.quantize_rows:
-        query_tile, row_scale = rounded_in_registers(query_tile, tiles.dtype, config.normalize)
-    row_sums = gl.to_tensor(0)
-    if config.affine:
-        row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
-    query_tile = gl.convert_layout(query_tile, operand)
-    second_query_tile = query_tile
-    if SECOND > 0:
-        second_query_tile = query_rows(queries_ptr, first_row, layout, BLOCK_EMBEDDING, SECOND, config)
-        if config.affine:
-            row_sums += row_sums_of(second_query_tile, gl.SliceLayout(1, mma))
-        second_query_tile = gl.convert_layout(second_query_tile, operand)
-    operands = (query_tile, second_query_tile, row_sums, tiles, second_tiles, scales, token_offsets, full, empty)
+    query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, PART)
+    operands = (query_tiles, tiles, second_tiles, scales, token_offsets, full, empty)
 
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
     by_lane: gl.constexpr = split_by_lane(zeros, ROWS, BLOCK_TOKENS).type.layout
     # What a document leaves stays where the products' rows are: four lanes, which share a row, have the same.
     by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_lane))
-    rows = rows_of(first_row, gl.arange(0, ROWS, layout=by_row), ROWS, GROUP)
-    query, token = rows // padded_query_length, rows % padded_query_length
-    row_exists = (query < n_queries) & (token < query_length)
-    global_row = (group * n_queries + query).to(gl.int64) * query_length + token
-    row_active = row_exists
-    if config.has_queries_mask:
-        row_weight = gl.load(queries_mask_ptr + global_row, mask=row_exists, other=0)
-        row_active = row_active & (row_weight != 0)
-    if _in_type_of_centroids(config) or config.quantize_rows:
+    first_row = (row_block * PARTS + PART) * ROWS
+    if makes_scales(config):
         row_scale = gl.convert_layout(row_scale, by_row)
-    elif SCALED:
-        row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
+    rows = rows_from(queries, share, numbers, row_scale, first_row, ROWS, by_row, config)
+    row_exists, row_active, _, row_scale, group_row = rows
     if config.soft:
         beta = gl.load(beta_ptr)
         # From similarities to exponents of 2.
         row_factor = gl.full([ROWS], LOG2E, gl.float32, by_row) * beta
-        if SCALED:
+        if config.normalize:
             row_factor *= row_scale
         row_factor = row_factor[:, None]
-    group_row = query.to(gl.int64) * query_length + token
-    by_sum: gl.constexpr = sums_of(gl.zeros([ROWS], gl.float32, by_row), ROWS, GROUP).type.layout
     # A 1 that the compiler does not know, see `scaled`.
     one = gl.minimum(n_queries, 1)
-    n_sums = n_queries * (padded_query_length // GROUP)
-    sum_row = first_row // GROUP + gl.arange(0, ROWS // GROUP, layout=by_sum)
-    sum_exists = sum_row < n_sums
-    if config.packed or config.has_documents_mask:
-        # One of the sums of a query is the score of an empty document; the others add nothing to it.
-        of_empty = gl.where(sum_row % (padded_query_length // GROUP) == 0, empty_score, 0.0)
-    sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents
-
+    sums = sums_from(share, numbers, first_row, ROWS, by_row, config)
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_lane)))[None, :]
     # Finding the argmax takes the ALUs nearly as long as the products take the tensor cores, and so do exponentials.
     # Parts that wait for their products at once leave one of the two idle. So a part and the one PARTS // 2 on multiply
     # in turn, each when the product of the other has ended: given as soon as that is under way, a turn costs 4 % where
     # documents have masks. Of four parts, another two fill what is left between the products. Maxima alone are over too
     # soon: 0.384 against 0.348; so are those of 8 bits, 0.281 against 0.263 with fp8 at 1 x 1000, 1024 x 1024.
-    if _in_turn(config) and PART >= PARTS // 2:
-        execute(_GIVE_TURN[PART - PARTS // 2])
+    if in_turn(config) and PART >= PARTS // 2:
+        execute(GIVE_TURN[PART - PARTS // 2])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     mbarrier.wait(full.index(slot), phase)
@@ -274,7 +145,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     next_flat = group.to(gl.int64) * n_documents + next_one
     following = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_one, document_length, config)
     if config.starts_early:
-        under_way = _start(operands, slot, config, BLOCK_TOKENS, PART)
+        under_way = start_product(operands, slot, config, BLOCK_TOKENS, PART)
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
         first_token, length = following
@@ -292,12 +163,14 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             in_tiles -= gl.where(length % BLOCK_TOKENS <= TAIL, length % BLOCK_TOKENS, 0)
         begin = gl.to_tensor(0)
         if config.starts_early:
-            similarities, slot, phase = _finish(under_way, operands, slot, phase, one, config, BLOCK_TOKENS, PART)
+            similarities, slot, phase = finish_product(
+                under_way, operands, slot, phase, one, config, BLOCK_TOKENS, PART
+            )
             best = gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger)
             begin += BLOCK_TOKENS
             in_tiles = gl.maximum(in_tiles, BLOCK_TOKENS)
         for start in range(begin, in_tiles, BLOCK_TOKENS):
-            similarities, slot, phase = _product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
+            similarities, slot, phase = product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
             if config.soft:
                 best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
             elif config.with_argmax:
@@ -313,7 +186,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         if TAIL > 0:
             # Once or not at all: a loop, as a condition crashes ptxas 12.8 at 256 elements.
             for start in range(in_tiles, length, TAIL):
-                of_tail, slot, phase = _product(operands, slot, phase, one, config, TAIL, PART)
+                of_tail, slot, phase = product(operands, slot, phase, one, config, TAIL, PART)
                 if config.soft:
                     columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, of_tail.type.layout))
                     of_tail = gl.where((start + columns < length)[None, :], of_tail, float("-inf"))
@@ -324,7 +197,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
                     best = larger(best, tail_best)
 
         if config.starts_early:
-            under_way = _start(operands, slot, config, BLOCK_TOKENS, PART)
+            under_way = start_product(operands, slot, config, BLOCK_TOKENS, PART)
         counted = row_active & (length > 0)
         if config.soft:
             lse = log_sums_of_lanes(best, total, (document_length - length).to(gl.float32), config.zero_masked)
@@ -353,21 +226,15 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         if config.with_argmax:
             argmax_offset = flat_document * n_queries * query_length + group_row
             gl.store(argmax_ptr + argmax_offset, argmax.to(argmax_ptr.dtype.element_ty), mask=row_exists)
-        if (SCALED or _in_type_of_centroids(config)) and not config.soft:
+        if (config.normalize or config.values or makes_scales(config)) and not config.soft:
             row_best *= row_scale
-        if config.weighted:
-            row_best *= row_weight.to(gl.float32)
-        row_best = gl.where(counted, row_best, 0.0)
-        sums = sums_of(row_best, ROWS, GROUP)
-        if config.packed or config.has_documents_mask:
-            sums = gl.where(length > 0, sums, of_empty)
-        gl.store(sums_ptr + sum_offset + document, sums, mask=sum_exists)
+        store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS, config)
     if config.starts_early:
         # After the last document, that of a tile of which nothing is copied.
         warpgroup_mma_wait(0, deps=[under_way])
-    if _in_turn(config) and PART < PARTS // 2:
+    if in_turn(config) and PART < PARTS // 2:
         # The other part gave a turn once more.
-        execute(_AWAIT_TURN[PART])
+        execute(AWAIT_TURN[PART])
 
 
 @kernel(follows=True, jit=gluon.jit)
@@ -404,7 +271,7 @@ def _hopper_kernel(
         last = gl.minimum(first + run, n_documents)
 
     # Of quantized documents, or of what codes stand for, where query rows are brought to that.
-    operand_ptr = centroids_ptr if _in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
+    operand_ptr = centroids_ptr if in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
     dtype: gl.constexpr = gl.int8 if config.affine else operand_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
@@ -424,24 +291,61 @@ def _hopper_kernel(
     for stage in gl.static_range(STAGES):
         # Every copying thread says when its copies have arrived, or one of them when all are done with a tile; and
         # every part when it has read a tile; in turn, each of its threads.
-        mbarrier.init(full.index(stage), count=1 if config.nbits > 0 or config.affine else 128)
-        mbarrier.init(empty.index(stage), count=PARTS * 128 if _in_turn(config) else PARTS)
+        mbarrier.init(full.index(stage), count=_arrivals(config))
+        mbarrier.init(empty.index(stage), count=PARTS * 128 if in_turn(config) else PARTS)
 
     COPYING: gl.constexpr = _copying_registers(config, dtype.primitive_bitwidth)
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
     # two, turns constants into values.
     arguments = (
-        queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr,
-        argmax_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, token_offsets, full, empty, row_block, group,
-        first, last, n_queries, query_length, padded_query_length, n_documents, document_length, empty_score,
-        stride_query, stride_query_token,
-    )  # fmt: skip
+        (queries_ptr, queries_mask_ptr, queries_scale_ptr, stride_query, stride_query_token),
+        (active_ptr, bounds_ptr, cu_seqlens_ptr),
+        (tiles, second_tiles, scales, token_offsets, full, empty),
+        (row_block, group, first, last),
+        (n_queries, query_length, padded_query_length, n_documents, document_length, empty_score),
+        (sums_ptr, argmax_ptr, beta_ptr, lse_ptr),
+    )
     copied = (
         documents_ptr, active_ptr, bounds_ptr, documents_scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr,
         tiles, second_tiles, scales, token_offsets, full, empty, group, first, last, n_documents, document_length,
         stride_group, stride_document, stride_document_token,
     )  # fmt: skip
-    if PARTS == 4:
+    if config.stream:
+        in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        maxima = gl.allocate_shared_memory(gl.float32, [RING, config.tile.rows, 4], in_order)
+        ring_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+        ring_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+        for of_document in gl.static_range(RING):
+            mbarrier.init(ring_full.index(of_document), count=PARTS)
+            mbarrier.init(ring_empty.index(of_document), count=1)
+        ring = maxima, ring_full, ring_empty
+        ends = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        if config.nbits > 0:
+            coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits)
+            gl.warp_specialize(
+                [
+                    (score_stream, (arguments, ring, ends, config, gl.constexpr(0))),
+                    (score_stream, (arguments, ring, ends, config, gl.constexpr(1))),
+                    (decode_stream, (copied, coded, ends, config, gl.constexpr(0))),
+                    (decode_stream, (copied, coded, ends, config, gl.constexpr(1))),
+                    (add_maxima, (arguments, ring, config)),
+                ],
+                [4, 4, 4, 4],
+                # With less than 160 registers, what multiplies spills.
+                [160, 64, 64, 32],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (score_stream, (arguments, ring, ends, config, gl.constexpr(0))),
+                    (score_stream, (arguments, ring, ends, config, gl.constexpr(1))),
+                    (copy_stream, (copied, ends, config, SCALED)),
+                    (add_maxima, (arguments, ring, config)),
+                ],
+                [4, 4, 4],
+                [176, 80, 80],
+            )
+    elif PARTS == 4:
         gl.warp_specialize(
             [
                 (_score, (arguments, config, gl.constexpr(0))),
@@ -452,19 +356,6 @@ def _hopper_kernel(
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 40],
-        )
-    elif config.nbits > 0:
-        coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits)
-        gl.warp_specialize(
-            [
-                (_score, (arguments, config, gl.constexpr(0))),
-                (_score, (arguments, config, gl.constexpr(1))),
-                (decode_documents, (copied, coded, config, gl.constexpr(0))),
-                (decode_documents, (copied, coded, config, gl.constexpr(1))),
-            ],
-            [4, 4, 4],
-            # With 72, Triton 3.8 has a worker that rounds to bfloat16 spill one.
-            [176, 80, 80],
         )
     else:
         gl.warp_specialize(

@@ -27,7 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
-from .hopper_parts import document_range
+from .hopper_parts import (
+    end_of,
+    first_document,
+    next_document,
+    run_start_of,
+    set_ended,
+    skip_tile,
+    with_tokens,
+)
 
 # Groups of four warps that decompress; tiles that one begins after another before it copies the centroids of that, and
 # before it decompresses it.
@@ -180,16 +188,16 @@ def scaled_rows(rows, dtype: gl.constexpr):
     Largest elements become 1 to 2 (of infinite ones, or nearly so, the others come out smaller), and an element is
     rounded to float16 only where it is below 2**-14.
     """
-    wide = rows.to(gl.float32)
-    bits = gl.reduce(gl.maximum(wide, -wide), 1, larger).to(gl.int32, bitcast=True) & 0x7F800000
+    largest = gl.reduce(gl.maximum(rows, -rows), 1, larger).to(gl.float32)
+    bits = largest.to(gl.int32, bitcast=True) & 0x7F800000
     bits = gl.minimum(gl.maximum(bits, 1 << 23), 253 << 23)
     inverse = ((254 << 23) - bits).to(gl.float32, bitcast=True)
-    return (wide * inverse[:, None]).to(dtype), bits.to(gl.float32, bitcast=True)
+    return (rows.to(gl.float32) * inverse[:, None]).to(dtype), bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def decode_documents(arguments, coded, config: gl.constexpr, WORKER: gl.constexpr):
-    """As `hopper_parts.copy_documents`, every other tile of packed documents that are residual codes."""
+def decode_stream(arguments, coded, ends, config: gl.constexpr, WORKER: gl.constexpr):
+    """As `hopper_stream.copy_stream`, every other tile, of documents that are residual codes."""
     codes_ptr, centroids_ptr, table = coded
     (
         residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, full, empty, _, first, last, n_documents,
@@ -199,10 +207,9 @@ def decode_documents(arguments, coded, config: gl.constexpr, WORKER: gl.constexp
     # Slots of this worker, every other one.
     gl.static_assert(config.tile.num_stages % _WORKERS == 0)
     SLOTS: gl.constexpr = config.tile.num_stages // _WORKERS
-    TOKENS: gl.constexpr = config.tile.columns
-    # The last product of a document takes half a tile, of which no more is read.
-    HALF: gl.constexpr = config.tail
-    gl.static_assert(2 * HALF == TOKENS)
+    COLUMNS: gl.constexpr = config.tile.columns
+    # So many rows are decoded at a time, as more take registers.
+    ROWS: gl.constexpr = 32
     UNITS: gl.constexpr = SIZE // 8
     EMBEDDING: gl.constexpr = None if config.scale_rows else tiles.dtype
     types: gl.constexpr = (config.nbits, centroids_ptr.dtype.element_ty, EMBEDDING)
@@ -210,81 +217,103 @@ def decode_documents(arguments, coded, config: gl.constexpr, WORKER: gl.constexp
     WORD: gl.constexpr = gl.int32 if config.nbits == 4 else gl.int16
     words_ptr = residuals_ptr.to(gl.pointer_type(WORD), bitcast=True)
     by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = gl.allocate_shared_memory(WORD, [SLOTS, TOKENS, UNITS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, TOKENS], by_row)
-    scales = gl.allocate_shared_memory(gl.float32, [SLOTS, TOKENS], by_row)
+    words = gl.allocate_shared_memory(WORD, [SLOTS, COLUMNS, UNITS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, COLUMNS], by_row)
+    scales = gl.allocate_shared_memory(gl.float32, [SLOTS, COLUMNS], by_row)
     in_pairs: gl.constexpr = gl.NVMMASharedLayout(tiles.layout.swizzle_byte_width, 32, 2)
-    pairs = tiles._reinterpret(gl.int32, [_WORKERS * SLOTS, TOKENS, SIZE // 2], in_pairs)
+    pairs = tiles._reinterpret(gl.int32, [_WORKERS * SLOTS, COLUMNS, SIZE // 2], in_pairs)
     column = _column(table, UNITS)
 
     # All but numbers and scales are copied 16 bytes at a time.
     PACK: gl.constexpr = 128 // WORD.primitive_bitwidth
     of_words: gl.constexpr = gl.BlockedLayout([1, PACK], [32 * PACK // UNITS, UNITS // PACK], [4, 1], [1, 0])
-    word_positions = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, of_words))
+    word_positions = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, of_words))
     word_places = gl.arange(0, UNITS, layout=gl.SliceLayout(0, of_words))
-    positions = gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    positions = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     of_centroids: gl.constexpr = gl.BlockedLayout([1, 8], [32 // UNITS, UNITS], [4, 1], [1, 0])
     dims = gl.arange(0, SIZE, layout=gl.SliceLayout(0, of_centroids))
 
-    # The slots of the tiles in the three steps, counted by those of this worker, and what was left of their documents
-    # where each of the last tiles began, 0 where there was none.
+    # The slots of the tiles in the three steps, counted by those of this worker, and whether there were the last tiles.
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     centroids_slot = gl.to_tensor(0)
     decoded_slot = gl.to_tensor(0)
-    left_1 = gl.to_tensor(0)
-    left_2 = gl.to_tensor(0)
+    first_step = gl.to_tensor(False)
+    second_step = gl.to_tensor(False)
     # Tiles, of this worker or not, modulo 2.
     number = gl.to_tensor(0)
-    next_one = gl.minimum(first, n_documents - 1)
-    following = document_range(cu_seqlens_ptr, None, next_one, next_one, 0, config)
-    for document in range(first, last + 1):
-        start, length = following
-        next_one = gl.minimum(document + 1, n_documents - 1)
-        following = document_range(cu_seqlens_ptr, None, next_one, next_one, 0, config)
-        # After the last document, what is under way is finished.
-        ends = document == last
-        begin = gl.where(ends, 0, ((number + WORKER) & 1) * TOKENS)
-        length = gl.where(ends, _WORKERS * _DECODED_AFTER * TOKENS, length)
-        for position in range(begin, length, _WORKERS * TOKENS):
-            left = gl.where(ends, 0, length - position)
-            if left > 0:
-                mbarrier.wait(empty.index(_WORKERS * slot + WORKER), phase)
-                # The last token is repeated.
-                tokens = start + gl.minimum(position + word_positions, length - 1)
-                copy_to_shared(words.index(slot), words_ptr + (tokens * UNITS)[:, None] + word_places[None, :])
-                tokens = start + gl.minimum(position + positions, length - 1)
-                copy_to_shared(numbers.index(slot), codes_ptr + tokens)
-                copy_to_shared(scales.index(slot), scale_ptr + tokens)
-                slot, phase = next_slot(slot, phase, SLOTS)
-            async_copy.commit_group()
-            if left_1 > 0:
-                # Every step has committed copies, empty ones where it had none: so many since this tile was begun.
-                async_copy.wait_group(2 * _CENTROIDS_AFTER)
+    run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
+    words_ptr += run_start.to(gl.int64) * UNITS
+    codes_ptr += run_start
+    scale_ptr += run_start
+    centroids = centroids_ptr + dims[None, :]
+    walk = first_document(cu_seqlens_ptr, run_start, first, n_documents)
+    if WORKER > 0:
+        number ^= (first < last).to(gl.int32)
+        walk = skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS)
+    # After the last tile, what is under way is finished.
+    left = gl.to_tensor(_DECODED_AFTER)
+    while left > 0:
+        document, start, stop, next_stop, begin, end = walk
+        exists = document < last
+        if exists:
+            tokens = positions * 0
+            word_tokens = word_positions * 0
+            ended = gl.to_tensor(0)
+            whole = exists
+            while whole:
+                place = gl.where(stop > start, begin, COLUMNS)
+                tokens = with_tokens(tokens, positions, place, start, stop)
+                word_tokens = with_tokens(word_tokens, word_positions, place, start, stop)
+                whole = end <= COLUMNS
+                if whole:
+                    ended |= end_of(start, stop, end)
+                    walk = next_document(
+                        (document, start, stop, next_stop, begin, end), cu_seqlens_ptr, run_start, n_documents
+                    )
+                    document, start, stop, next_stop, begin, end = walk
+                    whole = document < last
+            begin -= COLUMNS
+            end -= COLUMNS
+            number ^= 1
+            mbarrier.wait(empty.index(_WORKERS * slot + WORKER), phase)
+            set_ended(ends, _WORKERS * slot + WORKER, ended)
+            copy_to_shared(words.index(slot), words_ptr + (word_tokens * UNITS)[:, None] + word_places[None, :])
+            copy_to_shared(numbers.index(slot), codes_ptr + tokens)
+            copy_to_shared(scales.index(slot), scale_ptr + tokens)
+            slot, phase = next_slot(slot, phase, SLOTS)
+        else:
+            left -= 1
+        async_copy.commit_group()
+        if first_step:
+            # Every step has committed copies, empty ones where it had none: so many since this tile was begun.
+            async_copy.wait_group(2 * _CENTROIDS_AFTER)
+            for part in gl.static_range(COLUMNS // ROWS):
+                some = numbers.index(centroids_slot).slice(part * ROWS, ROWS)
+                at = centroids + some.load(gl.SliceLayout(1, of_centroids))[:, None] * SIZE
                 tile = tiles.index(_WORKERS * centroids_slot + WORKER)
-                for part in gl.static_range(2):
-                    if left_1 > part * HALF:
-                        half = numbers.index(centroids_slot).slice(part * HALF, HALF)
-                        rows = half.load(gl.SliceLayout(1, of_centroids)).to(gl.int64)[:, None] * SIZE + dims[None, :]
-                        copy_to_shared(tile.slice(part * HALF, HALF), centroids_ptr + rows)
-                centroids_slot, _ = next_slot(centroids_slot, phase, SLOTS)
-            async_copy.commit_group()
-            if left_2 > 0:
-                async_copy.wait_group(2 * (_DECODED_AFTER - _CENTROIDS_AFTER))
-                of_pairs = pairs.index(_WORKERS * decoded_slot + WORKER)
-                for part in gl.static_range(2):
-                    if left_2 > part * HALF:
-                        _decode(
-                            of_pairs, words.index(decoded_slot), scales.index(decoded_slot), column, types,
-                            part * HALF, HALF,
-                        )  # fmt: skip
-                mbarrier.arrive(full.index(_WORKERS * decoded_slot + WORKER), count=1)
-                decoded_slot, _ = next_slot(decoded_slot, phase, SLOTS)
-            left_2 = left_1
-            left_1 = left
-        if not ends:
-            number = (number + gl.cdiv(length, TOKENS)) & 1
+                copy_to_shared(tile.slice(part * ROWS, ROWS), at)
+            centroids_slot, _ = next_slot(centroids_slot, phase, SLOTS)
+        async_copy.commit_group()
+        if second_step:
+            async_copy.wait_group(2 * (_DECODED_AFTER - _CENTROIDS_AFTER))
+            of_pairs = pairs.index(_WORKERS * decoded_slot + WORKER)
+            for part in gl.static_range(COLUMNS // ROWS):
+                _decode(
+                    of_pairs, words.index(decoded_slot), scales.index(decoded_slot), column, types,
+                    part * ROWS, ROWS,
+                )  # fmt: skip
+            mbarrier.arrive(full.index(_WORKERS * decoded_slot + WORKER), count=1)
+            decoded_slot, _ = next_slot(decoded_slot, phase, SLOTS)
+        second_step = first_step
+        first_step = exists
+        # The next tile is that of the other worker.
+        number ^= (document < last).to(gl.int32)
+        walk = skip_tile(
+            (document, start, stop, next_stop, begin, end), cu_seqlens_ptr, run_start, last, n_documents, COLUMNS
+        )
     if number == WORKER:
         # The parts look ahead to one tile more.
         mbarrier.wait(empty.index(_WORKERS * slot + WORKER), phase)
+        set_ended(ends, _WORKERS * slot + WORKER, -1)
         mbarrier.arrive(full.index(_WORKERS * slot + WORKER), count=1)

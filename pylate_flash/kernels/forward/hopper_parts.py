@@ -40,13 +40,13 @@ def _groups_in_warps(ROWS, GROUP):
 
 
 @gluon.jit
-def rows_of(first_row, positions, ROWS: gl.constexpr, GROUP: gl.constexpr):
+def rows_of(first_row, positions, ROWS: gl.constexpr, config: gl.constexpr):
     """Query rows at these positions among the rows of a part's product, of which a warp has 16 of every 64.
 
     Where there are as many groups as warps, each warp has the rows of one, and what is summed stays within it.
     """
-    if _groups_in_warps(ROWS, GROUP):
-        positions = positions // 16 % 4 * GROUP + positions // 64 * 16 + positions % 16
+    if _groups_in_warps(ROWS, config.group) and not config.stream:
+        positions = positions // 16 % 4 * config.group + positions // 64 * 16 + positions % 16
     return first_row + positions
 
 
@@ -56,7 +56,7 @@ def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.co
     group, n_queries, query_length, padded_query_length, stride_query, stride_query_token = layout
     ROWS: gl.constexpr = config.tile.rows // config.tile.parts
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK // 8), BLOCK // 8], [4, 1], [1, 0])
-    rows = rows_of(first_row, gl.arange(0, ROWS, layout=gl.SliceLayout(1, loaded)), ROWS, config.group)
+    rows = rows_of(first_row, gl.arange(0, ROWS, layout=gl.SliceLayout(1, loaded)), ROWS, config)
     query, token = rows // padded_query_length, rows % padded_query_length
     dims = FIRST + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, loaded))
     exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < config.size)[None, :]
@@ -112,16 +112,19 @@ def unscaled(best):
 
 
 @gluon.jit
-def sums_of(values, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Sums of every GROUP of values [ROWS], which lie as `rows_of` says."""
-    of_warps = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
-    if _groups_in_warps(ROWS, GROUP):
-        of_warps = gl.reduce(gl.reshape(of_warps, [GROUP // 16, 4]), 0, add)
-    elif GROUP > 16:
-        together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
-        of_warps = gl.convert_layout(of_warps, together)
-        of_warps = gl.reduce(gl.reshape(of_warps, [ROWS // GROUP, GROUP // 16]), 1, add)
-    return of_warps
+def sums_of(values, ROWS: gl.constexpr, config: gl.constexpr):
+    """Sums of every group of values [ROWS], which lie as `rows_of` says, or of a stream, in order."""
+    GROUP: gl.constexpr = config.group
+    if config.stream:
+        sums = gl.reduce(gl.reshape(values, [ROWS // GROUP, GROUP]), 1, add)
+    else:
+        sums = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
+        if _groups_in_warps(ROWS, GROUP):
+            sums = gl.reduce(gl.reshape(sums, [GROUP // 16, 4]), 0, add)
+        elif GROUP > 16:
+            together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
+            sums = gl.reduce(gl.reshape(gl.convert_layout(sums, together), [ROWS // GROUP, GROUP // 16]), 1, add)
+    return sums
 
 
 @gluon.jit
@@ -136,6 +139,72 @@ def document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document
         if config.has_documents_mask:
             length = gl.load(bounds_ptr + 2 * flat_document)
     return start, length
+
+
+@gluon.jit
+def _aligned(length):
+    """Columns that a document of so many tokens takes."""
+    return (length + 7) // 8 * 8
+
+
+@gluon.jit
+def run_start_of(cu_seqlens_ptr, first, n_documents):
+    """The first token of a run. There is one, unless nothing but empty documents are left: then it is the last one."""
+    return gl.minimum(gl.load(cu_seqlens_ptr + first), gl.load(cu_seqlens_ptr + n_documents) - 1)
+
+
+@gluon.jit
+def _start_of(cu_seqlens_ptr, run_start, document, n_documents):
+    """Where a document of a run starts, or the last one ends, counted from where the run does."""
+    return (gl.load(cu_seqlens_ptr + gl.minimum(document, n_documents)) - run_start).to(gl.int32)
+
+
+@gluon.jit
+def first_document(cu_seqlens_ptr, run_start, first, n_documents):
+    """The first document of a run: its number, where it starts and stops, and the next one does; its columns.
+
+    Tokens are counted from where the run starts, columns from where the tile at hand begins.
+    """
+    start = _start_of(cu_seqlens_ptr, run_start, first, n_documents)
+    stop = _start_of(cu_seqlens_ptr, run_start, first + 1, n_documents)
+    next_stop = _start_of(cu_seqlens_ptr, run_start, first + 2, n_documents)
+    return first, start, stop, next_stop, gl.to_tensor(0), _aligned(stop - start)
+
+
+@gluon.jit
+def next_document(walk, cu_seqlens_ptr, run_start, n_documents):
+    document, _, stop, next_stop, _, end = walk
+    after = _start_of(cu_seqlens_ptr, run_start, document + 3, n_documents)
+    return document + 1, stop, next_stop, after, end, end + _aligned(next_stop - stop)
+
+
+@gluon.jit
+def skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS: gl.constexpr):
+    """The document at hand after a tile."""
+    while (walk[0] < last) & (walk[5] <= COLUMNS):
+        walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
+    document, start, stop, next_stop, begin, end = walk
+    return document, start, stop, next_stop, begin - COLUMNS, end - COLUMNS
+
+
+@gluon.jit
+def end_of(start, stop, end):
+    """The bit of the eight of columns after which a document ends, 0 of one without tokens."""
+    return gl.where(stop > start, 1 << ((end - 1) // 8), 0)
+
+
+@gluon.jit
+def with_tokens(tokens, positions, begin, start, stop):
+    """The tokens of a tile's columns, of which those from `begin` on are a document's, the last one repeated.
+
+    Of documents without tokens, `begin` is past the end.
+    """
+    return gl.where(positions >= begin, gl.minimum(positions + (start - begin), stop - 1), tokens)
+
+
+@gluon.jit
+def set_ended(ends, slot, ended):
+    ends.index(slot).store(gl.full([1], ended, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
 
 
 @gluon.jit
@@ -191,7 +260,7 @@ def _make_signed(slot, shared, config: gl.constexpr):
 
 
 @gluon.jit
-def _announce(slot, under_way, oldest, shared, config: gl.constexpr):
+def announce(slot, under_way, oldest, shared, config: gl.constexpr):
     """Have a slot be full when what is being copied to it has arrived, and of affine tokens when they have signs.
 
     Those get them once UNDER_WAY more tiles are being copied. Of affine tokens, `under_way` counts the tiles that have
@@ -210,6 +279,24 @@ def _announce(slot, under_way, oldest, shared, config: gl.constexpr):
     else:
         async_copy.mbarrier_arrive(shared[-1].index(slot), increment_count=False)
     return under_way, oldest
+
+
+@gluon.jit
+def announce_last(slot, phase, under_way, oldest, shared, empty, config: gl.constexpr):
+    """After the last tile, have those get their signs that have none, and announce one of which nothing is copied.
+
+    The parts look ahead to it.
+    """
+    if config.affine:
+        async_copy.wait_group(0)
+        for _ in range(under_way):
+            _make_signed(oldest, shared, config)
+            oldest = next_slot(oldest, 0, config.tile.num_stages)[0]
+    mbarrier.wait(empty.index(slot), phase)
+    if config.affine:
+        mbarrier.arrive(shared[-1].index(slot), count=1)
+    else:
+        async_copy.mbarrier_arrive(shared[-1].index(slot), increment_count=False)
 
 
 @gluon.jit
@@ -264,7 +351,7 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
             base = documents_ptr + group.to(gl.int64) * stride_group + gl.cast(document, gl.int64) * stride_document
         if config.starts_early and length <= 0:
             mbarrier.wait(empty.index(slot), phase)
-            under_way, oldest = _announce(slot, under_way, oldest, shared, config)
+            under_way, oldest = announce(slot, under_way, oldest, shared, config)
             slot, phase = next_slot(slot, phase, config.tile.num_stages)
         for start in range(0, length, BLOCK_TOKENS):
             rows = _token_rows(base, active_ptr, first_token, positions, dims, start, length, stride_token, config)
@@ -291,19 +378,9 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
                 copy_to_shared(scales.index(slot), scale_ptr + first_token + tokens)
                 if config.affine:
                     copy_to_shared(token_offsets.index(slot), documents_offset_ptr + first_token + tokens)
-            under_way, oldest = _announce(slot, under_way, oldest, shared, config)
+            under_way, oldest = announce(slot, under_way, oldest, shared, config)
             slot, phase = next_slot(slot, phase, config.tile.num_stages)
-    if config.affine:
-        async_copy.wait_group(0)
-        for _ in range(under_way):
-            _make_signed(oldest, shared, config)
-            oldest = next_slot(oldest, 0, config.tile.num_stages)[0]
-    # The parts look ahead to one tile more.
-    mbarrier.wait(empty.index(slot), phase)
-    if config.affine:
-        mbarrier.arrive(full.index(slot), count=1)
-    else:
-        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+    announce_last(slot, phase, under_way, oldest, shared, empty, config)
 
 
 def _first_maxima_ptx() -> str:

@@ -1,0 +1,223 @@
+"""Products of the Hopper kernel, and what a part knows of the query rows that it multiplies.
+
+A part multiplies its rows with what is in a slot. A row's maximum stays spread over the four lanes that share the row
+until the document ends, and from there to the sums in the layout of the products.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..gluon import execute, next_slot
+from .hopper_codes import scaled_rows
+from .hopper_parts import (
+    query_rows,
+    rounded_in_registers,
+    row_sums_of,
+    rows_of,
+    scaled,
+    scaled_affine,
+    sums_of,
+)
+
+# Barriers of the hardware that Triton does not use, one for each part: await its turn there, and give it.
+AWAIT_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.sync {8 + part}, 256;") for part in range(4)))
+GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for part in range(4)))
+
+
+@gluon.constexpr_function
+def in_turn(config):
+    """Whether parts start their products in turn: where what follows a product takes as long as it does."""
+    return config.with_argmax or config.soft
+
+
+@gluon.constexpr_function
+def in_type_of_centroids(config):
+    """Whether products are of the type of the centroids of codes, and query rows get scales for that."""
+    return config.nbits > 0 and config.scale_rows
+
+
+@gluon.constexpr_function
+def makes_scales(config):
+    """Whether query rows get scales where they are loaded."""
+    return in_type_of_centroids(config) or config.quantize_rows
+
+
+@gluon.jit
+def _as_operand(rows, layout: gl.constexpr):
+    """Query rows as the operand of a product of another width, for which they lie as they do."""
+    return rows if rows.type.layout == layout else gl.convert_layout(rows, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _first(tile, COLUMNS: gl.constexpr):
+    return tile if tile.shape[0] == COLUMNS else tile.slice(0, COLUMNS)
+
+
+@gluon.jit
+def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
+    """Begin the product of a part's rows with the first COLUMNS tokens of the tile in a slot, which is full."""
+    query_tiles, tiles, second_tiles, _, _, _, _ = operands
+    query_tile, second_query_tile, _ = query_tiles
+    ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
+    ROWS: gl.constexpr = query_tile.shape[0]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
+    SUM: gl.constexpr = gl.int32 if tiles.dtype == gl.int8 else gl.float32
+    if in_turn(config):
+        execute(AWAIT_TURN[PART])
+    similarities = warpgroup_mma(
+        _as_operand(query_tile, operand),
+        _first(tiles.index(slot), COLUMNS).permute((1, 0)),
+        gl.zeros([ROWS, COLUMNS], SUM, mma),
+        use_acc=False,
+        is_async=True,
+    )
+    if config.blocks.second > 0:
+        similarities = warpgroup_mma(
+            _as_operand(second_query_tile, operand),
+            _first(second_tiles.index(slot), COLUMNS).permute((1, 0)),
+            similarities,
+            is_async=True,
+        )
+    return similarities
+
+
+@gluon.jit
+def finish_product(
+    similarities, operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr
+):
+    """Similarities that `start_product` has begun, when they are there, and the next slot, full."""
+    query_tiles, tiles, _, scales, token_offsets, full, empty = operands
+    _, _, row_sums = query_tiles
+    ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
+    PARTS: gl.constexpr = config.tile.parts
+    IN_TURN: gl.constexpr = in_turn(config)
+    SCALED: gl.constexpr = config.normalize or config.values
+    # Loads of scales while a product is under way come between its instructions. Those of 8 bits are too short for it:
+    # with int8 0.250 in place of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
+    SCALES_LAST: gl.constexpr = ITEM == 1
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
+    if SCALED and not SCALES_LAST:
+        scale = _first(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
+    # While the product is under way, see to the next tile: of this document or another, or the one at the end.
+    read = slot
+    slot, phase = next_slot(slot, phase, config.tile.num_stages)
+    mbarrier.wait(full.index(slot), phase)
+    fence_async_shared()
+    similarities = warpgroup_mma_wait(0, deps=[similarities])
+    if SCALED and SCALES_LAST:
+        scale = _first(scales.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
+    if config.affine:
+        offset = _first(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
+    if IN_TURN:
+        execute(GIVE_TURN[(PART + PARTS // 2) % PARTS])
+        # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.
+        # Without argmax it is slower, 0.589 against 0.573.
+        async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
+    else:
+        mbarrier.arrive(empty.index(read), count=1)
+    if config.affine:
+        row_sums = gl.convert_layout(row_sums, gl.SliceLayout(1, mma), assert_trivial=True)
+        similarities = scaled_affine(similarities, scale, offset, row_sums)
+    elif SCALED:
+        similarities = scaled(similarities, scale, one)
+    return similarities, slot, phase
+
+
+@gluon.jit
+def product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
+    similarities = start_product(operands, slot, config, COLUMNS, PART)
+    return finish_product(similarities, operands, slot, phase, one, config, COLUMNS, PART)
+
+
+@gluon.jit
+def query_operands(queries, share, numbers, tiles, config: gl.constexpr, PART: gl.constexpr):
+    """The query rows of a part in registers, in a block or two; of affine documents, their sums; scales made here."""
+    queries_ptr, _, _, stride_query, stride_query_token = queries
+    row_block, group, _, _ = share
+    n_queries, query_length, padded_query_length, _, _, _ = numbers
+    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
+    SECOND: gl.constexpr = config.blocks.second
+    ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.tile.columns, 32 // ITEM])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
+    first_row = (row_block * config.tile.parts + PART) * ROWS
+    layout = group, n_queries, query_length, padded_query_length, stride_query, stride_query_token
+    query_tile = query_rows(queries_ptr, first_row, layout, 0, config.blocks.first, config)
+    row_scale = gl.to_tensor(0)
+    if in_type_of_centroids(config):
+        query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
+    elif config.quantize_rows:
+        query_tile, row_scale = rounded_in_registers(query_tile, tiles.dtype, config.normalize)
+    row_sums = gl.to_tensor(0)
+    if config.affine:
+        row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
+    query_tile = gl.convert_layout(query_tile, operand)
+    second_query_tile = query_tile
+    if SECOND > 0:
+        second_query_tile = query_rows(queries_ptr, first_row, layout, config.blocks.first, SECOND, config)
+        if config.affine:
+            row_sums += row_sums_of(second_query_tile, gl.SliceLayout(1, mma))
+        second_query_tile = gl.convert_layout(second_query_tile, operand)
+    return (query_tile, second_query_tile, row_sums), row_scale
+
+
+@gluon.jit
+def rows_from(
+    queries, share, numbers, row_scale, first_row, ROWS: gl.constexpr, BY_ROW: gl.constexpr, config: gl.constexpr
+):
+    """Of ROWS query rows: which ones exist, take part, their weights, scales, and numbers among those of a group.
+
+    Scales that `query_operands` has made stay as they are.
+    """
+    _, queries_mask_ptr, queries_scale_ptr, _, _ = queries
+    _, group, _, _ = share
+    n_queries, query_length, padded_query_length, _, _, _ = numbers
+    rows = rows_of(first_row, gl.arange(0, ROWS, layout=BY_ROW), ROWS, config)
+    query, token = rows // padded_query_length, rows % padded_query_length
+    exists = (query < n_queries) & (token < query_length)
+    global_row = (group * n_queries + query).to(gl.int64) * query_length + token
+    active, weight = exists, exists
+    if config.has_queries_mask:
+        weight = gl.load(queries_mask_ptr + global_row, mask=exists, other=0)
+        active = active & (weight != 0)
+    if (config.normalize or config.values) and not makes_scales(config):
+        row_scale = gl.load(queries_scale_ptr + global_row, mask=exists, other=0.0)
+    return exists, active, weight, row_scale, query.to(gl.int64) * query_length + token
+
+
+@gluon.jit
+def sums_from(share, numbers, first_row, ROWS: gl.constexpr, BY_ROW: gl.constexpr, config: gl.constexpr):
+    """Of the sums of ROWS query rows: which ones exist, where they go, and what an empty document leaves."""
+    _, group, _, _ = share
+    n_queries, _, padded_query_length, n_documents, _, empty_score = numbers
+    GROUP: gl.constexpr = config.group
+    by_sum: gl.constexpr = sums_of(gl.zeros([ROWS], gl.float32, BY_ROW), ROWS, config).type.layout
+    n_sums = n_queries * (padded_query_length // GROUP)
+    sum_row = first_row // GROUP + gl.arange(0, ROWS // GROUP, layout=by_sum)
+    # One of the sums of a query is the score of an empty document; the others add nothing to it.
+    of_empty = gl.where(sum_row % (padded_query_length // GROUP) == 0, empty_score, 0.0)
+    return sum_row < n_sums, (group * n_sums + sum_row).to(gl.int64) * n_documents, of_empty
+
+
+@gluon.jit
+def store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS: gl.constexpr, config: gl.constexpr):
+    """Leave the sums of the maxima [ROWS] of a document with so many tokens, weighted."""
+    _, active, weight, _, _ = rows
+    exists, offset, of_empty = sums
+    if config.weighted:
+        row_best *= weight.to(gl.float32)
+    row_best = gl.where(active & (length > 0), row_best, 0.0)
+    added = sums_of(row_best, ROWS, config)
+    if config.packed or config.has_documents_mask:
+        added = gl.where(length > 0, added, of_empty)
+    gl.store(sums_ptr + offset + document, added, mask=exists)
