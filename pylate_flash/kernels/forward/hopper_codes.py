@@ -27,15 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
-from .hopper_parts import (
-    end_of,
-    first_document,
-    next_document,
-    run_start_of,
-    set_ended,
-    skip_tile,
-    with_tokens,
-)
+from .hopper_walk import end_of, first_document, next_document, run_start_of, set_ended, skip_tile, with_tokens
 
 # Groups of four warps that decompress; tiles that one begins after another before it copies the centroids of that, and
 # before it decompresses it.

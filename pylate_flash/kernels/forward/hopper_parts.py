@@ -142,72 +142,6 @@ def document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document
 
 
 @gluon.jit
-def _aligned(length):
-    """Columns that a document of so many tokens takes."""
-    return (length + 7) // 8 * 8
-
-
-@gluon.jit
-def run_start_of(cu_seqlens_ptr, first, n_documents):
-    """The first token of a run. There is one, unless nothing but empty documents are left: then it is the last one."""
-    return gl.minimum(gl.load(cu_seqlens_ptr + first), gl.load(cu_seqlens_ptr + n_documents) - 1)
-
-
-@gluon.jit
-def _start_of(cu_seqlens_ptr, run_start, document, n_documents):
-    """Where a document of a run starts, or the last one ends, counted from where the run does."""
-    return (gl.load(cu_seqlens_ptr + gl.minimum(document, n_documents)) - run_start).to(gl.int32)
-
-
-@gluon.jit
-def first_document(cu_seqlens_ptr, run_start, first, n_documents):
-    """The first document of a run: its number, where it starts and stops, and the next one does; its columns.
-
-    Tokens are counted from where the run starts, columns from where the tile at hand begins.
-    """
-    start = _start_of(cu_seqlens_ptr, run_start, first, n_documents)
-    stop = _start_of(cu_seqlens_ptr, run_start, first + 1, n_documents)
-    next_stop = _start_of(cu_seqlens_ptr, run_start, first + 2, n_documents)
-    return first, start, stop, next_stop, gl.to_tensor(0), _aligned(stop - start)
-
-
-@gluon.jit
-def next_document(walk, cu_seqlens_ptr, run_start, n_documents):
-    document, _, stop, next_stop, _, end = walk
-    after = _start_of(cu_seqlens_ptr, run_start, document + 3, n_documents)
-    return document + 1, stop, next_stop, after, end, end + _aligned(next_stop - stop)
-
-
-@gluon.jit
-def skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS: gl.constexpr):
-    """The document at hand after a tile."""
-    while (walk[0] < last) & (walk[5] <= COLUMNS):
-        walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
-    document, start, stop, next_stop, begin, end = walk
-    return document, start, stop, next_stop, begin - COLUMNS, end - COLUMNS
-
-
-@gluon.jit
-def end_of(start, stop, end):
-    """The bit of the eight of columns after which a document ends, 0 of one without tokens."""
-    return gl.where(stop > start, 1 << ((end - 1) // 8), 0)
-
-
-@gluon.jit
-def with_tokens(tokens, positions, begin, start, stop):
-    """The tokens of a tile's columns, of which those from `begin` on are a document's, the last one repeated.
-
-    Of documents without tokens, `begin` is past the end.
-    """
-    return gl.where(positions >= begin, gl.minimum(positions + (start - begin), stop - 1), tokens)
-
-
-@gluon.jit
-def set_ended(ends, slot, ended):
-    ends.index(slot).store(gl.full([1], ended, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-
-
-@gluon.jit
 def _tokens_read(start, left, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, config: gl.constexpr):
     """Tokens that a product reads of the tile from `start` on, where so many tokens of the document are left."""
     narrow = left <= TAIL
@@ -300,6 +234,24 @@ def announce_last(slot, phase, under_way, oldest, shared, empty, config: gl.cons
 
 
 @gluon.jit
+def tile_positions(UNIT: gl.constexpr, config: gl.constexpr):
+    """Tokens of a tile and elements of a block, as threads copy UNIT of them; of a second block; tokens of scales."""
+    COLUMNS: gl.constexpr = config.tile.columns
+    FIRST: gl.constexpr = config.blocks.first
+    SECOND: gl.constexpr = config.blocks.second
+    layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 * UNIT // FIRST, FIRST // UNIT], [4, 1], [1, 0])
+    positions = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, FIRST, layout=gl.SliceLayout(0, layout))
+    second_positions, second_dims = positions, dims
+    if SECOND > 0:
+        second_layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 * UNIT // SECOND, SECOND // UNIT], [4, 1], [1, 0])
+        second_positions = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, second_layout))
+        second_dims = FIRST + gl.arange(0, SECOND, layout=gl.SliceLayout(0, second_layout))
+    of_scales = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return positions, dims, second_positions, second_dims, of_scales
+
+
+@gluon.jit
 def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     """Copy the tokens of the run's documents, tile by tile, into the slots as they become empty.
 
@@ -321,17 +273,7 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     # Whole tiles are copied whole, the last ones too.
     TAIL: gl.constexpr = config.tail if config.tail < BLOCK_TOKENS else 0
     UNIT: gl.constexpr = 128 // documents_ptr.dtype.element_ty.primitive_bitwidth
-    LANES: gl.constexpr = BLOCK_EMBEDDING // UNIT
-    layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // LANES, LANES], [4, 1], [1, 0])
-    positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, layout))
-    dims = gl.arange(0, BLOCK_EMBEDDING, layout=gl.SliceLayout(0, layout))
-    if SECOND > 0:
-        SECOND_LANES: gl.constexpr = SECOND // UNIT
-        second_layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // SECOND_LANES, SECOND_LANES], [4, 1], [1, 0])
-        second_positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, second_layout))
-        second_dims = BLOCK_EMBEDDING + gl.arange(0, SECOND, layout=gl.SliceLayout(0, second_layout))
-    if SCALED:
-        scale_positions = gl.arange(0, BLOCK_TOKENS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    positions, dims, second_positions, second_dims, scale_positions = tile_positions(UNIT, config)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     under_way = gl.to_tensor(0)

@@ -23,18 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..gluon import add, copy_to_shared, next_slot
 from ..reductions import larger
-from .hopper_parts import (
-    announce,
-    announce_last,
-    end_of,
-    first_document,
-    next_document,
-    run_start_of,
-    set_ended,
-    split_by_lane,
-    unscaled,
-    with_tokens,
-)
+from .hopper_parts import announce, announce_last, split_by_lane, tile_positions, unscaled
 from .hopper_products import (
     makes_scales,
     product,
@@ -43,6 +32,7 @@ from .hopper_products import (
     store_sums,
     sums_from,
 )
+from .hopper_walk import end_of, first_document, next_document, run_start_of, set_ended, with_tokens
 
 # Documents whose maxima wait to be summed, at most.
 RING = gl.constexpr(3)
@@ -191,17 +181,7 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
     SECOND: gl.constexpr = config.blocks.second
     COLUMNS: gl.constexpr = config.tile.columns
     UNIT: gl.constexpr = 128 // documents_ptr.dtype.element_ty.primitive_bitwidth
-    LANES: gl.constexpr = BLOCK_EMBEDDING // UNIT
-    layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // LANES, LANES], [4, 1], [1, 0])
-    positions = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, layout))
-    dims = gl.arange(0, BLOCK_EMBEDDING, layout=gl.SliceLayout(0, layout))
-    if SECOND > 0:
-        SECOND_LANES: gl.constexpr = SECOND // UNIT
-        second_layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // SECOND_LANES, SECOND_LANES], [4, 1], [1, 0])
-        second_positions = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, second_layout))
-        second_dims = BLOCK_EMBEDDING + gl.arange(0, SECOND, layout=gl.SliceLayout(0, second_layout))
-    if SCALED:
-        scale_positions = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    positions, dims, second_positions, second_dims, scale_positions = tile_positions(UNIT, config)
     if config.affine:
         documents_ptr = documents_ptr.to(gl.pointer_type(gl.int8), bitcast=True)
     slot = gl.to_tensor(0)
