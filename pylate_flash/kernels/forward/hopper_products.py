@@ -1,7 +1,6 @@
 """Products of the Hopper kernel, and what a part knows of the query rows that it multiplies.
 
-A part multiplies its rows with what is in a slot. A row's maximum stays spread over the four lanes that share the row
-until the document ends, and from there to the sums in the layout of the products.
+A part multiplies its rows with the tokens in a slot. What is summed over rows may be theirs, or those of all parts.
 """
 
 from __future__ import annotations

@@ -157,8 +157,9 @@ def add_maxima(arguments, ring, config: gl.constexpr):
 
 
 @gluon.jit
-def _with_rows(rows, positions, place, document, start, stop, begin, offsets_ptr, stride, config: gl.constexpr):
+def _with_rows(rows, positions, place, walk, offsets_ptr, stride, config: gl.constexpr):
     """Where a tile's columns lie, of which those from `place` on are a document's: tokens, or units of 16 bytes."""
+    document, start, stop, begin = walk
     if config.offset_unit > 0:
         token = gl.minimum(positions - begin, stop - start - 1).to(gl.int64)
         of_document = gl.load(offsets_ptr + document) + token * (stride // config.offset_unit)
@@ -213,20 +214,10 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
         while whole:
             # Of the document that a tile ends in, and of those that end in it.
             place = gl.where(stop > start, begin, COLUMNS)
-            rows = _with_rows(rows, positions, place, document, start, stop, begin, offsets_ptr, stride_token, config)
+            walk = document, start, stop, begin
+            rows = _with_rows(rows, positions, place, walk, offsets_ptr, stride_token, config)
             if SECOND > 0:
-                second_rows = _with_rows(
-                    second_rows,
-                    second_positions,
-                    place,
-                    document,
-                    start,
-                    stop,
-                    begin,
-                    offsets_ptr,
-                    stride_token,
-                    config,
-                )
+                second_rows = _with_rows(second_rows, second_positions, place, walk, offsets_ptr, stride_token, config)
             if SCALED:
                 scale_tokens = with_tokens(scale_tokens, scale_positions, place, start, stop)
             whole = end <= COLUMNS
