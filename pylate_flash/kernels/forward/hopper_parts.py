@@ -113,17 +113,18 @@ def unscaled(best):
 
 @gluon.jit
 def sums_of(values, ROWS: gl.constexpr, config: gl.constexpr):
-    """Sums of every group of values [ROWS], which lie as `rows_of` says, or of a stream, in order."""
+    """Sums of every group of values [ROWS], which lie as `rows_of` says: in the same order, whoever takes them.
+
+    So scores of the same documents are the same to the bit, whether these are a stream or not.
+    """
     GROUP: gl.constexpr = config.group
-    if config.stream:
-        sums = gl.reduce(gl.reshape(values, [ROWS // GROUP, GROUP]), 1, add)
-    else:
-        sums = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
-        if _groups_in_warps(ROWS, GROUP):
-            sums = gl.reduce(gl.reshape(sums, [GROUP // 16, 4]), 0, add)
-        elif GROUP > 16:
-            together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
-            sums = gl.reduce(gl.reshape(gl.convert_layout(sums, together), [ROWS // GROUP, GROUP // 16]), 1, add)
+    sums = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
+    if _groups_in_warps(ROWS, GROUP) and not config.stream:
+        sums = gl.reduce(gl.reshape(sums, [GROUP // 16, 4]), 0, add)
+    elif GROUP > 16:
+        together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
+        sums = gl.convert_layout(sums, together) if GROUP > 32 or not config.stream else sums
+        sums = gl.reduce(gl.reshape(sums, [ROWS // GROUP, GROUP // 16]), 1, add)
     return sums
 
 
