@@ -93,16 +93,17 @@ HOPPER_LONG_WIDE = HopperTile(128, 128, 2, 3)
 HOPPER_LONGEST = HopperTile(128, 64, 2, 4)
 HOPPER_WIDE_MIN_LENGTH = 512
 # Of documents without masks that have so many tokens at most, on average, tiles are small, and the product of the next
-# document is under way while the sums of one are taken. 32 queries on an H100, in milliseconds before and since: 10.2
-# and 8.5 with 522,000 documents of 8 to 32 tokens, 6.4 and 6.2 of 8 to 72, 5.6 and 5.3 of 16 to 96, 18.2 and 18.3 of 24
-# to 112. Whole first tiles cost longer ones what that gains: 4.47 and 4.73 of 300, 4.23 and 4.6 of 1000 to 2000.
+# document is under way while the sums of one are taken. 32 queries and packed documents, before they were a stream, on
+# an H100, in milliseconds before and since: 10.2 and 8.5 with 522,000 documents of 8 to 32 tokens, 6.4 and 6.2 of 8 to
+# 72, 5.6 and 5.3 of 16 to 96, 18.2 and 18.3 of 24 to 112. Whole first tiles cost longer ones what that gains: 4.47 and
+# 4.73 of 300, 4.23 and 4.6 of 1000 to 2000.
 HOPPER_SHORT = HopperTile(256, 32, 2, 8)
 HOPPER_SHORT_LENGTH = 64
-# Columns of a tile of packed documents as a stream, and tokens that these have at most, on average, in 16 bits and in
-# 8. 32 queries on an H200, in milliseconds before and since: 3.41 and 2.32 with 200,000 documents of 8 to 20 tokens,
-# 2.87 and 2.32 with 80,000 of 24 to 112, 2.39 and 2.10 with 40,000 of 64 to 192, 1.50 and 1.36 with 12,000 of 200 to
-# 400, but 1.77 and 1.81 with 3200 of 1000 to 2000; with int8 2.48 and 2.22 of 24 to 112, 2.01 and 1.98 of 64 to 192,
-# and 1.16 and 1.28 of 200 to 400, where the other tile has 128 columns.
+# Columns of a tile in 8 bits of packed documents as a stream, as many as in 16, and tokens that these have at most, on
+# average, in 16 bits and in 8. 32 queries on an H200, in milliseconds before and since: 3.41 and 2.32 with 200,000
+# documents of 8 to 20 tokens, 2.87 and 2.32 with 80,000 of 24 to 112, 2.39 and 2.10 with 40,000 of 64 to 192, 1.50 and
+# 1.36 with 12,000 of 200 to 400, but 1.77 and 1.81 with 3200 of 1000 to 2000; with int8 2.48 and 2.22 of 24 to 112,
+# 2.01 and 1.98 of 64 to 192, and 1.16 and 1.28 of 200 to 400, where the other tile has 128 columns.
 STREAM_COLUMNS = 64
 STREAM_MEAN_LENGTH = 512
 STREAM_QUANTIZED_MEAN_LENGTH = 192

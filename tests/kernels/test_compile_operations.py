@@ -275,8 +275,8 @@ def test_streams_of_packed_documents_fit_and_spill_nothing_in_loops(
     }
     scaled = normalize or dtype != given
     assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
-    # One value at most, that a partition begins with.
-    assert get_sass(code.asm["cubin"]).count("LDL") <= 1 or triton_version() > (3, 6)
+    # One value at most, that a partition begins with; those of Triton 3.8 spill more of these.
+    assert get_sass(code.asm["cubin"]).count("LDL") <= (1 if triton_version() <= (3, 6) else 8)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -428,7 +428,7 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     # All that a program may have, of which the driver takes 1 KB.
     assert code.metadata.shared + 4 * int(words) <= SHARED_MEMORY[90]
     # Those of Triton 3.8 spill what a partition begins with.
-    assert "LDL" not in get_sass(asm["cubin"]) or triton_version() > (3, 6)
+    assert get_sass(asm["cubin"]).count("LDL") <= (0 if triton_version() <= (3, 6) else 8)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

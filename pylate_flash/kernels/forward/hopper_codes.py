@@ -27,7 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
-from .hopper_walk import end_of, first_document, next_document, run_start_of, set_ended, skip_tile, with_tokens
+from .hopper_walk import (
+    end_of,
+    first_document,
+    next_document,
+    next_tile,
+    run_start_of,
+    set_ended,
+    skip_tile,
+    with_tokens,
+)
 
 # Groups of four warps that decompress; tiles that one begins after another before it copies the centroids of that, and
 # before it decompresses it.
@@ -246,27 +255,23 @@ def decode_stream(arguments, coded, ends, config: gl.constexpr, WORKER: gl.const
     # After the last tile, what is under way is finished.
     left = gl.to_tensor(_DECODED_AFTER)
     while left > 0:
-        document, start, stop, next_stop, begin, end = walk
-        exists = document < last
+        exists = walk[0] < last
         if exists:
             tokens = positions * 0
             word_tokens = word_positions * 0
             ended = gl.to_tensor(0)
             whole = exists
             while whole:
+                _, start, stop, _, begin, end = walk
                 place = gl.where(stop > start, begin, COLUMNS)
                 tokens = with_tokens(tokens, positions, place, start, stop)
                 word_tokens = with_tokens(word_tokens, word_positions, place, start, stop)
                 whole = end <= COLUMNS
                 if whole:
                     ended |= end_of(start, stop, end)
-                    walk = next_document(
-                        (document, start, stop, next_stop, begin, end), cu_seqlens_ptr, run_start, n_documents
-                    )
-                    document, start, stop, next_stop, begin, end = walk
-                    whole = document < last
-            begin -= COLUMNS
-            end -= COLUMNS
+                    walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
+                    whole = walk[0] < last
+            walk = next_tile(walk, COLUMNS)
             number ^= 1
             mbarrier.wait(empty.index(_WORKERS * slot + WORKER), phase)
             set_ended(ends, _WORKERS * slot + WORKER, ended)
@@ -300,10 +305,8 @@ def decode_stream(arguments, coded, ends, config: gl.constexpr, WORKER: gl.const
         second_step = first_step
         first_step = exists
         # The next tile is that of the other worker.
-        number ^= (document < last).to(gl.int32)
-        walk = skip_tile(
-            (document, start, stop, next_stop, begin, end), cu_seqlens_ptr, run_start, last, n_documents, COLUMNS
-        )
+        number ^= (walk[0] < last).to(gl.int32)
+        walk = skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS)
     if number == WORKER:
         # The parts look ahead to one tile more.
         mbarrier.wait(empty.index(_WORKERS * slot + WORKER), phase)

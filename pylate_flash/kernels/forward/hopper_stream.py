@@ -32,7 +32,7 @@ from .hopper_products import (
     store_sums,
     sums_from,
 )
-from .hopper_walk import end_of, first_document, next_document, run_start_of, set_ended, with_tokens
+from .hopper_walk import end_of, first_document, next_document, next_tile, run_start_of, set_ended, with_tokens
 
 # Documents whose maxima wait to be summed, at most.
 RING = gl.constexpr(3)
@@ -84,6 +84,12 @@ def _with_eights(state, values, ended, FIRST: gl.constexpr, ring, row_scale, PAR
 
 
 @gluon.jit
+def _ended(ends, slot):
+    """After which eights of a slot's columns a document ends, as bits; negative after the last tile."""
+    return gl.reduce(ends.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0, add)
+
+
+@gluon.jit
 def score_stream(arguments, ring, ends, config: gl.constexpr, PART: gl.constexpr):
     """Multiply a part's query rows with every tile; leave the maxima of every document that has tokens."""
     queries, _, shared, share, numbers, _ = arguments
@@ -111,12 +117,6 @@ def score_stream(arguments, ring, ends, config: gl.constexpr, PART: gl.constexpr
         eights = _maxima_of_eights(similarities, ROWS, COLUMNS)
         state = _with_eights(state, eights, ended, 0, ring, row_scale, PART, config)
         ended = _ended(ends, slot)
-
-
-@gluon.jit
-def _ended(ends, slot):
-    """After which eights of a slot's columns a document ends, as bits; negative after the last tile."""
-    return gl.reduce(ends.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0, add)
 
 
 @gluon.jit
@@ -159,7 +159,7 @@ def add_maxima(arguments, ring, config: gl.constexpr):
 @gluon.jit
 def _with_rows(rows, positions, place, walk, offsets_ptr, stride, config: gl.constexpr):
     """Where a tile's columns lie, of which those from `place` on are a document's: tokens, or units of 16 bytes."""
-    document, start, stop, begin = walk
+    document, start, stop, _, begin, _ = walk
     if config.offset_unit > 0:
         token = gl.minimum(positions - begin, stop - start - 1).to(gl.int64)
         of_document = gl.load(offsets_ptr + document) + token * (stride // config.offset_unit)
@@ -202,8 +202,8 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
         scale_ptr += run_start
     if config.affine:
         documents_offset_ptr += run_start
-    document, start, stop, next_stop, begin, end = first_document(cu_seqlens_ptr, run_start, first, n_documents)
-    while document < last:
+    walk = first_document(cu_seqlens_ptr, run_start, first, n_documents)
+    while walk[0] < last:
         rows = (positions * 0).to(ROW)
         if SECOND > 0:
             second_rows = (second_positions * 0).to(ROW)
@@ -213,8 +213,8 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
         whole = gl.to_tensor(True)
         while whole:
             # Of the document that a tile ends in, and of those that end in it.
+            _, start, stop, _, begin, end = walk
             place = gl.where(stop > start, begin, COLUMNS)
-            walk = document, start, stop, begin
             rows = _with_rows(rows, positions, place, walk, offsets_ptr, stride_token, config)
             if SECOND > 0:
                 second_rows = _with_rows(second_rows, second_positions, place, walk, offsets_ptr, stride_token, config)
@@ -223,10 +223,8 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
             whole = end <= COLUMNS
             if whole:
                 ended |= end_of(start, stop, end)
-                document, start, stop, next_stop, begin, end = next_document(
-                    (document, start, stop, next_stop, begin, end), cu_seqlens_ptr, run_start, n_documents
-                )
-                whole = document < last
+                walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
+                whole = walk[0] < last
         mbarrier.wait(empty.index(slot), phase)
         set_ended(ends, slot, ended)
         if not config.affine:
@@ -245,8 +243,7 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
                 copy_to_shared(token_offsets.index(slot), documents_offset_ptr + scale_tokens)
         under_way, oldest = announce(slot, under_way, oldest, shared, config)
         slot, phase = next_slot(slot, phase, config.tile.num_stages)
-        begin -= COLUMNS
-        end -= COLUMNS
+        walk = next_tile(walk, COLUMNS)
     mbarrier.wait(empty.index(slot), phase)
     set_ended(ends, slot, -1)
     if not config.affine:

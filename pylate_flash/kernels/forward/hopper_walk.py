@@ -47,12 +47,18 @@ def next_document(walk, cu_seqlens_ptr, run_start, n_documents):
 
 
 @gluon.jit
+def next_tile(walk, COLUMNS: gl.constexpr):
+    """The document at hand, its columns counted from where the next tile begins."""
+    document, start, stop, next_stop, begin, end = walk
+    return document, start, stop, next_stop, begin - COLUMNS, end - COLUMNS
+
+
+@gluon.jit
 def skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS: gl.constexpr):
     """The document at hand after a tile."""
     while (walk[0] < last) & (walk[5] <= COLUMNS):
         walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
-    document, start, stop, next_stop, begin, end = walk
-    return document, start, stop, next_stop, begin - COLUMNS, end - COLUMNS
+    return next_tile(walk, COLUMNS)
 
 
 @gluon.jit
@@ -72,4 +78,5 @@ def with_tokens(tokens, positions, begin, start, stop):
 
 @gluon.jit
 def set_ended(ends, slot, ended):
+    """Say of the tile in a slot after which eights of columns documents end, as bits; -1 after the last tile."""
     ends.index(slot).store(gl.full([1], ended, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
