@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from pylate_flash import explain
+from pylate_flash.kernels import tables
 from pylate_flash.ops import maxsim, maxsim_varlen
+from pylate_flash.ops.operator import repeated
 from tests.gpu.tools import CAPABILITY, FLOAT, HALF, packed_of, unit
 from tests.ops.cases import relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
@@ -135,3 +137,28 @@ def test_a_stream_of_documents(lengths, size: int, dtype, n_queries: int, query_
     # Similarities of 1, about, may cancel.
     torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
     assert (found[:, bounds.diff() == 0] == -2.0).all()
+
+
+@pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
+@pytest.mark.parametrize("lengths", STREAMS.values(), ids=STREAMS.keys())
+@pytest.mark.parametrize(("n_queries", "query_length"), [(32, 32), (6, 20), (5, 77), (70, 1), (4, 256)])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_stream_has_the_bits_of_documents_by_themselves(
+    lengths, n_queries: int, query_length: int, normalize: bool, monkeypatch
+) -> None:
+    """So equal documents have equal scores, whichever block of a search they are in."""
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    documents = unit(max(1, int(bounds[-1])), 128, dtype=HALF)
+    queries = unit(n_queries * query_length, 128, dtype=HALF, seed=1)
+    queries_bounds = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
+    call = queries, documents, queries_bounds, bounds
+    options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": max(1, *lengths)}
+    named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
+    found = varlen_kernel(*call, **options)
+    repeated.forget()
+    monkeypatch.setattr(tables, "STREAM_MEAN_LENGTH", -1)
+    forward = explain(*call[:2], **named, **options).forward
+    assert (forward.kernel, forward.config.stream) == ("hopper", False)
+    alone = varlen_kernel(*call, **options)
+    repeated.forget()
+    assert torch.equal(found, alone)
