@@ -245,10 +245,12 @@ def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
     return tail if tile.columns - tail >= tables.HOPPER_TAIL_SAVES * columns else 0
 
 
-def streamed_tile(tile: HopperTile, size: int) -> HopperTile:
-    """The tile of a stream of packed documents, of embeddings of `size` elements."""
-    size_of_fewer, fewer = tables.STREAM_STAGES
-    return tile._replace(num_stages=fewer) if size > size_of_fewer else tile
+def streamed_tile(tile: HopperTile) -> HopperTile:
+    """The tile of a stream of packed documents in 16 bits: as many groups of four warps as 64 rows multiply.
+
+    That hides more of what they wait for than two groups do, with 128 rows each: see `tables.STREAM_COLUMNS`.
+    """
+    return tile._replace(parts=tile.rows // 64)
 
 
 def quantized_hopper_tile(size: int, narrow: bool, length: int | None, streamed: bool = False) -> HopperTile:

@@ -142,8 +142,12 @@ def tall_plan(
     `listed`: every group has a list of documents. `special` are fields of the config.
     """
     kind, sms = problem.kind, tables.architecture(problem.device)[1]
+    streamed = special.get("stream", False)
     padded, group = config.padded_query_length(problem.query_length, unpadded)
-    group = min(group, tile.rows // tile.parts if isinstance(tile, HopperTile) else tile.rows)
+    if isinstance(tile, HopperTile):
+        # A sum lies within a part. Those of a stream are the same, which none of its parts takes.
+        group = min(group, tile.rows // (2 if streamed else tile.parts))
+    group = min(group, tile.rows)
     row_blocks = -(-(problem.n_queries // problem.groups * padded) // tile.rows)
     splits, programs, per_query, documents = _NO_SPLITS, row_blocks * problem.groups, problem.n_documents, "run"
     if kind.candidates is not None:
@@ -151,7 +155,8 @@ def tall_plan(
     elif listed:
         documents = "listed"
     if shares.largest and kind.cu_seqlens is not None and documents == "run":
-        documents, splits = "split", splits_of(problem, row_blocks, sms, shares.per_sm, shares.largest)
+        cost = tables.STREAM_DOCUMENT_COST if streamed else tables.DOCUMENT_COST
+        documents, splits = "split", splits_of(problem, row_blocks, sms, shares.per_sm, shares.largest, cost)
         run, n_runs = splits.per_split, splits.number
         if shares.in_segments and problem.document_length > splits.whole:
             special["in_segments"] = True
@@ -182,13 +187,15 @@ def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: in
     return max(1, -(-documents // max(1, slots * waves // programs)))
 
 
-def splits_of(problem: Problem, programs: int, sms: int, per_sm: int, largest: int) -> Splits:
+def splits_of(
+    problem: Problem, programs: int, sms: int, per_sm: int, largest: int, cost: int = tables.DOCUMENT_COST
+) -> Splits:
     """Split packed documents so that every SM gets an equal share, in whole waves, as `run_length` does.
 
-    A split has at most `largest` work, or the last ones leave gaps. The total is rounded (`rounded_total`), so that
-    what is repeated of one serves others.
+    A document is as much work as its tokens and `cost` more. A split has at most `largest` work, or the last ones leave
+    gaps. The total is rounded (`rounded_total`), so that what is repeated of one serves others.
     """
-    work = rounded_total(problem.n_tokens) + problem.n_documents * tables.DOCUMENT_COST
+    work = rounded_total(problem.n_tokens) + problem.n_documents * cost
     per_split = max(tables.SMALLEST_SPLIT, run_length(work, programs, sms, per_sm, largest))
     # What takes less than half an SM's share of the time can wait for its turn, even the last.
     whole = max(tables.LONGEST_WHOLE, per_split, work * programs // (2 * per_sm * sms))
@@ -262,7 +269,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         tail = 0 if kind.with_argmax else config.hopper_tail(wide, length if alike else None)
         early = wide.columns == tables.HOPPER_SHORT.columns
         special = {"stream": True} if streamed else {"tail": tail, "starts_early": early}
-        wide = config.streamed_tile(wide, kind.size) if streamed else wide
+        wide = config.streamed_tile(wide) if streamed else wide
         plan = hopper_plan(problem, wide, why + _ON_HOPPER + _STREAMED * streamed, unpadded, **special)
         if not packed or length <= plan.splits.whole:
             return plan

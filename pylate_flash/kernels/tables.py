@@ -107,8 +107,6 @@ HOPPER_SHORT_LENGTH = 64
 STREAM_COLUMNS = 64
 STREAM_MEAN_LENGTH = 512
 STREAM_QUANTIZED_MEAN_LENGTH = 192
-# Elements of an embedding of which so many tiles fit into shared memory beside maxima that wait to be summed.
-STREAM_STAGES = 320, 3
 # Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
 # at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3
 # instead of 19.2 at 200 x 50000, 32 x 64..192; where all have 128 tokens and no tail, 2.64 instead of 2.59.
@@ -167,6 +165,8 @@ UNPADDED_MEMORY = 1 << 28
 # Splits of packed documents, see `kernels.forward.splits`. A document costs its tokens and so many more: half a tile
 # that is empty, on average, and as much again for what follows it.
 DOCUMENT_COST = 64
+# Of a stream, half of eight columns that are empty, and some of who sums.
+STREAM_DOCUMENT_COST = 16
 # A split has at least so much work, or finding it costs more.
 SMALLEST_SPLIT = 256
 # A document up to so long is never split: its segments would take a launch to merge.

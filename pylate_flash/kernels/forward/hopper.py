@@ -30,8 +30,9 @@ from ..gluon import execute, find_document
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
-from ..tables import DOCUMENT_COST
+from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
+from .hopper_barriers import stream_memory
 from .hopper_codes import decode_stream, pair_table
 from .hopper_parts import (
     add_exponentials,
@@ -51,15 +52,14 @@ from .hopper_products import (
     in_type_of_centroids,
     makes_scales,
     product,
+    product_layout,
     query_operands,
     rows_from,
     start_product,
     store_sums,
     sums_from,
 )
-from .hopper_stream import RING, add_maxima, copy_stream, score_stream
-
-_DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
+from .hopper_stream import add_maxima, copy_stream, score_stream
 
 
 @gluon.constexpr_function
@@ -76,9 +76,14 @@ def _copying_registers(config, bits):
 
 
 @gluon.constexpr_function
-def _arrivals(config):
-    """Arrivals that make a slot full: of every copying thread, or of one when all are done; and of where it ends."""
-    return 1 if config.nbits > 0 or config.affine else 128 + config.stream
+def _document_cost(config):
+    return STREAM_DOCUMENT_COST if config.stream else DOCUMENT_COST
+
+
+@gluon.constexpr_function
+def _copied_thread_by_thread(config):
+    """Whether a slot is full when what every thread copies has arrived."""
+    return config.nbits == 0 and not config.affine
 
 
 @gluon.jit
@@ -104,7 +109,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
     TAIL: gl.constexpr = config.tail
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 32 // ITEM])
+    mma: gl.constexpr = product_layout(config, ITEM, BLOCK_TOKENS)
     query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, PART)
     operands = (query_tiles, tiles, second_tiles, scales, token_offsets, full, empty)
 
@@ -163,14 +168,14 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             in_tiles -= gl.where(length % BLOCK_TOKENS <= TAIL, length % BLOCK_TOKENS, 0)
         begin = gl.to_tensor(0)
         if config.starts_early:
-            similarities, slot, phase = finish_product(
+            similarities, slot, phase, _ended = finish_product(
                 under_way, operands, slot, phase, one, config, BLOCK_TOKENS, PART
             )
             best = gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger)
             begin += BLOCK_TOKENS
             in_tiles = gl.maximum(in_tiles, BLOCK_TOKENS)
         for start in range(begin, in_tiles, BLOCK_TOKENS):
-            similarities, slot, phase = product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
+            similarities, slot, phase, _ended = product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
             if config.soft:
                 best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
             elif config.with_argmax:
@@ -186,7 +191,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         if TAIL > 0:
             # Once or not at all: a loop, as a condition crashes ptxas 12.8 at 256 elements.
             for start in range(in_tiles, length, TAIL):
-                of_tail, slot, phase = product(operands, slot, phase, one, config, TAIL, PART)
+                of_tail, slot, phase, _ended = product(operands, slot, phase, one, config, TAIL, PART)
                 if config.soft:
                     columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, of_tail.type.layout))
                     of_tail = gl.where((start + columns < length)[None, :], of_tail, float("-inf"))
@@ -264,8 +269,9 @@ def _hopper_kernel(
     run_index = (gl.program_id(0) // n_row_blocks) % n_runs
     group = gl.program_id(0) // (n_row_blocks * n_runs)
     if config.packed:
-        first = find_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run, _DOCUMENT_COST)
-        last = find_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run, _DOCUMENT_COST)
+        COST: gl.constexpr = _document_cost(config)
+        first = find_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run, COST)
+        last = find_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run, COST)
     else:
         first = run_index * run
         last = gl.minimum(first + run, n_documents)
@@ -279,20 +285,24 @@ def _hopper_kernel(
     if SECOND > 0:
         second_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, SECOND], dtype)
         second_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, SECOND], second_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    scales = full
+    if config.stream:
+        full = stream_memory(config, 128 if _copied_thread_by_thread(config) else 0)
+        empty = full
+    else:
+        full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for stage in gl.static_range(STAGES):
+            # Every copying thread says when its copies have arrived, or one of them when all are done with a tile; and
+            # every part when it has read a tile; in turn, each of its threads.
+            mbarrier.init(full.index(stage), count=128 if _copied_thread_by_thread(config) else 1)
+            mbarrier.init(empty.index(stage), count=PARTS * 128 if in_turn(config) else PARTS)
+    scales = tiles
     if SCALED:
         by_token: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
     token_offsets = scales
     if config.affine:
         token_offsets = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, or one of them when all are done with a tile; and
-        # every part when it has read a tile; in turn, each of its threads.
-        mbarrier.init(full.index(stage), count=_arrivals(config))
-        mbarrier.init(empty.index(stage), count=PARTS * 128 if in_turn(config) else PARTS)
 
     COPYING: gl.constexpr = _copying_registers(config, dtype.primitive_bitwidth)
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
@@ -311,39 +321,30 @@ def _hopper_kernel(
         stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     if config.stream:
-        in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        maxima = gl.allocate_shared_memory(gl.float32, [RING, config.tile.rows, 4], in_order)
-        ring_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-        ring_empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-        for of_document in gl.static_range(RING):
-            mbarrier.init(ring_full.index(of_document), count=PARTS)
-            mbarrier.init(ring_empty.index(of_document), count=1)
-        ring = maxima, ring_full, ring_empty
-        ends = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         if config.nbits > 0:
             coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits)
             gl.warp_specialize(
                 [
-                    (score_stream, (arguments, ring, ends, config, gl.constexpr(0))),
-                    (score_stream, (arguments, ring, ends, config, gl.constexpr(1))),
-                    (decode_stream, (copied, coded, ends, config, gl.constexpr(0))),
-                    (decode_stream, (copied, coded, ends, config, gl.constexpr(1))),
-                    (add_maxima, (arguments, ring, config)),
+                    (add_maxima, (arguments, config, gl.constexpr(0))),
+                    (score_stream, (arguments, config)),
+                    (decode_stream, (copied, coded, config, gl.constexpr(0))),
+                    (decode_stream, (copied, coded, config, gl.constexpr(1))),
                 ],
-                [4, 4, 4, 4],
+                [4 * PARTS, 4, 4],
                 # With less than 160 registers, what multiplies spills.
-                [160, 64, 64, 32],
+                [160, 64, 64],
             )
         else:
             gl.warp_specialize(
                 [
-                    (score_stream, (arguments, ring, ends, config, gl.constexpr(0))),
-                    (score_stream, (arguments, ring, ends, config, gl.constexpr(1))),
-                    (copy_stream, (copied, ends, config, SCALED)),
-                    (add_maxima, (arguments, ring, config)),
+                    (copy_stream, (copied, config, SCALED)),
+                    (score_stream, (arguments, config)),
+                    (add_maxima, (arguments, config, gl.constexpr(0))),
+                    (add_maxima, (arguments, config, gl.constexpr(1))),
                 ],
-                [4, 4, 4],
-                [176, 80, 80],
+                [4 * PARTS, 2, 2],
+                # What is left is for what copies.
+                [176, 80, 80] if PARTS == 2 else [96, 48, 48],
             )
     elif PARTS == 4:
         gl.warp_specialize(

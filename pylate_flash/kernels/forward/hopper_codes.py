@@ -23,17 +23,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
+from .hopper_barriers import arrive, await_barrier, empty_slots, ends_of_slots, full_slots, store_word
 from .hopper_walk import (
     end_of,
     first_document,
     next_document,
     next_tile,
     run_start_of,
-    set_ended,
     skip_tile,
     with_tokens,
 )
@@ -197,11 +196,11 @@ def scaled_rows(rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def decode_stream(arguments, coded, ends, config: gl.constexpr, WORKER: gl.constexpr):
+def decode_stream(arguments, coded, config: gl.constexpr, WORKER: gl.constexpr):
     """As `hopper_stream.copy_stream`, every other tile, of documents that are residual codes."""
     codes_ptr, centroids_ptr, table = coded
     (
-        residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, full, empty, _, first, last, n_documents,
+        residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, memory, _, _, first, last, n_documents,
         _, _, _, _,
     ) = arguments  # fmt: skip
     SIZE: gl.constexpr = config.size
@@ -273,8 +272,8 @@ def decode_stream(arguments, coded, ends, config: gl.constexpr, WORKER: gl.const
                     whole = walk[0] < last
             walk = next_tile(walk, COLUMNS)
             number ^= 1
-            mbarrier.wait(empty.index(_WORKERS * slot + WORKER), phase)
-            set_ended(ends, _WORKERS * slot + WORKER, ended)
+            await_barrier(memory, empty_slots(config), _WORKERS * slot + WORKER, phase)
+            store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, ended)
             copy_to_shared(words.index(slot), words_ptr + (word_tokens * UNITS)[:, None] + word_places[None, :])
             copy_to_shared(numbers.index(slot), codes_ptr + tokens)
             copy_to_shared(scales.index(slot), scale_ptr + tokens)
@@ -300,7 +299,7 @@ def decode_stream(arguments, coded, ends, config: gl.constexpr, WORKER: gl.const
                     of_pairs, words.index(decoded_slot), scales.index(decoded_slot), column, types,
                     part * ROWS, ROWS,
                 )  # fmt: skip
-            mbarrier.arrive(full.index(_WORKERS * decoded_slot + WORKER), count=1)
+            arrive(memory, full_slots(config), _WORKERS * decoded_slot + WORKER)
             decoded_slot, _ = next_slot(decoded_slot, phase, SLOTS)
         second_step = first_step
         first_step = exists
@@ -308,7 +307,7 @@ def decode_stream(arguments, coded, ends, config: gl.constexpr, WORKER: gl.const
         number ^= (walk[0] < last).to(gl.int32)
         walk = skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS)
     if number == WORKER:
-        # The parts look ahead to one tile more.
-        mbarrier.wait(empty.index(_WORKERS * slot + WORKER), phase)
-        set_ended(ends, _WORKERS * slot + WORKER, -1)
-        mbarrier.arrive(full.index(_WORKERS * slot + WORKER), count=1)
+        # What multiplies looks ahead to one tile more.
+        await_barrier(memory, empty_slots(config), _WORKERS * slot + WORKER, phase)
+        store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, -1)
+        arrive(memory, full_slots(config), _WORKERS * slot + WORKER)

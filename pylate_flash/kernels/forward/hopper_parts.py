@@ -26,6 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..gluon import add, copy_to_shared, next_slot
 from ..reductions import larger, log_sums, relative_to
 from ..rows import inverse_norm
+from .hopper_barriers import (
+    arrive,
+    arrive_when_copied,
+    full_slots,
+    rows_of_product,
+    warps_of_product,
+    warps_of_sums,
+)
 from .quantized_rows import largest_magnitudes, rounded, scales_of, squares_of
 
 # The bits of 1.0: |x| stays below 2**23 in products of up to 512 elements.
@@ -52,10 +60,12 @@ def rows_of(first_row, positions, ROWS: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.constexpr, config: gl.constexpr):
-    """The BLOCK elements from FIRST on of the query rows of a part."""
+    """The BLOCK elements from FIRST on of the query rows of a product."""
     group, n_queries, query_length, padded_query_length, stride_query, stride_query_token = layout
-    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
-    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK // 8), BLOCK // 8], [4, 1], [1, 0])
+    ROWS: gl.constexpr = rows_of_product(config)
+    WARPS: gl.constexpr = warps_of_product(config)
+    LANES: gl.constexpr = 4 if config.stream else BLOCK // 8
+    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     rows = rows_of(first_row, gl.arange(0, ROWS, layout=gl.SliceLayout(1, loaded)), ROWS, config)
     query, token = rows // padded_query_length, rows % padded_query_length
     dims = FIRST + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, loaded))
@@ -65,16 +75,16 @@ def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.co
 
 
 @gluon.jit
-def rounded_in_registers(rows, dtype: gl.constexpr, NORMALIZE: gl.constexpr):
+def rounded_in_registers(rows, dtype: gl.constexpr, config: gl.constexpr):
     """As `quantized_rows.rounded_rows`, of rows that several threads share: a scale is the work of one thread, or two.
 
     Where every thread works out those of its rows, 32 x 32 (32 x 180) with int8 takes 13.6 us in place of 11.8.
     """
     wide = rows.to(gl.float32)
-    by_thread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    by_thread: gl.constexpr = gl.BlockedLayout([1], [32], [warps_of_product(config)], [0])
     scale, inverse = scales_of(gl.convert_layout(largest_magnitudes(wide), by_thread), dtype)
     values = rounded(wide, gl.convert_layout(inverse, gl.SliceLayout(1, wide.type.layout)), dtype)
-    if NORMALIZE:
+    if config.normalize:
         scale *= inverse_norm(gl.convert_layout(squares_of(values), by_thread), scale)
     return values, scale
 
@@ -122,7 +132,8 @@ def sums_of(values, ROWS: gl.constexpr, config: gl.constexpr):
     if _groups_in_warps(ROWS, GROUP) and not config.stream:
         sums = gl.reduce(gl.reshape(sums, [GROUP // 16, 4]), 0, add)
     elif GROUP > 16:
-        together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
+        WARPS: gl.constexpr = warps_of_sums(config) if config.stream else 4
+        together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [WARPS], [0])
         sums = gl.convert_layout(sums, together) if GROUP > 32 or not config.stream else sums
         sums = gl.reduce(gl.reshape(sums, [ROWS // GROUP, GROUP // 16]), 1, add)
     return sums
@@ -191,7 +202,18 @@ def _make_signed(slot, shared, config: gl.constexpr):
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offset = gl.fma(scales.index(slot).load(by_token), 128.0, token_offsets.index(slot).load(by_token))
     token_offsets.index(slot).store(offset)
-    mbarrier.arrive(full.index(slot), count=1)
+    if config.stream:
+        arrive(full, full_slots(config), slot)
+    else:
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _announce_copied(slot, full, config: gl.constexpr):
+    if config.stream:
+        arrive_when_copied(full, full_slots(config), slot)
+    else:
+        async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
 
 
 @gluon.jit
@@ -212,12 +234,12 @@ def announce(slot, under_way, oldest, shared, config: gl.constexpr):
         else:
             under_way += 1
     else:
-        async_copy.mbarrier_arrive(shared[-1].index(slot), increment_count=False)
+        _announce_copied(slot, shared[-1], config)
     return under_way, oldest
 
 
 @gluon.jit
-def announce_last(slot, phase, under_way, oldest, shared, empty, config: gl.constexpr):
+def announce_last(slot, under_way, oldest, shared, config: gl.constexpr):
     """After the last tile, have those get their signs that have none, and announce one of which nothing is copied.
 
     The parts look ahead to it.
@@ -227,11 +249,12 @@ def announce_last(slot, phase, under_way, oldest, shared, empty, config: gl.cons
         for _ in range(under_way):
             _make_signed(oldest, shared, config)
             oldest = next_slot(oldest, 0, config.tile.num_stages)[0]
-    mbarrier.wait(empty.index(slot), phase)
-    if config.affine:
-        mbarrier.arrive(shared[-1].index(slot), count=1)
+        if config.stream:
+            arrive(shared[-1], full_slots(config), slot)
+        else:
+            mbarrier.arrive(shared[-1].index(slot), count=1)
     else:
-        async_copy.mbarrier_arrive(shared[-1].index(slot), increment_count=False)
+        _announce_copied(slot, shared[-1], config)
 
 
 @gluon.jit
@@ -323,7 +346,8 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
                     copy_to_shared(token_offsets.index(slot), documents_offset_ptr + first_token + tokens)
             under_way, oldest = announce(slot, under_way, oldest, shared, config)
             slot, phase = next_slot(slot, phase, config.tile.num_stages)
-    announce_last(slot, phase, under_way, oldest, shared, empty, config)
+    mbarrier.wait(empty.index(slot), phase)
+    announce_last(slot, under_way, oldest, shared, config)
 
 
 def _first_maxima_ptx() -> str:

@@ -16,6 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon import execute, next_slot
+from .hopper_barriers import (
+    arrive,
+    await_barrier,
+    empty_slots,
+    ends_of_slots,
+    full_slots,
+    load_word,
+    rows_of_product,
+    warps_of_product,
+)
 from .hopper_codes import scaled_rows
 from .hopper_parts import (
     query_rows,
@@ -45,6 +55,12 @@ def in_type_of_centroids(config):
 
 
 @gluon.constexpr_function
+def product_layout(config, item, columns):
+    """The layout of products with so many tokens, whose elements have `item` bytes."""
+    return gl.NVMMADistributedLayout([3, 0], [warps_of_product(config), 1], [16, columns, 32 // item])
+
+
+@gluon.constexpr_function
 def makes_scales(config):
     """Whether query rows get scales where they are loaded."""
     return in_type_of_centroids(config) or config.quantize_rows
@@ -68,7 +84,7 @@ def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, P
     query_tile, second_query_tile, _ = query_tiles
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     ROWS: gl.constexpr = query_tile.shape[0]
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
+    mma: gl.constexpr = product_layout(config, ITEM, COLUMNS)
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     SUM: gl.constexpr = gl.int32 if tiles.dtype == gl.int8 else gl.float32
     if in_turn(config):
@@ -94,7 +110,10 @@ def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, P
 def finish_product(
     similarities, operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr
 ):
-    """Similarities that `start_product` has begun, when they are there, and the next slot, full."""
+    """Similarities that `start_product` has begun, when they are there, and the next slot, full.
+
+    Of a stream, with that after which eights of its columns documents end.
+    """
     query_tiles, tiles, _, scales, token_offsets, full, empty = operands
     _, _, row_sums = query_tiles
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
@@ -104,20 +123,27 @@ def finish_product(
     # Loads of scales while a product is under way come between its instructions. Those of 8 bits are too short for it:
     # with int8 0.250 in place of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
     SCALES_LAST: gl.constexpr = ITEM == 1
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
+    mma: gl.constexpr = product_layout(config, ITEM, COLUMNS)
     if SCALED and not SCALES_LAST:
         scale = _first(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
     # While the product is under way, see to the next tile: of this document or another, or the one at the end.
     read = slot
     slot, phase = next_slot(slot, phase, config.tile.num_stages)
-    mbarrier.wait(full.index(slot), phase)
+    if config.stream:
+        await_barrier(full, full_slots(config), slot, phase)
+        ended = load_word(full, ends_of_slots(config), slot)
+    else:
+        mbarrier.wait(full.index(slot), phase)
+        ended = gl.to_tensor(0)
     fence_async_shared()
     similarities = warpgroup_mma_wait(0, deps=[similarities])
     if SCALED and SCALES_LAST:
         scale = _first(scales.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
     if config.affine:
         offset = _first(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
-    if IN_TURN:
+    if config.stream:
+        arrive(empty, empty_slots(config), read)
+    elif IN_TURN:
         execute(GIVE_TURN[(PART + PARTS // 2) % PARTS])
         # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.
         # Without argmax it is slower, 0.589 against 0.573.
@@ -129,7 +155,7 @@ def finish_product(
         similarities = scaled_affine(similarities, scale, offset, row_sums)
     elif SCALED:
         similarities = scaled(similarities, scale, one)
-    return similarities, slot, phase
+    return similarities, slot, phase, ended
 
 
 @gluon.jit
@@ -139,34 +165,51 @@ def product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.conste
 
 
 @gluon.jit
+def _to_operand(rows, layout: gl.constexpr, config: gl.constexpr):
+    """Query rows as the operand of a product.
+
+    Of a stream, which has all rows at once, 32 elements of each after the other: shared memory is full of tiles.
+    """
+    ROWS: gl.constexpr = rows.shape[0]
+    SIZE: gl.constexpr = rows.shape[1]
+    if config.stream and SIZE > 32:
+        first, second = gl.split(gl.permute(gl.reshape(rows, [ROWS, 2, SIZE // 2]), (0, 2, 1)))
+        halves = gl.join(_to_operand(first, layout, config), _to_operand(second, layout, config))
+        rows = gl.reshape(gl.permute(halves, (0, 2, 1)), [ROWS, SIZE])
+        rows = gl.convert_layout(rows, layout, assert_trivial=True)
+    else:
+        rows = gl.convert_layout(rows, layout)
+    return rows
+
+
+@gluon.jit
 def query_operands(queries, share, numbers, tiles, config: gl.constexpr, PART: gl.constexpr):
     """The query rows of a part in registers, in a block or two; of affine documents, their sums; scales made here."""
     queries_ptr, _, _, stride_query, stride_query_token = queries
     row_block, group, _, _ = share
     n_queries, query_length, padded_query_length, _, _, _ = numbers
-    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
     SECOND: gl.constexpr = config.blocks.second
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.tile.columns, 32 // ITEM])
+    mma: gl.constexpr = product_layout(config, ITEM, config.tile.columns)
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
-    first_row = (row_block * config.tile.parts + PART) * ROWS
+    first_row = row_block * config.tile.rows + PART * rows_of_product(config)
     layout = group, n_queries, query_length, padded_query_length, stride_query, stride_query_token
     query_tile = query_rows(queries_ptr, first_row, layout, 0, config.blocks.first, config)
     row_scale = gl.to_tensor(0)
     if in_type_of_centroids(config):
         query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
     elif config.quantize_rows:
-        query_tile, row_scale = rounded_in_registers(query_tile, tiles.dtype, config.normalize)
+        query_tile, row_scale = rounded_in_registers(query_tile, tiles.dtype, config)
     row_sums = gl.to_tensor(0)
     if config.affine:
         row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
-    query_tile = gl.convert_layout(query_tile, operand)
+    query_tile = _to_operand(query_tile, operand, config)
     second_query_tile = query_tile
     if SECOND > 0:
         second_query_tile = query_rows(queries_ptr, first_row, layout, config.blocks.first, SECOND, config)
         if config.affine:
             row_sums += row_sums_of(second_query_tile, gl.SliceLayout(1, mma))
-        second_query_tile = gl.convert_layout(second_query_tile, operand)
+        second_query_tile = _to_operand(second_query_tile, operand, config)
     return (query_tile, second_query_tile, row_sums), row_scale
 
 

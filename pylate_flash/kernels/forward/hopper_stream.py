@@ -19,23 +19,36 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..gluon import add, copy_to_shared, next_slot
+from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
+from .hopper_barriers import (
+    RING,
+    arrive,
+    await_barrier,
+    empty_places,
+    empty_slots,
+    ends_of_slots,
+    execute_ptx,
+    full_places,
+    full_slots,
+    load_word,
+    ring_of_maxima,
+    store_word,
+    warps_of_sums,
+)
 from .hopper_parts import announce, announce_last, split_by_lane, tile_positions, unscaled
 from .hopper_products import (
     makes_scales,
     product,
+    product_layout,
     query_operands,
     rows_from,
     store_sums,
     sums_from,
 )
-from .hopper_walk import end_of, first_document, next_document, next_tile, run_start_of, set_ended, with_tokens
-
-# Documents whose maxima wait to be summed, at most.
-RING = gl.constexpr(3)
+from .hopper_walk import end_of, first_document, next_document, next_tile, run_start_of, with_tokens
 
 
 @gluon.jit
@@ -53,107 +66,128 @@ def _halves(values):
     return gl.split(gl.permute(gl.reshape(values, [ROWS, 4, 2, HALF]), (0, 1, 3, 2)))
 
 
+_LARGEST_OF_FOUR = gl.constexpr(
+    "{ .reg .f32 a, b, c, d; ld.shared.v4.f32 {a, b, c, d}, [$1]; max.NaN.f32 a, a, b; max.NaN.f32 c, c, d;"
+    " max.NaN.f32 $0, a, c; }"
+)
+
+
 @gluon.jit
-def _with_eight(state, values, ends, ring, row_scale, PART: gl.constexpr, config: gl.constexpr):
+def _leave(best, memory, slot, phase, config: gl.constexpr):
+    """Put the maxima [ROWS, 4] of a document into the ring, when there is a place."""
+    layout: gl.constexpr = best.type.layout
+    rows = gl.arange(0, config.tile.rows, layout=gl.SliceLayout(1, layout))
+    lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
+    at = memory + ring_of_maxima(config) + 16 * config.tile.rows * slot + (16 * rows[:, None] + 4 * lanes[None, :])
+    await_barrier(memory, empty_places(config), slot, phase)
+    execute_ptx("st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [at, best])
+    arrive(memory, full_places(config), slot)
+
+
+@gluon.jit
+def _with_eight(state, values, ends, memory, row_scale, config: gl.constexpr):
     """Maxima of the document at hand after an eight [R, 4, 1], or of the next document, if this one `ends` there."""
     best, slot, phase = state
-    maxima, full, empty = ring
     ROWS: gl.constexpr = values.shape[0]
     best = larger(best, gl.convert_layout(gl.reshape(values, [ROWS, 4]), best.type.layout, assert_trivial=True))
     if ends != 0:
         if makes_scales(config):
             best *= row_scale[:, None]
-        mbarrier.wait(empty.index(slot), phase)
-        maxima.index(slot).slice(PART * ROWS, ROWS).store(best)
-        mbarrier.arrive(full.index(slot), count=1)
+        _leave(best, memory, slot, phase, config)
         slot, phase = next_slot(slot, phase, RING)
         best = gl.full([ROWS, 4], float("-inf"), gl.float32, best.type.layout)
     return best, slot, phase
 
 
 @gluon.jit
-def _with_eights(state, values, ended, FIRST: gl.constexpr, ring, row_scale, PART: gl.constexpr, config: gl.constexpr):
+def _with_eights(state, values, ended, FIRST: gl.constexpr, memory, row_scale, config: gl.constexpr):
     """Maxima of the document at hand after eights [R, 4, n], from FIRST on, and where they go when it ends."""
     if values.shape[2] > 1:
         first, second = _halves(values)
-        state = _with_eights(state, first, ended, FIRST, ring, row_scale, PART, config)
-        state = _with_eights(state, second, ended, FIRST + first.shape[2], ring, row_scale, PART, config)
+        state = _with_eights(state, first, ended, FIRST, memory, row_scale, config)
+        state = _with_eights(state, second, ended, FIRST + first.shape[2], memory, row_scale, config)
     else:
-        state = _with_eight(state, values, (ended >> FIRST) & 1, ring, row_scale, PART, config)
+        state = _with_eight(state, values, (ended >> FIRST) & 1, memory, row_scale, config)
     return state
 
 
 @gluon.jit
-def _ended(ends, slot):
-    """After which eights of a slot's columns a document ends, as bits; negative after the last tile."""
-    return gl.reduce(ends.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0, add)
-
-
-@gluon.jit
-def score_stream(arguments, ring, ends, config: gl.constexpr, PART: gl.constexpr):
-    """Multiply a part's query rows with every tile; leave the maxima of every document that has tokens."""
+def score_stream(arguments, config: gl.constexpr):
+    """Multiply the query rows with every tile; leave the maxima of every document that has tokens."""
     queries, _, shared, share, numbers, _ = arguments
-    tiles, second_tiles, scales, token_offsets, full, empty = shared
+    tiles, second_tiles, scales, token_offsets, memory, _ = shared
     n_queries, _, _, _, _, _ = numbers
-    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
+    ROWS: gl.constexpr = config.tile.rows
     COLUMNS: gl.constexpr = config.tile.columns
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32 // ITEM])
-    query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, PART)
-    operands = (query_tiles, tiles, second_tiles, scales, token_offsets, full, empty)
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, mma)
+    query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, 0)
+    operands = (query_tiles, tiles, second_tiles, scales, token_offsets, memory, memory)
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(config, ITEM, COLUMNS))
     by_lane: gl.constexpr = gl.SliceLayout(2, split_by_lane(zeros, ROWS, COLUMNS).type.layout)
     if makes_scales(config):
         row_scale = gl.convert_layout(row_scale, gl.SliceLayout(1, by_lane))
     one = gl.minimum(n_queries, 1)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    mbarrier.wait(full.index(slot), phase)
+    await_barrier(memory, full_slots(config), slot, phase)
+    ended = load_word(memory, ends_of_slots(config), slot)
     fence_async_shared()
     state = gl.full([ROWS, 4], float("-inf"), gl.float32, by_lane), gl.to_tensor(0), gl.to_tensor(1)
-    ended = _ended(ends, slot)
     while ended >= 0:
-        similarities, slot, phase = product(operands, slot, phase, one, config, COLUMNS, PART)
+        similarities, slot, phase, next_ended = product(operands, slot, phase, one, config, COLUMNS, 0)
         eights = _maxima_of_eights(similarities, ROWS, COLUMNS)
-        state = _with_eights(state, eights, ended, 0, ring, row_scale, PART, config)
-        ended = _ended(ends, slot)
+        state = _with_eights(state, eights, ended, 0, memory, row_scale, config)
+        ended = next_ended
 
 
 @gluon.jit
-def add_maxima(arguments, ring, config: gl.constexpr):
-    """Sum the maxima of every document, of which the parts leave four for each row."""
+def _take(memory, slot, phase, BY_ROW: gl.constexpr, config: gl.constexpr):
+    """The maximum of each row of the next document in the ring, when it is there."""
+    ROWS: gl.constexpr = config.tile.rows
+    at = memory + ring_of_maxima(config) + 16 * ROWS * slot + 16 * gl.arange(0, ROWS, layout=BY_ROW)
+    await_barrier(memory, full_places(config), slot, phase)
+    best = gl.inline_asm_elementwise(_LARGEST_OF_FOUR, "=f,r", [at], dtype=gl.float32, is_pure=False, pack=1)
+    arrive(memory, empty_places(config), slot)
+    return best
+
+
+@gluon.jit
+def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
+    """Sum the maxima of every document, of which what multiplies leaves four for each row.
+
+    A sum is a chain of instructions that wait for each other: two workers take turns with the documents.
+    """
     queries, documents, shared, share, numbers, results = arguments
     _, _, cu_seqlens_ptr = documents
-    tiles, _, _, _, _, _ = shared
+    tiles, _, _, _, memory, _ = shared
     row_block, _, first, last = share
     _, _, _, n_documents, _, _ = numbers
     sums_ptr, _, _, _ = results
-    maxima, full, empty = ring
     ROWS: gl.constexpr = config.tile.rows
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [warps_of_sums(config)], [0])
     rows = rows_from(queries, share, numbers, gl.to_tensor(0), row_block * ROWS, ROWS, by_row, config)
     _, _, _, row_scale, _ = rows
     sums = sums_from(share, numbers, row_block * ROWS, ROWS, by_row, config)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    WORKERS: gl.constexpr = 4 // warps_of_sums(config)
     start = gl.load(cu_seqlens_ptr + first)
     stop = gl.load(cu_seqlens_ptr + gl.minimum(first + 1, n_documents))
     for document in range(first, last):
         length = (stop - start).to(gl.int32)
         start = stop
         stop = gl.load(cu_seqlens_ptr + gl.minimum(document + 2, n_documents))
-        row_best = gl.zeros([ROWS], gl.float32, by_row)
+        if (document - first) % WORKERS == WORKER:
+            row_best = gl.zeros([ROWS], gl.float32, by_row)
+            if length > 0:
+                row_best = _take(memory, slot, phase, by_row, config)
+            if tiles.dtype == gl.int8 and not config.affine:
+                row_best = unscaled(row_best)
+            if (config.normalize or config.values) and not makes_scales(config):
+                row_best *= row_scale
+            store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS, config)
         if length > 0:
-            mbarrier.wait(full.index(slot), phase)
-            row_best = gl.reduce(maxima.index(slot).load(layout), 1, larger)
-            mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = next_slot(slot, phase, RING)
-        if tiles.dtype == gl.int8 and not config.affine:
-            row_best = unscaled(row_best)
-        if (config.normalize or config.values) and not makes_scales(config):
-            row_best *= row_scale
-        store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS, config)
 
 
 @gluon.jit
@@ -170,13 +204,13 @@ def _with_rows(rows, positions, place, walk, offsets_ptr, stride, config: gl.con
 
 
 @gluon.jit
-def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
+def copy_stream(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     """As `hopper_parts.copy_documents`, of packed documents as a stream."""
     (
         documents_ptr, _, _, scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, scales,
-        token_offsets, full, empty, _, first, last, n_documents, _, _, _, stride_token,
+        token_offsets, memory, _, _, first, last, n_documents, _, _, _, stride_token,
     ) = arguments  # fmt: skip
-    shared = tiles, second_tiles, scales, token_offsets, full
+    shared = tiles, second_tiles, scales, token_offsets, memory
     EMBEDDING: gl.constexpr = config.size
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
     SECOND: gl.constexpr = config.blocks.second
@@ -225,10 +259,10 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
                 ended |= end_of(start, stop, end)
                 walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
                 whole = walk[0] < last
-        mbarrier.wait(empty.index(slot), phase)
-        set_ended(ends, slot, ended)
+        await_barrier(memory, empty_slots(config), slot, phase)
+        store_word(memory, ends_of_slots(config), slot, ended)
         if not config.affine:
-            mbarrier.arrive(full.index(slot), count=1)
+            arrive(memory, full_slots(config), slot)
         at = base + rows[:, None] * step
         if BLOCK_EMBEDDING <= EMBEDDING:
             copy_to_shared(tiles.index(slot), at)
@@ -244,8 +278,8 @@ def copy_stream(arguments, ends, config: gl.constexpr, SCALED: gl.constexpr):
         under_way, oldest = announce(slot, under_way, oldest, shared, config)
         slot, phase = next_slot(slot, phase, config.tile.num_stages)
         walk = next_tile(walk, COLUMNS)
-    mbarrier.wait(empty.index(slot), phase)
-    set_ended(ends, slot, -1)
+    await_barrier(memory, empty_slots(config), slot, phase)
+    store_word(memory, ends_of_slots(config), slot, -1)
     if not config.affine:
-        mbarrier.arrive(full.index(slot), count=1)
-    announce_last(slot, phase, under_way, oldest, shared, empty, config)
+        arrive(memory, full_slots(config), slot)
+    announce_last(slot, under_way, oldest, shared, config)

@@ -74,9 +74,3 @@ def with_tokens(tokens, positions, begin, start, stop):
     Of documents without tokens, `begin` is past the end.
     """
     return gl.where(positions >= begin, gl.minimum(positions + (start - begin), stop - 1), tokens)
-
-
-@gluon.jit
-def set_ended(ends, slot, ended):
-    """Say of the tile in a slot after which eights of columns documents end, as bits; -1 after the last tile."""
-    ends.index(slot).store(gl.full([1], ended, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))

@@ -1,0 +1,166 @@
+"""Barriers in shared memory in PTX, and what lies there beside them, of the streams of the Hopper kernel.
+
+Where warps use Gluon's barriers, or write to shared memory, Triton has all warps of their partition wait for each other
+in between. But one partition multiplies, of which each group of four warps is to go at a pace of its own, so that one
+takes maxima while another multiplies. (As two partitions, as in `hopper`, they have code of their own each, which the
+caches of instructions do not hold: with int8, a fifth of their time they waited for instructions.)
+
+A barrier takes 8 bytes, and is told by the address of the first of its array and its number there.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Documents whose maxima wait to be summed, at most.
+RING = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def rows_of_product(config):
+    """Query rows that are multiplied together: those of a part, or, of a stream, of all."""
+    return config.tile.rows if config.stream else config.tile.rows // config.tile.parts
+
+
+@gluon.constexpr_function
+def warps_of_product(config):
+    return 4 * config.tile.parts if config.stream else 4
+
+
+@gluon.constexpr_function
+def warps_of_sums(config):
+    """Of four, the warps that sum the maxima of a document of a stream."""
+    return 4 if config.nbits > 0 else 2
+
+
+@gluon.constexpr_function
+def _allocation(config, copying_threads):
+    """PTX that allocates what a stream has in shared memory, and has one thread make the barriers.
+
+    Tiles come behind, of which the tensor cores expect that they begin at multiples of 1024 bytes.
+    """
+    stages, multiplying = config.tile.num_stages, warps_of_product(config)
+    counts = [4 + copying_threads] * stages + [multiplying] * stages
+    counts += [multiplying] * RING.value + [warps_of_sums(config)] * RING.value
+    nbytes = ring_of_maxima(config) + RING.value * 16 * config.tile.rows
+    lines = [
+        ".reg .pred first;",
+        ".reg .b32 thread, at;",
+        f".shared .align 1024 .b8 allocated[{-(-nbytes // 1024) * 1024}];",
+        "mov.u32 $0, allocated;",
+        "mov.u32 thread, %tid.x;",
+        "setp.eq.u32 first, thread, 0;",
+    ]
+    for number, count in enumerate(counts):
+        lines += [f"add.u32 at, $0, {8 * number};", f"@first mbarrier.init.shared.b64 [at], {count};"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.jit
+def execute_ptx(PTX: gl.constexpr, OPERANDS: gl.constexpr, operands):
+    """The integer that PTX with these operands gives every thread."""
+    return gl.inline_asm_elementwise(PTX, OPERANDS, operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def stream_memory(config: gl.constexpr, COPYING_THREADS: gl.constexpr):
+    """The address of what a stream has in shared memory beside tiles, which Triton does not count.
+
+    Others may use it after the next barrier of all threads.
+
+    A slot is full when every copying warp has said so, and each of so many threads when what it copies has arrived.
+    """
+    PTX: gl.constexpr = _allocation(config, COPYING_THREADS)
+    return execute_ptx(PTX, "=r,r", [gl.to_tensor(0)])
+
+
+@gluon.constexpr_function
+def full_slots(config):
+    """Where barriers of full slots are."""
+    return 0
+
+
+@gluon.constexpr_function
+def empty_slots(config):
+    return 8 * config.tile.num_stages
+
+
+@gluon.constexpr_function
+def full_places(config):
+    """Where barriers of full places of the ring are."""
+    return 16 * config.tile.num_stages
+
+
+@gluon.constexpr_function
+def empty_places(config):
+    return full_places(config) + 8 * RING.value
+
+
+@gluon.constexpr_function
+def ends_of_slots(config):
+    """Where words are that say after which eights of a slot's columns documents end, as bits; below 0, after all."""
+    return full_places(config) + 16 * RING.value
+
+
+@gluon.constexpr_function
+def ring_of_maxima(config):
+    """Where maxima [rows, 4] of documents wait to be summed."""
+    return -(-(ends_of_slots(config) + 4 * config.tile.num_stages) // 16) * 16
+
+
+@gluon.constexpr_function
+def _await_ptx(offset):
+    return (
+        "{ .reg .pred there; .reg .b32 at; mad.lo.u32 at, $2, 8, $1;"
+        f" again: mbarrier.try_wait.parity.shared.b64 there, [at + {offset}], $3; @!there bra.uni again;"
+        " mov.b32 $0, 0; }"
+    )
+
+
+@gluon.constexpr_function
+def _arrive_ptx(offset):
+    return (
+        "{ .reg .pred first; .reg .b32 lane, at; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;"
+        " mad.lo.u32 at, $2, 8, $1; bar.warp.sync -1;"
+        f" @first mbarrier.arrive.shared.b64 _, [at + {offset}]; mov.b32 $0, 0; }}"
+    )
+
+
+@gluon.constexpr_function
+def _of_number(instruction, size, offset):
+    """PTX of an instruction on what is `size` bytes long and has number $2."""
+    return f"{{ .reg .b32 at; mad.lo.u32 at, $2, {size}, $1; {instruction.replace('@', f'[at + {offset}]')} }}"
+
+
+@gluon.jit
+def await_barrier(memory, OFFSET: gl.constexpr, number, phase):
+    PTX: gl.constexpr = _await_ptx(OFFSET)
+    execute_ptx(PTX, "=r,r,r,r", [memory, number, phase])
+
+
+@gluon.jit
+def arrive(memory, OFFSET: gl.constexpr, number):
+    """Every warp arrives, once all its threads are here."""
+    PTX: gl.constexpr = _arrive_ptx(OFFSET)
+    execute_ptx(PTX, "=r,r,r", [memory, number])
+
+
+@gluon.jit
+def arrive_when_copied(memory, OFFSET: gl.constexpr, number):
+    """Every thread arrives, when what it copies asynchronously is there."""
+    PTX: gl.constexpr = _of_number("cp.async.mbarrier.arrive.noinc.shared.b64 @; mov.b32 $0, 0;", 8, OFFSET)
+    execute_ptx(PTX, "=r,r,r", [memory, number])
+
+
+@gluon.jit
+def store_word(memory, OFFSET: gl.constexpr, number, value):
+    """Of all threads, which have the same value."""
+    PTX: gl.constexpr = _of_number("st.shared.b32 @, $3; mov.b32 $0, 0;", 4, OFFSET)
+    execute_ptx(PTX, "=r,r,r,r", [memory, number, value])
+
+
+@gluon.jit
+def load_word(memory, OFFSET: gl.constexpr, number):
+    PTX: gl.constexpr = _of_number("ld.shared.b32 $0, @;", 4, OFFSET)
+    return execute_ptx(PTX, "=&r,r,r", [memory, number])
