@@ -20,6 +20,11 @@ def add(a, b):
 
 
 @gluon.jit
+def larger_of(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
 def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
     """Execute an instruction that is not about a tensor, in each of the WARPS warps of a part."""
     threads = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))

@@ -32,7 +32,7 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_barriers import stream_memory
+from .hopper_barriers import SUMMING_WARPS, stream_memory
 from .hopper_codes import decode_stream, pair_table
 from .hopper_parts import (
     add_exponentials,
@@ -60,6 +60,7 @@ from .hopper_products import (
     sums_from,
 )
 from .hopper_stream import add_maxima, copy_stream, score_stream
+from .hopper_walk import walk_memory, walk_stream
 
 
 @gluon.constexpr_function
@@ -288,6 +289,7 @@ def _hopper_kernel(
     if config.stream:
         full = stream_memory(config, 128 if _copied_thread_by_thread(config) else 0)
         empty = full
+        walked = walk_memory(config)
     else:
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -325,26 +327,28 @@ def _hopper_kernel(
             coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits)
             gl.warp_specialize(
                 [
-                    (add_maxima, (arguments, config, gl.constexpr(0))),
+                    (decode_stream, (copied, coded, walked, config, gl.constexpr(0))),
+                    (decode_stream, (copied, coded, walked, config, gl.constexpr(1))),
                     (score_stream, (arguments, config)),
-                    (decode_stream, (copied, coded, config, gl.constexpr(0))),
-                    (decode_stream, (copied, coded, config, gl.constexpr(1))),
+                    (add_maxima, (arguments, config, gl.constexpr(0))),
+                    (add_maxima, (arguments, config, gl.constexpr(1))),
+                    (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
                 ],
-                [4 * PARTS, 4, 4],
-                # With less than 160 registers, what multiplies spills.
-                [160, 64, 64],
+                [4, 4 * PARTS, SUMMING_WARPS, SUMMING_WARPS, 1],
+                # With less than 160 registers, what multiplies spills. What is left is for the first.
+                [48, 160, 32, 32, 32],
             )
         else:
             gl.warp_specialize(
                 [
-                    (copy_stream, (copied, config, SCALED)),
+                    (copy_stream, (copied, walked, config, SCALED)),
                     (score_stream, (arguments, config)),
                     (add_maxima, (arguments, config, gl.constexpr(0))),
                     (add_maxima, (arguments, config, gl.constexpr(1))),
+                    (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
                 ],
-                [4 * PARTS, 2, 2],
-                # What is left is for what copies.
-                [176, 80, 80] if PARTS == 2 else [96, 48, 48],
+                [4 * PARTS, SUMMING_WARPS, SUMMING_WARPS, 1],
+                [176, 40, 40, 40] if PARTS == 2 else [96, 40, 40, 40],
             )
     elif PARTS == 4:
         gl.warp_specialize(

@@ -15,6 +15,10 @@ from triton.experimental.gluon import language as gl
 
 # Documents whose maxima wait to be summed, at most.
 RING = gl.constexpr(3)
+# Warps that sum the maxima of a document.
+SUMMING_WARPS = gl.constexpr(2)
+# Spans of columns that wait for the warps that copy, at most.
+SPANS = gl.constexpr(2)
 
 
 @gluon.constexpr_function
@@ -29,12 +33,6 @@ def warps_of_product(config):
 
 
 @gluon.constexpr_function
-def warps_of_sums(config):
-    """Of four, the warps that sum the maxima of a document of a stream."""
-    return 4 if config.nbits > 0 else 2
-
-
-@gluon.constexpr_function
 def _allocation(config, copying_threads):
     """PTX that allocates what a stream has in shared memory, and has one thread make the barriers.
 
@@ -42,7 +40,8 @@ def _allocation(config, copying_threads):
     """
     stages, multiplying = config.tile.num_stages, warps_of_product(config)
     counts = [4 + copying_threads] * stages + [multiplying] * stages
-    counts += [multiplying] * RING.value + [warps_of_sums(config)] * RING.value
+    counts += [multiplying] * RING.value + [SUMMING_WARPS.value] * RING.value
+    counts += [1] * SPANS.value + [8 if config.nbits > 0 else 4] * SPANS.value
     nbytes = ring_of_maxima(config) + RING.value * 16 * config.tile.rows
     lines = [
         ".reg .pred first;",
@@ -98,9 +97,26 @@ def empty_places(config):
 
 
 @gluon.constexpr_function
+def full_spans(config):
+    """Where barriers of spans are that have been walked (`hopper_walk`)."""
+    return empty_places(config) + 8 * RING.value
+
+
+@gluon.constexpr_function
+def empty_spans(config):
+    return full_spans(config) + 8 * SPANS.value
+
+
+@gluon.constexpr_function
+def words_of_spans(config):
+    """Where two words of every span are."""
+    return empty_spans(config) + 8 * SPANS.value
+
+
+@gluon.constexpr_function
 def ends_of_slots(config):
     """Where words are that say after which eights of a slot's columns documents end, as bits; below 0, after all."""
-    return full_places(config) + 16 * RING.value
+    return words_of_spans(config) + 8 * SPANS.value
 
 
 @gluon.constexpr_function

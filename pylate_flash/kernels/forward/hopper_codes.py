@@ -26,16 +26,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
-from .hopper_barriers import arrive, await_barrier, empty_slots, ends_of_slots, full_slots, store_word
-from .hopper_walk import (
-    end_of,
-    first_document,
-    next_document,
-    next_tile,
-    run_start_of,
-    skip_tile,
-    with_tokens,
+from .hopper_barriers import (
+    SPANS,
+    arrive,
+    await_barrier,
+    empty_slots,
+    empty_spans,
+    ends_of_slots,
+    full_slots,
+    store_word,
 )
+from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 
 # Groups of four warps that decompress; tiles that one begins after another before it copies the centroids of that, and
 # before it decompresses it.
@@ -196,11 +197,11 @@ def scaled_rows(rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def decode_stream(arguments, coded, config: gl.constexpr, WORKER: gl.constexpr):
+def decode_stream(arguments, coded, walked, config: gl.constexpr, WORKER: gl.constexpr):
     """As `hopper_stream.copy_stream`, every other tile, of documents that are residual codes."""
     codes_ptr, centroids_ptr, table = coded
     (
-        residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, memory, _, _, first, last, n_documents,
+        residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, memory, _, _, first, _, n_documents,
         _, _, _, _,
     ) = arguments  # fmt: skip
     SIZE: gl.constexpr = config.size
@@ -240,44 +241,38 @@ def decode_stream(arguments, coded, config: gl.constexpr, WORKER: gl.constexpr):
     decoded_slot = gl.to_tensor(0)
     first_step = gl.to_tensor(False)
     second_step = gl.to_tensor(False)
-    # Tiles, of this worker or not, modulo 2.
-    number = gl.to_tensor(0)
     run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
     words_ptr += run_start.to(gl.int64) * UNITS
     codes_ptr += run_start
     scale_ptr += run_start
     centroids = centroids_ptr + dims[None, :]
-    walk = first_document(cu_seqlens_ptr, run_start, first, n_documents)
-    if WORKER > 0:
-        number ^= (first < last).to(gl.int32)
-        walk = skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS)
+    tokens, _places = walked
+    TILES: gl.constexpr = SPAN // COLUMNS
+    gl.static_assert(TILES % _WORKERS == 0)
+    span = gl.to_tensor(0)
+    span_phase = gl.to_tensor(0)
+    number = gl.to_tensor(WORKER)
+    last_number = gl.to_tensor(0)
     # After the last tile, what is under way is finished.
     left = gl.to_tensor(_DECODED_AFTER)
     while left > 0:
-        exists = walk[0] < last
+        eights, ended_in_span = await_span(memory, span, span_phase, config)
+        exists = 8 * eights > COLUMNS * number
+        last_number = gl.cdiv(8 * eights, COLUMNS)
         if exists:
-            tokens = positions * 0
-            word_tokens = word_positions * 0
-            ended = gl.to_tensor(0)
-            whole = exists
-            while whole:
-                _, start, stop, _, begin, end = walk
-                place = gl.where(stop > start, begin, COLUMNS)
-                tokens = with_tokens(tokens, positions, place, start, stop)
-                word_tokens = with_tokens(word_tokens, word_positions, place, start, stop)
-                whole = end <= COLUMNS
-                if whole:
-                    ended |= end_of(start, stop, end)
-                    walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
-                    whole = walk[0] < last
-            walk = next_tile(walk, COLUMNS)
-            number ^= 1
+            here = of_tile(tokens, TILES * span + number, positions, config)
+            word_tokens = of_tile(tokens, TILES * span + number, word_positions, config)
             await_barrier(memory, empty_slots(config), _WORKERS * slot + WORKER, phase)
-            store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, ended)
+            store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, ended_of(ended_in_span, number, config))
             copy_to_shared(words.index(slot), words_ptr + (word_tokens * UNITS)[:, None] + word_places[None, :])
-            copy_to_shared(numbers.index(slot), codes_ptr + tokens)
-            copy_to_shared(scales.index(slot), scale_ptr + tokens)
+            copy_to_shared(numbers.index(slot), codes_ptr + here)
+            copy_to_shared(scales.index(slot), scale_ptr + here)
             slot, phase = next_slot(slot, phase, SLOTS)
+            number += _WORKERS
+            if (number >= TILES) & (eights == SPAN // 8):
+                arrive(memory, empty_spans(config), span)
+                span, span_phase = next_slot(span, span_phase, SPANS)
+                number = gl.to_tensor(WORKER)
         else:
             left -= 1
         async_copy.commit_group()
@@ -303,11 +298,8 @@ def decode_stream(arguments, coded, config: gl.constexpr, WORKER: gl.constexpr):
             decoded_slot, _ = next_slot(decoded_slot, phase, SLOTS)
         second_step = first_step
         first_step = exists
-        # The next tile is that of the other worker.
-        number ^= (walk[0] < last).to(gl.int32)
-        walk = skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS)
-    if number == WORKER:
-        # What multiplies looks ahead to one tile more.
+    if number == last_number:
+        # What multiplies looks ahead to one tile more, which would be this worker's.
         await_barrier(memory, empty_slots(config), _WORKERS * slot + WORKER, phase)
         store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, -1)
         arrive(memory, full_slots(config), _WORKERS * slot + WORKER)

@@ -25,10 +25,13 @@ from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
 from .hopper_barriers import (
     RING,
+    SPANS,
+    SUMMING_WARPS,
     arrive,
     await_barrier,
     empty_places,
     empty_slots,
+    empty_spans,
     ends_of_slots,
     execute_ptx,
     full_places,
@@ -36,7 +39,6 @@ from .hopper_barriers import (
     load_word,
     ring_of_maxima,
     store_word,
-    warps_of_sums,
 )
 from .hopper_parts import announce, announce_last, split_by_lane, tile_positions, unscaled
 from .hopper_products import (
@@ -48,7 +50,7 @@ from .hopper_products import (
     store_sums,
     sums_from,
 )
-from .hopper_walk import end_of, first_document, next_document, next_tile, run_start_of, with_tokens
+from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 
 
 @gluon.jit
@@ -164,20 +166,19 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     _, _, _, n_documents, _, _ = numbers
     sums_ptr, _, _, _ = results
     ROWS: gl.constexpr = config.tile.rows
-    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [warps_of_sums(config)], [0])
+    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [SUMMING_WARPS], [0])
     rows = rows_from(queries, share, numbers, gl.to_tensor(0), row_block * ROWS, ROWS, by_row, config)
     _, _, _, row_scale, _ = rows
     sums = sums_from(share, numbers, row_block * ROWS, ROWS, by_row, config)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    WORKERS: gl.constexpr = 4 // warps_of_sums(config)
     start = gl.load(cu_seqlens_ptr + first)
     stop = gl.load(cu_seqlens_ptr + gl.minimum(first + 1, n_documents))
     for document in range(first, last):
         length = (stop - start).to(gl.int32)
         start = stop
         stop = gl.load(cu_seqlens_ptr + gl.minimum(document + 2, n_documents))
-        if (document - first) % WORKERS == WORKER:
+        if (document - first) % 2 == WORKER:
             row_best = gl.zeros([ROWS], gl.float32, by_row)
             if length > 0:
                 row_best = _take(memory, slot, phase, by_row, config)
@@ -191,24 +192,11 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
 
 
 @gluon.jit
-def _with_rows(rows, positions, place, walk, offsets_ptr, stride, config: gl.constexpr):
-    """Where a tile's columns lie, of which those from `place` on are a document's: tokens, or units of 16 bytes."""
-    document, start, stop, _, begin, _ = walk
-    if config.offset_unit > 0:
-        token = gl.minimum(positions - begin, stop - start - 1).to(gl.int64)
-        of_document = gl.load(offsets_ptr + document) + token * (stride // config.offset_unit)
-        rows = gl.where(positions >= place, of_document, rows)
-    else:
-        rows = with_tokens(rows, positions, place, start, stop)
-    return rows
-
-
-@gluon.jit
-def copy_stream(arguments, config: gl.constexpr, SCALED: gl.constexpr):
+def copy_stream(arguments, walked, config: gl.constexpr, SCALED: gl.constexpr):
     """As `hopper_parts.copy_documents`, of packed documents as a stream."""
     (
         documents_ptr, _, _, scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, scales,
-        token_offsets, memory, _, _, first, last, n_documents, _, _, _, stride_token,
+        token_offsets, memory, _, _, first, _, n_documents, _, _, _, stride_token,
     ) = arguments  # fmt: skip
     shared = tiles, second_tiles, scales, token_offsets, memory
     EMBEDDING: gl.constexpr = config.size
@@ -225,7 +213,6 @@ def copy_stream(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     oldest = gl.to_tensor(0)
     run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
     LISTED: gl.constexpr = config.offset_unit > 0
-    ROW: gl.constexpr = gl.int64 if LISTED else gl.int32
     step = config.offset_unit if LISTED else stride_token
     if not LISTED:
         documents_ptr += run_start.to(gl.int64) * stride_token
@@ -236,48 +223,39 @@ def copy_stream(arguments, config: gl.constexpr, SCALED: gl.constexpr):
         scale_ptr += run_start
     if config.affine:
         documents_offset_ptr += run_start
-    walk = first_document(cu_seqlens_ptr, run_start, first, n_documents)
-    while walk[0] < last:
-        rows = (positions * 0).to(ROW)
-        if SECOND > 0:
-            second_rows = (second_positions * 0).to(ROW)
-        if SCALED:
-            scale_tokens = scale_positions * 0
-        ended = gl.to_tensor(0)
-        whole = gl.to_tensor(True)
-        while whole:
-            # Of the document that a tile ends in, and of those that end in it.
-            _, start, stop, _, begin, end = walk
-            place = gl.where(stop > start, begin, COLUMNS)
-            rows = _with_rows(rows, positions, place, walk, offsets_ptr, stride_token, config)
+    tokens, places = walked
+    rows_of_columns = places if LISTED else tokens
+    span = gl.to_tensor(0)
+    span_phase = gl.to_tensor(0)
+    whole = gl.to_tensor(True)
+    while whole:
+        eights, ended_in_span = await_span(memory, span, span_phase, config)
+        for number in range(0, gl.cdiv(8 * eights, COLUMNS)):
+            tile = SPAN // COLUMNS * span + number
+            rows = of_tile(rows_of_columns, tile, positions, config)
+            await_barrier(memory, empty_slots(config), slot, phase)
+            store_word(memory, ends_of_slots(config), slot, ended_of(ended_in_span, number, config))
+            if not config.affine:
+                arrive(memory, full_slots(config), slot)
+            at = base + rows[:, None] * step
+            if BLOCK_EMBEDDING <= EMBEDDING:
+                copy_to_shared(tiles.index(slot), at)
+            else:
+                copy_to_shared(tiles.index(slot), at, mask=(dims < EMBEDDING)[None, :])
             if SECOND > 0:
-                second_rows = _with_rows(second_rows, second_positions, place, walk, offsets_ptr, stride_token, config)
+                rows = of_tile(rows_of_columns, tile, second_positions, config)
+                at = second_base + rows[:, None] * step
+                copy_to_shared(second_tiles.index(slot), at, mask=(second_dims < EMBEDDING)[None, :])
             if SCALED:
-                scale_tokens = with_tokens(scale_tokens, scale_positions, place, start, stop)
-            whole = end <= COLUMNS
-            if whole:
-                ended |= end_of(start, stop, end)
-                walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
-                whole = walk[0] < last
-        await_barrier(memory, empty_slots(config), slot, phase)
-        store_word(memory, ends_of_slots(config), slot, ended)
-        if not config.affine:
-            arrive(memory, full_slots(config), slot)
-        at = base + rows[:, None] * step
-        if BLOCK_EMBEDDING <= EMBEDDING:
-            copy_to_shared(tiles.index(slot), at)
-        else:
-            copy_to_shared(tiles.index(slot), at, mask=(dims < EMBEDDING)[None, :])
-        if SECOND > 0:
-            at = second_base + second_rows[:, None] * step
-            copy_to_shared(second_tiles.index(slot), at, mask=(second_dims < EMBEDDING)[None, :])
-        if SCALED:
-            copy_to_shared(scales.index(slot), scale_ptr + scale_tokens)
-            if config.affine:
-                copy_to_shared(token_offsets.index(slot), documents_offset_ptr + scale_tokens)
-        under_way, oldest = announce(slot, under_way, oldest, shared, config)
-        slot, phase = next_slot(slot, phase, config.tile.num_stages)
-        walk = next_tile(walk, COLUMNS)
+                of_scales = of_tile(tokens, tile, scale_positions, config)
+                copy_to_shared(scales.index(slot), scale_ptr + of_scales)
+                if config.affine:
+                    copy_to_shared(token_offsets.index(slot), documents_offset_ptr + of_scales)
+            under_way, oldest = announce(slot, under_way, oldest, shared, config)
+            slot, phase = next_slot(slot, phase, config.tile.num_stages)
+        arrive(memory, empty_spans(config), span)
+        span, span_phase = next_slot(span, span_phase, SPANS)
+        whole = eights == SPAN // 8
     await_barrier(memory, empty_slots(config), slot, phase)
     store_word(memory, ends_of_slots(config), slot, -1)
     if not config.affine:

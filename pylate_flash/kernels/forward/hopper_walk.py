@@ -1,6 +1,7 @@
-"""Where the documents of a stream lie (`hopper_stream`): their tokens in memory, and their columns in tiles.
+"""Where the documents of a stream lie (`hopper_stream`): the tokens of its columns, and where documents end.
 
-Whoever copies walks through the documents of a run by these, a tile at a time, and says with each where some end.
+One warp finds out for all others, 256 columns at a time. Its lanes are 32 documents, of which a sum over lanes tells
+the columns where each ends; then they are the 32 eights of columns, each of which looks for its document among these.
 """
 
 from __future__ import annotations
@@ -8,11 +9,20 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..gluon import add, larger_of, next_slot
+from .hopper_barriers import (
+    SPANS,
+    arrive,
+    await_barrier,
+    empty_spans,
+    full_spans,
+    load_word,
+    store_word,
+    words_of_spans,
+)
 
-@gluon.jit
-def _aligned(length):
-    """Columns that a document of so many tokens takes."""
-    return (length + 7) // 8 * 8
+# Columns that are found out together.
+SPAN = gl.constexpr(256)
 
 
 @gluon.jit
@@ -22,55 +32,128 @@ def run_start_of(cu_seqlens_ptr, first, n_documents):
 
 
 @gluon.jit
-def _start_of(cu_seqlens_ptr, run_start, document, n_documents):
-    """Where a document of a run starts, or the last one ends, counted from where the run does."""
-    return (gl.load(cu_seqlens_ptr + gl.minimum(document, n_documents)) - run_start).to(gl.int32)
+def walk_memory(config: gl.constexpr):
+    """For every span, the token of each column, counted from where the run starts, and of a list, its place."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    tokens = gl.allocate_shared_memory(gl.int32, [SPANS, SPAN // 8, 8], layout)
+    places = tokens
+    if config.offset_unit > 0:
+        places = gl.allocate_shared_memory(gl.int64, [SPANS, SPAN // 8, 8], layout)
+    return tokens, places
 
 
 @gluon.jit
-def first_document(cu_seqlens_ptr, run_start, first, n_documents):
-    """The first document of a run: its number, where it starts and stops, and the next one does; its columns.
+def of_tile(words, tile, positions, config: gl.constexpr):
+    """What a span has of the columns of a tile, counted over all spans, as these `positions` lie."""
+    COLUMNS: gl.constexpr = config.tile.columns
+    by_column: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return (
+        words._reinterpret(words.dtype, [SPANS * SPAN // COLUMNS, COLUMNS], by_column)
+        .index(tile)
+        .load(positions.type.layout)
+    )
 
-    Tokens are counted from where the run starts, columns from where the tile at hand begins.
+
+@gluon.jit
+def await_span(memory, span, phase, config: gl.constexpr):
+    """Eights of columns that are documents', of a span; after which of them one ends, as bits."""
+    await_barrier(memory, full_spans(config), span, phase)
+    WORDS: gl.constexpr = words_of_spans(config)
+    return load_word(memory, WORDS, 2 * span), load_word(memory, WORDS, 2 * span + 1)
+
+
+@gluon.jit
+def ended_of(ended, number, config: gl.constexpr):
+    """After which eights of the columns of a tile of a span a document ends, as bits."""
+    EIGHTS: gl.constexpr = config.tile.columns // 8
+    return ended >> number * EIGHTS & (1 << EIGHTS) - 1
+
+
+@gluon.jit
+def _window(cu_seqlens_ptr, run_start, base, last, begin, lanes):
+    """The tokens between which each of 32 documents lies, and the columns, where the first one begins at `begin`."""
+    start = (gl.load(cu_seqlens_ptr + gl.minimum(base + lanes, last)) - run_start).to(gl.int32)
+    stop = (gl.load(cu_seqlens_ptr + gl.minimum(base + lanes + 1, last)) - run_start).to(gl.int32)
+    columns = (stop - start + 7) // 8 * 8
+    ends = begin + gl.associative_scan(columns, 0, add)
+    return start, stop, ends - columns, ends
+
+
+@gluon.jit
+def _first_after(ends, column):
+    """The first of 32 ascending `ends` that is after a column, or the last one."""
+    first = column * 0
+    for step in gl.static_range(5):
+        first += gl.where(gl.gather(ends, first + (16 >> step) - 1, 0) <= column, 16 >> step, 0)
+    return first
+
+
+@gluon.jit
+def _column(values, LAYOUT: gl.constexpr):
+    return gl.convert_layout(values, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
+    """Find out for every span which tokens its columns are, and where documents end.
+
+    A document takes the columns up to the next multiple of 8, those past its end with its last token.
     """
-    start = _start_of(cu_seqlens_ptr, run_start, first, n_documents)
-    stop = _start_of(cu_seqlens_ptr, run_start, first + 1, n_documents)
-    next_stop = _start_of(cu_seqlens_ptr, run_start, first + 2, n_documents)
-    return first, start, stop, next_stop, gl.to_tensor(0), _aligned(stop - start)
-
-
-@gluon.jit
-def next_document(walk, cu_seqlens_ptr, run_start, n_documents):
-    document, _, stop, next_stop, _, end = walk
-    after = _start_of(cu_seqlens_ptr, run_start, document + 3, n_documents)
-    return document + 1, stop, next_stop, after, end, end + _aligned(next_stop - stop)
-
-
-@gluon.jit
-def next_tile(walk, COLUMNS: gl.constexpr):
-    """The document at hand, its columns counted from where the next tile begins."""
-    document, start, stop, next_stop, begin, end = walk
-    return document, start, stop, next_stop, begin - COLUMNS, end - COLUMNS
-
-
-@gluon.jit
-def skip_tile(walk, cu_seqlens_ptr, run_start, last, n_documents, COLUMNS: gl.constexpr):
-    """The document at hand after a tile."""
-    while (walk[0] < last) & (walk[5] <= COLUMNS):
-        walk = next_document(walk, cu_seqlens_ptr, run_start, n_documents)
-    return next_tile(walk, COLUMNS)
-
-
-@gluon.jit
-def end_of(start, stop, end):
-    """The bit of the eight of columns after which a document ends, 0 of one without tokens."""
-    return gl.where(stop > start, 1 << ((end - 1) // 8), 0)
-
-
-@gluon.jit
-def with_tokens(tokens, positions, begin, start, stop):
-    """The tokens of a tile's columns, of which those from `begin` on are a document's, the last one repeated.
-
-    Of documents without tokens, `begin` is past the end.
-    """
-    return gl.where(positions >= begin, gl.minimum(positions + (start - begin), stop - 1), tokens)
+    _, documents, shared, share, numbers, _ = arguments
+    _, _, cu_seqlens_ptr = documents
+    _, _, _, _, memory, _ = shared
+    _, _, first, last = share
+    _, _, _, n_documents, _, _ = numbers
+    tokens, places = walked
+    by_eight: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0])
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    column = 8 * lanes
+    within = gl.arange(0, 8, layout=gl.SliceLayout(0, by_eight))[None, :]
+    run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
+    span = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    # The first document that the spans before leave, and the column of the next one where it begins.
+    base = first
+    begin = gl.to_tensor(0)
+    whole = gl.to_tensor(True)
+    while whole:
+        token = lanes * 0
+        stop_token = lanes * 0 + 1
+        place = lanes.to(gl.int64) * 0
+        found = lanes < 0
+        ended = lanes < 0
+        more = gl.to_tensor(True)
+        while more:
+            start, stop, begins, ends = _window(cu_seqlens_ptr, run_start, base, last, begin, lanes)
+            document = _first_after(ends, column)
+            end = gl.gather(ends, document, 0)
+            here = (end > column) & (not found)
+            of_document = column - gl.gather(begins, document, 0)
+            document_start = gl.gather(start, document, 0)
+            token = gl.where(here, document_start + of_document, token)
+            stop_token = gl.where(here, gl.gather(stop, document, 0), stop_token)
+            if config.offset_unit > 0:
+                offset = gl.load(offsets_ptr + base + document, mask=here, other=0)
+                offset -= document_start.to(gl.int64) * (stride // config.offset_unit)
+                place = gl.where(here, offset, place)
+            ended = ended | (here & (end == column + 8))
+            found = found | here
+            # Documents without tokens may be more than lanes.
+            window_end = gl.reduce(ends, 0, larger_of)
+            more = (window_end < SPAN) & (base + 32 < last)
+            finished = ends <= SPAN
+            base += gl.reduce(finished.to(gl.int32), 0, add)
+            begin = gl.reduce(gl.where(finished, ends, begin), 0, larger_of)
+        begin -= SPAN
+        eights = gl.reduce(found.to(gl.int32), 0, add)
+        await_barrier(memory, empty_spans(config), span, phase)
+        column_token = gl.minimum(_column(token, by_eight) + within, _column(stop_token, by_eight) - 1)
+        tokens.index(span).store(column_token)
+        if config.offset_unit > 0:
+            column_place = _column(place, by_eight) + column_token.to(gl.int64) * (stride // config.offset_unit)
+            places.index(span).store(column_place)
+        store_word(memory, words_of_spans(config), 2 * span, eights)
+        store_word(memory, words_of_spans(config), 2 * span + 1, gl.reduce(gl.where(ended, 1 << lanes, 0), 0, add))
+        arrive(memory, full_spans(config), span)
+        span, phase = next_slot(span, phase, SPANS)
+        whole = eights == SPAN // 8
