@@ -246,9 +246,10 @@ def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
 
 
 def streamed_tile(tile: HopperTile) -> HopperTile:
-    """The tile of a stream of packed documents in 16 bits: as many groups of four warps as 64 rows multiply.
+    """The tile of a stream of packed documents in 16 bits, of whose rows each group of four warps multiplies 64.
 
-    That hides more of what they wait for than two groups do, with 128 rows each: see `tables.STREAM_COLUMNS`.
+    More groups hide more of what each waits for: 0.86 ms in place of 0.93 with 32 queries and 32,000 documents of 24 to
+    112 tokens on an H200, and 0.52 of 0.56 with 4800 of 200 to 400. In 8 bits two groups are as fast, 0.91 and 0.96.
     """
     return tile._replace(parts=tile.rows // 64)
 

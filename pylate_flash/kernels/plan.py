@@ -144,10 +144,9 @@ def tall_plan(
     kind, sms = problem.kind, tables.architecture(problem.device)[1]
     streamed = special.get("stream", False)
     padded, group = config.padded_query_length(problem.query_length, unpadded)
-    if isinstance(tile, HopperTile):
-        # A sum lies within a part. Those of a stream are the same, which none of its parts takes.
-        group = min(group, tile.rows // (2 if streamed else tile.parts))
-    group = min(group, tile.rows)
+    # A sum lies within a part of two; no part takes those of a stream, but scores are to be the same to the bit.
+    parts = 1 if isinstance(tile, Tile) else 2 if streamed else tile.parts
+    group = min(group, tile.rows // parts)
     row_blocks = -(-(problem.n_queries // problem.groups * padded) // tile.rows)
     splits, programs, per_query, documents = _NO_SPLITS, row_blocks * problem.groups, problem.n_documents, "run"
     if kind.candidates is not None:
@@ -253,7 +252,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
     rows = stacked_rows(problem, unpadded)
     narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
-    streamed = _is_streamed(problem, problem.document_strides[-1], tables.STREAM_MEAN_LENGTH)
+    streamed = _is_streamed(problem, problem.document_strides[-1])
     short = kind.documents_mask is None and total <= tables.HOPPER_SHORT_LENGTH * problem.all_documents
     short &= not streamed
     wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax, short)
@@ -282,7 +281,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
 def _is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> bool:
     """Whether the Hopper kernel takes packed documents as one stream (`forward.hopper_stream`).
 
-    Rows are `row` elements apart, and documents have `mean_length` tokens at most, on average. What it reads is counted
+    Rows are `row` elements apart, and documents have `mean_length` tokens at most, on average. What is read is counted
     from where a program's share begins, in 32 bits.
     """
     kind, most = problem.kind, problem.document_length + tables.HOPPER_SHARES.largest

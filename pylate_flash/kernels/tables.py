@@ -100,12 +100,8 @@ HOPPER_WIDE_MIN_LENGTH = 512
 HOPPER_SHORT = HopperTile(256, 32, 2, 8)
 HOPPER_SHORT_LENGTH = 64
 # Columns of a tile in 8 bits of packed documents as a stream, as many as in 16, and tokens that these have at most, on
-# average, in 16 bits and in 8. 32 queries on an H200, in milliseconds before and since: 3.41 and 2.32 with 200,000
-# documents of 8 to 20 tokens, 2.87 and 2.32 with 80,000 of 24 to 112, 2.39 and 2.10 with 40,000 of 64 to 192, 1.50 and
-# 1.36 with 12,000 of 200 to 400, but 1.77 and 1.81 with 3200 of 1000 to 2000; with int8 2.48 and 2.22 of 24 to 112,
-# 2.01 and 1.98 of 64 to 192, and 1.16 and 1.28 of 200 to 400, where the other tile has 128 columns.
+# average, in 8 bits.
 STREAM_COLUMNS = 64
-STREAM_MEAN_LENGTH = 512
 STREAM_QUANTIZED_MEAN_LENGTH = 192
 # Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
 # at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pylate_flash import explain
-from pylate_flash.kernels import tables
+from pylate_flash.kernels import plan
 from pylate_flash.ops import maxsim, maxsim_varlen
 from pylate_flash.ops.operator import repeated
 from tests.gpu.tools import CAPABILITY, FLOAT, HALF, packed_of, unit
@@ -156,7 +156,7 @@ def test_a_stream_has_the_bits_of_documents_by_themselves(
     named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
     found = varlen_kernel(*call, **options)
     repeated.forget()
-    monkeypatch.setattr(tables, "STREAM_MEAN_LENGTH", -1)
+    monkeypatch.setattr(plan, "_is_streamed", lambda *_: False)
     forward = explain(*call[:2], **named, **options).forward
     assert (forward.kernel, forward.config.stream) == ("hopper", False)
     alone = varlen_kernel(*call, **options)

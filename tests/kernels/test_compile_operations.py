@@ -275,8 +275,8 @@ def test_streams_of_packed_documents_fit_and_spill_nothing_in_loops(
     }
     scaled = normalize or dtype != given
     assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
-    # One value at most, that a partition begins with; those of Triton 3.8 spill more of these.
-    assert get_sass(code.asm["cubin"]).count("LDL") <= (1 if triton_version() <= (3, 6) else 8)
+    # Those of Triton 3.8 spill what a partition begins with.
+    assert get_sass(code.asm["cubin"]).count("LDL") <= (0 if triton_version() <= (3, 6) else 8)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

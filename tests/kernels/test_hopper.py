@@ -206,16 +206,20 @@ def test_sums_are_stored_while_the_next_product_is_under_way(options: dict) -> N
     assert (len(early), len(late)) == (tables.HOPPER_SHORT.parts, 0)
 
 
-@pytest.mark.parametrize("options", [{}, OF_96, {"tile": NARROW}, {"normalize": True}], ids=str)
-def test_what_multiplies_a_stream_leaves_sums_to_other_warps(options: dict) -> None:
-    """And loads no boundary of documents: the partitions with products neither shuffle nor store."""
-    partitions = re.split(r"setmaxnreg\.", compiled(**STREAM | options))
-    multiply = [part for part in partitions if "wgmma.mma_async" in part]
-    assert len(multiply) == tables.HOPPER.parts
-    for part in multiply:
-        of_products = part[part.index("wgmma.mma_async") :]
-        assert not re.search(r"shfl|[sl][td]\.global", of_products)
-    assert sum("st.global" in part for part in partitions) == 1
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("options", [{}, OF_96, {"tile": NARROW}, {"normalize": True}, {"group": 128}], ids=str)
+def test_what_multiplies_a_stream_waits_for_nobody_else(options: dict, parts: int) -> None:
+    """One partition multiplies. From the first product on, it neither shuffles, nor stores, nor waits at a barrier.
+
+    So its groups of four warps do not wait for each other, and other warps sum, who loads boundaries of documents.
+    """
+    tile = options.get("tile", tables.HOPPER)
+    ptx = compiled(**STREAM | options | {"tile": tile._replace(parts=parts if tile.rows == 256 else 2)})
+    partitions = re.split(r"setmaxnreg\.", ptx)
+    (multiplies,) = [part for part in partitions if "wgmma.mma_async" in part]
+    of_products = multiplies[multiplies.index("wgmma.mma_async") : multiplies.rindex("barrier.sync")]
+    assert not re.search(r"shfl|[sl][td]\.global|bar\.sync|ld\.local", of_products)
+    assert sum("st.global" in part for part in partitions) == 2
 
 
 @pytest.mark.parametrize("tail", [16, 32])

@@ -32,7 +32,7 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_barriers import SUMMING_WARPS, stream_memory
+from .hopper_barriers import stream_memory
 from .hopper_codes import decode_stream, pair_table
 from .hopper_parts import (
     add_exponentials,
@@ -332,11 +332,12 @@ def _hopper_kernel(
                     (score_stream, (arguments, config)),
                     (add_maxima, (arguments, config, gl.constexpr(0))),
                     (add_maxima, (arguments, config, gl.constexpr(1))),
+                    (add_maxima, (arguments, config, gl.constexpr(2))),
                     (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
                 ],
-                [4, 4 * PARTS, SUMMING_WARPS, SUMMING_WARPS, 1],
+                [4, 4 * PARTS, 1, 1, 1, 1],
                 # With less than 160 registers, what multiplies spills. What is left is for the first.
-                [48, 160, 32, 32, 32],
+                [56, 160, 40, 40, 40, 40],
             )
         else:
             gl.warp_specialize(
@@ -347,7 +348,7 @@ def _hopper_kernel(
                     (add_maxima, (arguments, config, gl.constexpr(1))),
                     (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
                 ],
-                [4 * PARTS, SUMMING_WARPS, SUMMING_WARPS, 1],
+                [4 * PARTS, 2, 2, 1],
                 [176, 40, 40, 40] if PARTS == 2 else [96, 40, 40, 40],
             )
     elif PARTS == 4:

@@ -15,8 +15,6 @@ from triton.experimental.gluon import language as gl
 
 # Documents whose maxima wait to be summed, at most.
 RING = gl.constexpr(3)
-# Warps that sum the maxima of a document.
-SUMMING_WARPS = gl.constexpr(2)
 # Spans of columns that wait for the warps that copy, at most.
 SPANS = gl.constexpr(2)
 
@@ -33,6 +31,18 @@ def warps_of_product(config):
 
 
 @gluon.constexpr_function
+def summing_workers(config):
+    """How many take turns to sum the maxima of a document. Of codes, other warps need the registers of more."""
+    return 3 if config.nbits > 0 else 2
+
+
+@gluon.constexpr_function
+def warps_of_sums(config):
+    """The warps of each of these."""
+    return 1 if config.nbits > 0 else 2
+
+
+@gluon.constexpr_function
 def _allocation(config, copying_threads):
     """PTX that allocates what a stream has in shared memory, and has one thread make the barriers.
 
@@ -40,7 +50,7 @@ def _allocation(config, copying_threads):
     """
     stages, multiplying = config.tile.num_stages, warps_of_product(config)
     counts = [4 + copying_threads] * stages + [multiplying] * stages
-    counts += [multiplying] * RING.value + [SUMMING_WARPS.value] * RING.value
+    counts += [multiplying] * RING.value + [warps_of_sums(config)] * RING.value
     counts += [1] * SPANS.value + [8 if config.nbits > 0 else 4] * SPANS.value
     nbytes = ring_of_maxima(config) + RING.value * 16 * config.tile.rows
     lines = [

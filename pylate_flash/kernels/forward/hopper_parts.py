@@ -27,12 +27,12 @@ from ..gluon import add, copy_to_shared, next_slot
 from ..reductions import larger, log_sums, relative_to
 from ..rows import inverse_norm
 from .hopper_barriers import (
-    SUMMING_WARPS,
     arrive,
     arrive_when_copied,
     full_slots,
     rows_of_product,
     warps_of_product,
+    warps_of_sums,
 )
 from .quantized_rows import largest_magnitudes, rounded, scales_of, squares_of
 
@@ -132,7 +132,7 @@ def sums_of(values, ROWS: gl.constexpr, config: gl.constexpr):
     if _groups_in_warps(ROWS, GROUP) and not config.stream:
         sums = gl.reduce(gl.reshape(sums, [GROUP // 16, 4]), 0, add)
     elif GROUP > 16:
-        WARPS: gl.constexpr = SUMMING_WARPS if config.stream else 4
+        WARPS: gl.constexpr = warps_of_sums(config) if config.stream else 4
         together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [WARPS], [0])
         sums = gl.convert_layout(sums, together) if GROUP > 32 or not config.stream else sums
         sums = gl.reduce(gl.reshape(sums, [ROWS // GROUP, GROUP // 16]), 1, add)

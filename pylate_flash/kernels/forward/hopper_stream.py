@@ -26,7 +26,6 @@ from ..reductions import larger
 from .hopper_barriers import (
     RING,
     SPANS,
-    SUMMING_WARPS,
     arrive,
     await_barrier,
     empty_places,
@@ -39,6 +38,8 @@ from .hopper_barriers import (
     load_word,
     ring_of_maxima,
     store_word,
+    summing_workers,
+    warps_of_sums,
 )
 from .hopper_parts import announce, announce_last, split_by_lane, tile_positions, unscaled
 from .hopper_products import (
@@ -166,7 +167,7 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     _, _, _, n_documents, _, _ = numbers
     sums_ptr, _, _, _ = results
     ROWS: gl.constexpr = config.tile.rows
-    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [SUMMING_WARPS], [0])
+    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [warps_of_sums(config)], [0])
     rows = rows_from(queries, share, numbers, gl.to_tensor(0), row_block * ROWS, ROWS, by_row, config)
     _, _, _, row_scale, _ = rows
     sums = sums_from(share, numbers, row_block * ROWS, ROWS, by_row, config)
@@ -178,7 +179,7 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
         length = (stop - start).to(gl.int32)
         start = stop
         stop = gl.load(cu_seqlens_ptr + gl.minimum(document + 2, n_documents))
-        if (document - first) % 2 == WORKER:
+        if (document - first) % summing_workers(config) == WORKER:
             row_best = gl.zeros([ROWS], gl.float32, by_row)
             if length > 0:
                 row_best = _take(memory, slot, phase, by_row, config)
