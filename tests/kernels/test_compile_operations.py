@@ -242,6 +242,13 @@ def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
     assert dtype == UINT8 or "I2FP" not in sass
 
 
+def allocated_in_ptx(ptx: str) -> int:
+    """Bytes of shared memory that a stream allocates itself: tiles come behind, at a multiple of 1024 bytes."""
+    (nbytes,) = re.findall(r"\.shared \.align 1024 \.b8 allocated\[(\d+)\]", ptx)
+    assert int(nbytes) % 1024 == 0
+    return int(nbytes)
+
+
 # Type of packed documents, embedding size, queries of 32 tokens, and whether their programs quantize rows.
 STREAMS = [
     *[(BF16, size, 8, False) for size in (48, 96, 128, 192, 256, 320, 384)],
@@ -269,7 +276,7 @@ def test_streams_of_packed_documents_fit_and_spill_nothing_in_loops(
         names = "divide_by_norms"
     names = "hopper" + f" {names}" * normalize + " quantize_rows" * (dtype != given and not own)
     code = compiled(call, names, capability)["hopper"]
-    assert code.metadata.shared <= SHARED_MEMORY[90]
+    assert code.metadata.shared + allocated_in_ptx(code.asm["ptx"]) <= SHARED_MEMORY[90]
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+?)k\S+ \{[^}]*\}, (\S)", code.asm["ptx"])) == {
         ("m64n64", "{")
     }
@@ -426,7 +433,8 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     (words,) = re.findall(r"\.shared \.align \d+ \.b32 pairs\[(\d+)\]", asm["ptx"])
     assert int(words) == 32 * 4**nbits
     # All that a program may have, of which the driver takes 1 KB.
-    assert code.metadata.shared + 4 * int(words) <= SHARED_MEMORY[90]
+    assert code.metadata.shared + 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= SHARED_MEMORY[90]
+    assert 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= 48 << 10, "what is not asked for at a launch"
     # Those of Triton 3.8 spill what a partition begins with.
     assert get_sass(asm["cubin"]).count("LDL") <= (0 if triton_version() <= (3, 6) else 8)
 

@@ -4,15 +4,18 @@ Documents follow each other at multiples of 8 columns: the last token of each is
 several short documents, or parts of two, and a document has 7 columns at most that are products of a token before. In a
 product, a lane has two columns of every 8, whose maximum belongs to one document: to which, is the same for all lanes.
 
-- The warps that copy find out where documents end, and say so with a tile: a bit for every 8 columns.
-- A part takes the maxima of 8 columns after those before, and where a document ends, leaves the four that it has of a
-  row in shared memory, begins anew, and knows nothing else of documents.
-- Four more warps bring the four together, weight them and sum them over the rows of a query.
+- One warp finds out which tokens the columns are, and where documents end (`hopper_walk`).
+- Four warps copy these tokens, and say with a tile after which eights of columns documents end. Of codes, eight warps
+  do, which decompress them as well (`hopper_codes`).
+- One partition multiplies the rows of all queries with every tile. It takes the maxima of 8 columns after those before,
+  and where a document ends, leaves the four that it has of a row in shared memory, begins anew, and knows nothing else
+  of documents. Its groups of four warps do not wait for each other (`hopper_barriers`).
+- Two workers, of codes three, in turn bring the four together, weight them and sum them over the rows of a query.
 
-A part that took sums itself, as in `hopper`, spent two fifths of its time at the ends of documents of 24 to 112 tokens:
-shuffles wait for each other, and masks of columns take the ALU. 32 queries then took 3.2 ms with 80,000 documents on an
-H200, in place of 2.87 with each document by itself; with sums by warps of their own, 2.24 to 2.32, where tensor cores
-are busy for 73 % of it.
+What multiplies, if it takes sums too, as in `hopper`, spends two fifths of its time at the ends of documents of 24 to
+112 tokens: shuffles wait for each other, and masks of columns take the ALU. 32 queries and 80,000 documents then took
+3.2 ms on an H200, in place of 2.87 with each document by itself; with sums by other warps, 2.3; and since one partition
+multiplies, in four groups, and one warp walks, 2.02.
 """
 
 from __future__ import annotations
@@ -158,7 +161,7 @@ def _take(memory, slot, phase, BY_ROW: gl.constexpr, config: gl.constexpr):
 def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     """Sum the maxima of every document, of which what multiplies leaves four for each row.
 
-    A sum is a chain of instructions that wait for each other: two workers take turns with the documents.
+    A sum is a chain of instructions that wait for each other: several workers take turns with the documents.
     """
     queries, documents, shared, share, numbers, results = arguments
     _, _, cu_seqlens_ptr = documents

@@ -1,7 +1,9 @@
 """Where the documents of a stream lie (`hopper_stream`): the tokens of its columns, and where documents end.
 
-One warp finds out for all others, 256 columns at a time. Its lanes are 32 documents, of which a sum over lanes tells
-the columns where each ends; then they are the 32 eights of columns, each of which looks for its document among these.
+One warp finds out for all others, a span of 256 columns at a time. Its lanes are 32 documents, of which a sum over
+lanes tells the columns where each ends; then they are the 32 eights of columns, each of which looks for its document
+among these. So it takes as long for many short documents as for a long one, where a loop over documents, by all who
+copy, took 17 to 25 % of the time of those that decompress codes.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
     run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
     span = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    # The first document that the spans before leave, and the column of the next one where it begins.
+    # The first document that does not end in the spans before, and the column where it begins, counted from this one.
     base = first
     begin = gl.to_tensor(0)
     whole = gl.to_tensor(True)
