@@ -253,8 +253,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     rows = stacked_rows(problem, unpadded)
     narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
     streamed = _is_streamed(problem, problem.document_strides[-1])
-    short = kind.documents_mask is None and total <= tables.HOPPER_SHORT_LENGTH * problem.all_documents
-    short &= not streamed
+    short = not packed and kind.documents_mask is None and length <= tables.HOPPER_SHORT_LENGTH
     wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax, short)
     why = _ONE_MATRIX
     if wide is None:
@@ -282,9 +281,9 @@ def _is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> b
     """Whether the Hopper kernel takes packed documents as one stream (`forward.hopper_stream`).
 
     Rows are `row` elements apart, and documents have `mean_length` tokens at most, on average. What is read is counted
-    from where a program's share begins, in 32 bits.
+    from where a program's share begins, in 32 bits: whole waves may have a share be nearly twice the largest one.
     """
-    kind, most = problem.kind, problem.document_length + tables.HOPPER_SHARES.largest
+    kind, most = problem.kind, problem.document_length + 2 * tables.HOPPER_SHARES.largest
     fits = kind.cu_seqlens is not None and not kind.with_argmax and most * row <= config.INT32_MAX
     return fits and rounded_total(problem.n_tokens) <= mean_length * problem.n_documents
 

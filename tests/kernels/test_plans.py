@@ -258,8 +258,8 @@ def short_quantized(length: int) -> Problem:
         (packed(16, 180)._replace(kind=replaced(packed(16, 180).kind, "offset_unit", 8)), True),
         (with_argmax(packed(16, 180)), False),
         # Offsets of tokens are counted in 32 bits, from where a program begins.
-        (packed(16, 180)._replace(document_strides=(0, 0, 1 << 17)), False),
-        (packed(16, 180)._replace(document_strides=(0, 0, 1 << 16)), True),
+        (packed(16, 180)._replace(document_strides=(0, 0, 1 << 16)), False),
+        (packed(16, 180)._replace(document_strides=(0, 0, 1 << 15)), True),
         (problem((16, 32, 128), (40, 180, 128)), False),
         (short_quantized(180), True),
         (short_quantized(300), False),

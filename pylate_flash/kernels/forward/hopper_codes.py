@@ -246,7 +246,7 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr, WORKER: gl.con
     codes_ptr += run_start
     scale_ptr += run_start
     centroids = centroids_ptr + dims[None, :]
-    tokens, _places = walked
+    of_columns, _places = walked
     TILES: gl.constexpr = SPAN // COLUMNS
     gl.static_assert(TILES % _WORKERS == 0)
     span = gl.to_tensor(0)
@@ -260,13 +260,13 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr, WORKER: gl.con
         exists = 8 * eights > COLUMNS * number
         last_number = gl.cdiv(8 * eights, COLUMNS)
         if exists:
-            here = of_tile(tokens, TILES * span + number, positions, config)
-            word_tokens = of_tile(tokens, TILES * span + number, word_positions, config)
+            tokens = of_tile(of_columns, TILES * span + number, positions, config)
+            word_tokens = of_tile(of_columns, TILES * span + number, word_positions, config)
             await_barrier(memory, empty_slots(config), _WORKERS * slot + WORKER, phase)
             store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, ended_of(ended_in_span, number, config))
             copy_to_shared(words.index(slot), words_ptr + (word_tokens * UNITS)[:, None] + word_places[None, :])
-            copy_to_shared(numbers.index(slot), codes_ptr + here)
-            copy_to_shared(scales.index(slot), scale_ptr + here)
+            copy_to_shared(numbers.index(slot), codes_ptr + tokens)
+            copy_to_shared(scales.index(slot), scale_ptr + tokens)
             slot, phase = next_slot(slot, phase, SLOTS)
             number += _WORKERS
             if (number >= TILES) & (eights == SPAN // 8):

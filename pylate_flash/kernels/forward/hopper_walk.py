@@ -91,7 +91,7 @@ def _first_after(ends, column):
 
 
 @gluon.jit
-def _column(values, LAYOUT: gl.constexpr):
+def _as_column(values, LAYOUT: gl.constexpr):
     return gl.convert_layout(values, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
 
 
@@ -149,10 +149,10 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
         begin -= SPAN
         eights = gl.reduce(found.to(gl.int32), 0, add)
         await_barrier(memory, empty_spans(config), span, phase)
-        column_token = gl.minimum(_column(token, by_eight) + within, _column(stop_token, by_eight) - 1)
+        column_token = gl.minimum(_as_column(token, by_eight) + within, _as_column(stop_token, by_eight) - 1)
         tokens.index(span).store(column_token)
         if config.offset_unit > 0:
-            column_place = _column(place, by_eight) + column_token.to(gl.int64) * (stride // config.offset_unit)
+            column_place = _as_column(place, by_eight) + column_token.to(gl.int64) * (stride // config.offset_unit)
             places.index(span).store(column_place)
         store_word(memory, words_of_spans(config), 2 * span, eights)
         store_word(memory, words_of_spans(config), 2 * span + 1, gl.reduce(gl.where(ended, 1 << lanes, 0), 0, add))
