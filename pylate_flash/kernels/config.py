@@ -93,7 +93,12 @@ def config_of(
     **special: Any,
 ) -> Config:
     """The config for problems of a kind; `special` are the fields that have defaults."""
-    warps = (4, 1, None) if isinstance(tile, HopperTile) else (tile.num_warps, tile.num_stages, registers)
+    warps: tuple[int, int, int | None]
+    if isinstance(tile, HopperTile):
+        # The first warps of a block copy, or multiply; eight decompress codes.
+        warps = 8 if special.get("nbits") else 4, 1, None
+    else:
+        warps = tile.num_warps, tile.num_stages, registers
     return Config(
         kernel,
         tile,

@@ -39,7 +39,8 @@ def find_document(cu_seqlens_ptr, n_documents, position, COST: gl.constexpr):
 
     `splits.lower_bound` of one target.
     """
-    probes = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    WARPS: gl.constexpr = gl.num_warps()
+    probes = gl.arange(0, 256, layout=gl.BlockedLayout([8 // WARPS], [32], [WARPS], [0]))
     low = gl.to_tensor(0)
     left = gl.to_tensor(n_documents)
     while left > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -89,6 +90,54 @@ def test_pairs_of_weights(seed: int, nbits: int) -> None:
     together = 8 // nbits
     stored = [indices[start : start + together] for start in range(0, 8, together)]
     stored_bytes = [sum(index << 8 - nbits * (place + 1) for place, index in enumerate(byte)) for byte in stored]
-    given = {"$4": words(stored_bytes + [0] * (4 - len(stored_bytes)), 8)[0], "$10": table + 4 * lane}
-    found = run("".join(hopper_codes._looked_up(nbits)), given, memory)
+    given = {"indices0": words(stored_bytes + [0] * (4 - len(stored_bytes)), 8)[0], "$4": table + 4 * lane}
+    found = run("".join(hopper_codes._looked_up(nbits, 0)), given, memory)
     assert [found[f"weights{pair}"] for pair in range(4)] == words([weights[index] for index in indices], 16)
+
+
+def column_of(bases: list[list[int]], index: int) -> int:
+    return sum(basis[0] for bit, basis in enumerate(bases) if index >> bit & 1)
+
+
+def offsets(ptx: str, what: str) -> list[int]:
+    """How far from an operand instructions of a kind read or write, one after the other."""
+    return [int(offset or 0) for offset in re.findall(rf"{what}.*\[\$\d(?: \+ (\d+))?\]", ptx)]
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize("units", [8, 16])
+def test_a_warp_has_staged_what_its_lanes_decompress(units: int, nbits: int) -> None:
+    """Every unit of a tile's 64 tokens is one lane's, whose indices, scale and centroid are those of that token."""
+    chunks, passes = units * nbits // 16, units // 2
+    by_chunk, by_number = (hopper_codes._columns_of(units, of) for of in (chunks, 0))
+    centroids = hopper_codes._copy_centroids_ptx(units)
+    decode = hopper_codes._decode_ptx(units, nbits, "f16", None)
+    indices_of_pass, rows_of_pass = (
+        offsets(decode, f"ld.shared.u{8 * nbits}"),
+        offsets(decode, "ld.shared.v4.b32 {pair"),
+    )
+    assert rows_of_pass == offsets(decode, "st.shared") == offsets(centroids, "cp.async")[:4]
+    assert offsets(centroids, "ld.shared") == [16 * four for four in range(passes // 4)]
+    decompressed = set()
+    for warp in range(4):
+        of_warp = column_of(by_chunk.warp_bases, warp)
+        assert of_warp == column_of(by_number.warp_bases, warp)
+        # What lies in every 16 bytes of indices, and in every word of numbers, and then of scales.
+        indices, numbers = {}, {}
+        for lane in range(32):
+            for register in range(1 << len(by_chunk.reg_bases)):
+                column = of_warp + column_of(by_chunk.lane_bases, lane) + column_of(by_chunk.reg_bases, register)
+                indices[lane + 32 * register] = column, lane % chunks
+            numbers[lane] = of_warp + column_of(by_number.lane_bases, lane)
+        assert [numbers[lane] for lane in range(16)] == [numbers[lane] for lane in range(16, 32)]
+        for lane in range(32):
+            for number in range(passes):
+                part, token = divmod(number, 4)
+                # Rows of a tile have 128 bytes, or are two of these, far from each other.
+                column = (4 * (rows_of_pass[1] // 128) * part + rows_of_pass[token] // 128) + of_warp + lane // units
+                at = 4 * 32 * nbits * part + indices_of_pass[token] + nbits * lane
+                assert indices[at // 16] == (column, lane % units * nbits // 16)
+                assert at % 16 == lane % units * nbits % 16
+                assert numbers[passes * (lane // units) + number] == column
+                decompressed.add((column, lane % units))
+    assert decompressed == {(column, unit) for column in range(64) for unit in range(units)}

@@ -33,8 +33,8 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_barriers import stream_memory
-from .hopper_codes import decode_stream, pair_table
+from .hopper_barriers import address_of, stream_memory
+from .hopper_codes import decode_stream, pair_table, staging_slots
 from .hopper_parts import (
     add_exponentials,
     copy_documents,
@@ -282,7 +282,8 @@ def _hopper_kernel(
     operand_ptr = centroids_ptr if in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
     dtype: gl.constexpr = gl.int8 if config.affine else operand_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
+    STAGED: gl.constexpr = staging_slots(config)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES + STAGED, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
     if SECOND > 0:
         second_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, SECOND], dtype)
@@ -325,20 +326,20 @@ def _hopper_kernel(
     )  # fmt: skip
     if config.stream:
         if config.nbits > 0:
-            coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits)
+            coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits), address_of(tiles, full)
             gl.warp_specialize(
                 [
-                    (decode_stream, (copied, coded, walked, config, gl.constexpr(0))),
-                    (decode_stream, (copied, coded, walked, config, gl.constexpr(1))),
+                    (decode_stream, (copied, coded, walked, config)),
                     (score_stream, (arguments, config)),
                     (add_maxima, (arguments, config, gl.constexpr(0))),
                     (add_maxima, (arguments, config, gl.constexpr(1))),
                     (add_maxima, (arguments, config, gl.constexpr(2))),
                     (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
                 ],
-                [4, 4 * PARTS, 1, 1, 1, 1],
-                # With less than 160 registers, what multiplies spills. What is left is for the first.
-                [56, 160, 40, 40, 40, 40],
+                [4 * PARTS, 1, 1, 1, 1],
+                # With less than 160 registers, what multiplies spills, and with less than 64, what decompresses, which
+                # has what is left.
+                [160, 32, 32, 32, 32],
             )
         else:
             gl.warp_specialize(

@@ -14,10 +14,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..gluon import larger_of
+
 # Documents whose maxima wait to be summed, at most.
 RING = gl.constexpr(3)
-# Spans of columns that wait for the warps that copy, at most.
-SPANS = gl.constexpr(2)
 
 
 @gluon.constexpr_function
@@ -44,6 +44,12 @@ def warps_of_sums(config):
 
 
 @gluon.constexpr_function
+def spans(config):
+    """Spans of columns that wait for the warps that copy, at most. Those that decompress codes look further ahead."""
+    return 3 if config.nbits > 0 else 2
+
+
+@gluon.constexpr_function
 def _allocation(config, copying_threads):
     """PTX that allocates what a stream has in shared memory, and has one thread make the barriers.
 
@@ -52,7 +58,7 @@ def _allocation(config, copying_threads):
     stages, multiplying = config.tile.num_stages, warps_of_product(config)
     counts = [4 + copying_threads] * stages + [multiplying] * stages
     counts += [multiplying] * RING.value + [warps_of_sums(config)] * RING.value
-    counts += [1] * SPANS.value + [8 if config.nbits > 0 else 4] * SPANS.value
+    counts += [1] * spans(config) + [8 if config.nbits > 0 else 4] * spans(config)
     nbytes = ring_of_maxima(config) + RING.value * 16 * config.tile.rows
     lines = [
         ".reg .pred first;",
@@ -115,19 +121,19 @@ def full_spans(config):
 
 @gluon.constexpr_function
 def empty_spans(config):
-    return full_spans(config) + 8 * SPANS.value
+    return full_spans(config) + 8 * spans(config)
 
 
 @gluon.constexpr_function
 def words_of_spans(config):
     """Where two words of every span are."""
-    return empty_spans(config) + 8 * SPANS.value
+    return empty_spans(config) + 8 * spans(config)
 
 
 @gluon.constexpr_function
 def ends_of_slots(config):
     """Where words are that say after which eights of a slot's columns documents end, as bits; below 0, after all."""
-    return words_of_spans(config) + 8 * SPANS.value
+    return words_of_spans(config) + 8 * spans(config)
 
 
 @gluon.constexpr_function
@@ -191,3 +197,49 @@ def store_word(memory, OFFSET: gl.constexpr, number, value):
 def load_word(memory, OFFSET: gl.constexpr, number):
     PTX: gl.constexpr = _of_number("ld.shared.b32 $0, @;", 4, OFFSET)
     return execute_ptx(PTX, "=&r,r,r", [memory, number])
+
+
+_AWAIT_ALL = gl.constexpr({warps: f"bar.sync 8, {32 * warps}; mov.b32 $0, 0;" for warps in (4, 8)})
+_WORD_OR_0 = gl.constexpr(
+    "{ .reg .pred exists; .reg .b32 end, size; mov.u32 end, %reserved_smem_offset_end; mov.u32 size, %total_smem_size;"
+    " add.u32 end, end, size; setp.lt.u32 exists, $1, end; mov.b32 $0, 0; @exists ld.shared.b32 $0, [$1]; }"
+)
+# Every warp has 256 numbers, a lane eight of them.
+_OF_EVERY_WARP = gl.constexpr(
+    gl.DistributedLinearLayout([[32], [64], [128]], [[1], [2], [4], [8], [16]], [[0], [0], [0]], [], [256])
+)
+
+
+@gluon.jit
+def _await_all():
+    """Await all warps of a block that has no partitions yet, at a barrier of the hardware that Triton does not use."""
+    PTX: gl.constexpr = _AWAIT_ALL[gl.num_warps()]
+    execute_ptx(PTX, "=r,r", [gl.to_tensor(0)])
+
+
+@gluon.jit
+def address_of(tiles, memory):
+    """The address of tiles in shared memory, which Gluon does not tell. They are not in use yet, by any of 8 warps.
+
+    It is the multiple of 1024, behind `memory`, where a word changes as what is stored in the first tile does. Every
+    warp looks for itself: what a sum over warps leaves in shared memory may be overwritten before all have read it.
+    """
+    STAGES: gl.constexpr = tiles.shape[0]
+    COLUMNS: gl.constexpr = tiles.shape[1]
+    WORDS: gl.constexpr = tiles.shape[2] // 2
+    in_words: gl.constexpr = gl.NVMMASharedLayout(tiles.layout.swizzle_byte_width, 32, 2)
+    rows = tiles._reinterpret(gl.int32, [STAGES, COLUMNS, WORDS], in_words).index(0).slice(0, 8)
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
+    words, _ = gl.broadcast(
+        gl.arange(1, WORDS + 1, layout=gl.SliceLayout(0, layout))[None, :], gl.zeros([8, WORDS], gl.int32, layout)
+    )
+    at = memory + 1024 * gl.arange(0, 256, layout=_OF_EVERY_WARP)
+    rows.store(words)
+    _await_all()
+    first = execute_ptx(_WORD_OR_0, "=&r,r", [at])
+    _await_all()
+    rows.store(-words)
+    _await_all()
+    second = execute_ptx(_WORD_OR_0, "=&r,r", [at])
+    _await_all()
+    return gl.reduce(gl.where((first == 1) & (second == -1), at, 0), 0, larger_of)

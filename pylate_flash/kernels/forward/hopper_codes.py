@@ -2,10 +2,15 @@
 
 A tile takes three steps, and others are begun between them, so that no step waits for memory: what is stored of its
 tokens is copied to shared memory; the centroids of these are, to where the embeddings are to be; and there bucket
-weights are added, and the sum times its scale replaces the centroid. A thread does the last with what it has copied
-itself, eight elements at a time. Two workers of four warps each take turns with the tiles: a step is one chain of
-instructions, of which one worker waits for the last while the other goes on. With one worker, whatever it has under
-way, 32 queries and 10000 documents of 300 tokens took 1.75 ms on an H100, and 1.50 with two.
+weights are added, and the sum times its scale replaces the centroid. Two workers of four warps each take turns with the
+tiles: a step is one chain of instructions, of which one worker waits for the last while the other goes on. With one
+worker, whatever it has under way, 32 queries and 10000 documents of 300 tokens took 1.75 ms on an H100, and 1.50 with
+two.
+
+A warp has 16 tokens of a tile, and waits for no other: a lane decompresses the units of eight elements that it has
+copied itself. Triton would have all warps of a partition wait between uses of shared memory (2.72 ms in place of 2.63
+at 32 x 80000, 24 to 112 tokens, on an H200), so that these are PTX here, at addresses that are each thread's own: what
+is no tensor to Gluon need not be the same for all threads. What is staged lies behind the tiles.
 
 Weights are looked up two at a time, by a byte of indices (of 2 bits, half a byte), in a table in shared memory. By
 permutes of bytes, as in `few_bits`, it took a thread 184 instructions of the ALU for 64 elements, where now it is 32,
@@ -22,95 +27,180 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ..gluon import copy_to_shared, next_slot
+from ..gluon import next_slot
 from ..reductions import larger
 from .hopper_barriers import (
-    SPANS,
     arrive,
     await_barrier,
     empty_slots,
     empty_spans,
     ends_of_slots,
+    execute_ptx,
     full_slots,
+    spans,
     store_word,
 )
 from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 
-# Groups of four warps that decompress; tiles that one begins after another before it copies the centroids of that, and
-# before it decompresses it.
+# Groups of four warps that take turns with the tiles, and tiles that each has staged: one in each of the three steps.
 _WORKERS = gl.constexpr(2)
-_CENTROIDS_AFTER = gl.constexpr(1)
-_DECODED_AFTER = gl.constexpr(2)
+_STAGED = gl.constexpr(3)
+# Tokens of a tile that a warp decompresses, and how many of a lane's at a time, for which there are registers.
+_TOKENS = gl.constexpr(16)
+_TOGETHER = gl.constexpr(4)
 _NAMES = {gl.bfloat16: "bf16", gl.float16: "f16"}
 # Bits before the indices of each pair, two of 4 bits or two of 2, of which the first one is the upper one.
 _PAIRS = {4: (0, 8, 16, 24), 2: (4, 0, 12, 8)}
 # Every pair of weights stands in the table once for each bank of shared memory, so that no lane waits for another.
 _LANES = gl.constexpr(32)
+# Units of an embedding, of eight elements: a lane has one of every token of its own.
+_UNITS = 8, 16
 
 
-def _looked_up(nbits: int) -> list[str]:
-    """PTX that looks up the weights of the indices in $4, pair by pair, in the column that begins at $10."""
-    lines = []
-    for pair, first in enumerate(_PAIRS[nbits]):
+def _columns_apart(units: int) -> int:
+    """Columns of a tile between the tokens of a lane: what four warps have in between."""
+    return 4 * 32 // units
+
+
+def _columns_of(units: int, chunks: int) -> gl.DistributedLinearLayout:
+    """The layout in which a lane has the columns of a tile of which it copies something.
+
+    That is `chunks` of 16 bytes of a token's indices, to neighbouring lanes; or (0) numbers, by half the lanes, and
+    scales by the others.
+    """
+    of_passes = [[_columns_apart(units) << bit] for bit in range((_TOKENS.value * units // 32).bit_length() - 1)]
+    of_neighbours = [[1 << bit] for bit in range((32 // units).bit_length() - 1)]
+    bases = [[0]] * (chunks.bit_length() - 1) + of_neighbours + of_passes if chunks else of_passes + of_neighbours
+    bases += [[0]] * (5 - len(bases))
+    # Both workers have the same columns, of tiles of their own.
+    return gl.DistributedLinearLayout(bases[5:], bases[:5], [[32 // units], [64 // units], [0]], [], [64])
+
+
+def _ptx(lines: list[str]) -> str:
+    return "{\n" + "\n".join([*lines, "mov.b32 $0, 0;"]) + "\n}"
+
+
+def _copy_centroids_ptx(units: int) -> str:
+    """PTX that copies a lane's units of the centroids at $3, whose numbers are at $1, into a tile, at $2."""
+    passes, bytes_apart = _TOKENS.value * units // 32, 128 * _columns_apart(units)
+    lines = [f".reg .b32 number<{passes}>;", ".reg .b64 at;"]
+    for first in range(0, passes, 4):
+        four = ", ".join(f"number{number}" for number in range(first, first + 4))
+        lines.append(f"ld.shared.v4.b32 {{{four}}}, [$1 + {4 * first}];")
+    for number in range(passes):
         lines += [
-            f"bfe.u32 index, $4, {first}, {2 * nbits};",
-            f"mad.lo.u32 index, index, {4 * _LANES.value}, $10;",
-            f"ld.shared.b32 weights{pair}, [index];",
+            f"mad.wide.u32 at, number{number}, {16 * units}, $3;",
+            f"cp.async.cg.shared.global [$2 + {bytes_apart * number}], [at], 16;",
+        ]
+    return _ptx(lines)
+
+
+def _looked_up(nbits: int, unit: int) -> list[str]:
+    """PTX that looks up the weights of the indices of a unit, pair by pair, in the column that begins at $4."""
+    lines = []
+    for pair, first in enumerate(_PAIRS[nbits], 4 * unit):
+        lines += [
+            f"bfe.u32 at, indices{unit}, {first}, {2 * nbits};",
+            f"mad.lo.u32 at, at, {4 * _LANES.value}, $4;",
+            f"ld.shared.b32 weights{pair}, [at];",
         ]
     return lines
 
 
-def _decode_ptx(nbits: int, centroid: str, embedding: str | None) -> str:
-    """PTX that makes eight elements, two in each of $0 to $3, of the type of centroids if `embedding` is None.
-
-    Of indices $4, elements $5 to $8 of a centroid, a scale $9, and the address of the thread's column of the table $10.
-    """
-    lines = [
-        ".reg .b32 index, weights<4>, sum;",
-        ".reg .b16 first, second;",
-        ".reg .f32 a, b;",
-        *_looked_up(nbits),
-    ]
+def _decompressed(unit: int, centroid: str, embedding: str | None) -> list[str]:
+    """PTX that makes a unit of an embedding, in place of that of a centroid."""
+    lines = []
     if embedding is None:
         # The largest number of float16: a sum of a norm below 2**-16 is not normalised.
-        lines += ["min.f32 a, $9, 0f477FE000;", f"cvt.rn.{centroid}x2.f32 index, a, a;"]
-    for pair in range(4):
-        lines.append(f"add.rn.{centroid}x2 sum, ${5 + pair}, weights{pair};")
+        lines += [f"mov.b32 a, scale{unit};", "min.f32 a, a, 0f477FE000;"]
+        lines.append(f"cvt.rn.{centroid}x2.f32 scale{unit}, a, a;")
+    for pair in range(4 * unit, 4 * unit + 4):
+        lines.append(f"add.rn.{centroid}x2 sum, pair{pair}, weights{pair};")
         if embedding is None:
-            lines.append(f"mul.rn.{centroid}x2 ${pair}, sum, index;")
+            lines.append(f"mul.rn.{centroid}x2 pair{pair}, sum, scale{unit};")
             continue
         lines += [
-            "mov.b32 {first, second}, sum;",
-            f"cvt.f32.{centroid} a, first;",
-            f"cvt.f32.{centroid} b, second;",
-            "mul.f32 a, a, $9;",
-            "mul.f32 b, b, $9;",
-            f"cvt.rn.{embedding}x2.f32 ${pair}, b, a;",
+            "mov.b32 {lower, upper}, sum;",
+            f"cvt.f32.{centroid} a, lower;",
+            f"cvt.f32.{centroid} b, upper;",
+            f"mul.f32 a, a, scale{unit};",
+            f"mul.f32 b, b, scale{unit};",
+            f"cvt.rn.{embedding}x2.f32 pair{pair}, b, a;",
         ]
-    return "{\n" + "\n".join(lines) + "\n}"
+    return lines
 
 
-_PTX = gl.constexpr(
+def _decode_ptx(units: int, nbits: int, centroid: str, embedding: str | None) -> str:
+    """PTX that replaces units of centroids in a tile, at $1, by those of embeddings: of the next few tokens of a lane.
+
+    Their indices are at $2, scales at $3, and the lane's column of the table at $4. Embeddings are of the type of the
+    centroids if `embedding` is None.
+    """
+    numbers, bytes_apart = range(_TOGETHER.value), 128 * _columns_apart(units)
+    pairs = [", ".join(f"pair{pair}" for pair in range(4 * unit, 4 * unit + 4)) for unit in numbers]
+    word = "u32" if nbits == 4 else "u16"
+    return _ptx(
+        [
+            ".reg .b32 indices<4>, scale<4>, pair<16>, weights<16>, at, sum;",
+            ".reg .b16 lower, upper;",
+            ".reg .f32 a, b;",
+            "ld.shared.v4.b32 {scale0, scale1, scale2, scale3}, [$3];",
+            *(f"ld.shared.{word} indices{unit}, [$2 + {32 * nbits * unit}];" for unit in numbers),
+            *(f"ld.shared.v4.b32 {{{pairs[unit]}}}, [$1 + {bytes_apart * unit}];" for unit in numbers),
+            *(line for unit in numbers for line in _looked_up(nbits, unit)),
+            *(line for unit in numbers for line in _decompressed(unit, centroid, embedding)),
+            *(f"st.shared.v4.b32 [$1 + {bytes_apart * unit}], {{{pairs[unit]}}};" for unit in numbers),
+        ]
+    )
+
+
+_COLUMNS = gl.constexpr(
+    {(units, chunks): _columns_of(units, chunks) for units in _UNITS for chunks in (0, units // 8, units // 4)}
+)
+_COPY_CENTROIDS = gl.constexpr({units: _copy_centroids_ptx(units) for units in _UNITS})
+_DECODE = gl.constexpr(
     {
-        (nbits, str(centroid), str(embedding)): _decode_ptx(nbits, _NAMES[centroid], _NAMES.get(embedding))
-        for nbits in (2, 4)
+        (units, nbits, str(centroid), str(embedding)): _decode_ptx(
+            units, nbits, _NAMES[centroid], _NAMES.get(embedding)
+        )
+        for units in _UNITS
+        for nbits in _PAIRS
         for centroid in _NAMES
         for embedding in (*_NAMES, None)
         if embedding is not None or centroid is gl.float16
+    }
+)
+_COPY = gl.constexpr(
+    {
+        16: "cp.async.cg.shared.global [$1], [$2], 16; mov.b32 $0, 0;",
+        4: "cp.async.ca.shared.global [$1], [$2], 4; mov.b32 $0, 0;",
     }
 )
 # A word of a table for each lane and pair.
 _ALLOCATE = gl.constexpr(
     {nbits: f"{{ .shared .align 128 .b32 pairs[{_LANES.value << 2 * nbits}]; mov.u32 $0, pairs; }}" for nbits in _PAIRS}
 )
-_OPERANDS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 7))
 
 
 @gluon.constexpr_function
-def _ptx_of(nbits, centroid, embedding):
-    return _PTX.value[nbits, str(centroid), str(embedding)]
+def _decode_of(units, nbits, centroid, embedding):
+    return _DECODE.value[units, nbits, str(centroid), str(embedding)]
+
+
+@gluon.constexpr_function
+def _staged_bytes(config):
+    """What a warp has staged of a tile: indices of its tokens, and then numbers of centroids, and scales."""
+    return _TOKENS.value * (config.size // 8 * config.nbits + 8)
+
+
+@gluon.constexpr_function
+def staging_slots(config):
+    """Slots of a tile that take what all warps have staged."""
+    if config.nbits == 0:
+        return 0
+    nbytes = 4 * _WORKERS.value * _STAGED.value * _staged_bytes(config)
+    return -(-nbytes // (2 * config.size * config.tile.columns))
 
 
 @gluon.jit
@@ -120,7 +210,8 @@ def pair_table(weights_ptr, NBITS: gl.constexpr):
     It is allocated in PTX, as Gluon tells no address of what it allocates, and so comes on top of what Triton counts.
     """
     PAIRS: gl.constexpr = 1 << 2 * NBITS
-    by_pair: gl.constexpr = gl.BlockedLayout([PAIRS // 4, 1], [1, _LANES], [4, 1], [1, 0])
+    WARPS: gl.constexpr = gl.num_warps()
+    by_pair: gl.constexpr = gl.BlockedLayout([PAIRS // WARPS, 1], [1, _LANES], [WARPS, 1], [1, 0])
     indices = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, by_pair))
     lanes = gl.arange(0, _LANES, layout=gl.SliceLayout(0, by_pair))
     at = weights_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
@@ -138,51 +229,6 @@ def pair_table(weights_ptr, NBITS: gl.constexpr):
 
 
 @gluon.jit
-def _column(table, UNITS: gl.constexpr):
-    """The address of the table's column of each lane, which it has in place of a row [UNITS]."""
-    row = table + gl.arange(0, UNITS, layout=gl.SliceLayout(0, _by_unit(UNITS))) * 0
-    return gl.inline_asm_elementwise(
-        "{ .reg .u32 lane; mov.u32 lane, %laneid; mad.lo.u32 $0, lane, 4, $1; }",
-        "=r,r", [row], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _by_unit(units):
-    """The layout of tokens and units of eight elements, of which a thread has one."""
-    return gl.BlockedLayout([1, 1], [32 // units, units], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _everywhere(word, like):
-    word = gl.convert_layout(word, gl.SliceLayout(0, like.type.layout), assert_trivial=True)
-    return gl.broadcast(word[None, :], like)[0]
-
-
-@gluon.jit
-def _decode(tile, words, scales, column, types: gl.constexpr, FIRST: gl.constexpr, ROWS: gl.constexpr):
-    """Make embeddings of the centroids in a tile [tokens, elements / 2], int32, in ROWS rows from FIRST on."""
-    NBITS: gl.constexpr = types[0]
-    UNITS: gl.constexpr = words.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // UNITS, UNITS], [4, 1], [1, 0])
-    pairs = tile.slice(FIRST, ROWS).load(layout)
-    even, odd = gl.split(gl.reshape(pairs, [ROWS, UNITS, 2, 2]))
-    first, third = gl.split(even)
-    second, last = gl.split(odd)
-    here: gl.constexpr = first.type.layout
-    index = words.slice(FIRST, ROWS).load(here).to(gl.int32)
-    scale = scales.slice(FIRST, ROWS).load(gl.SliceLayout(1, here)).to(gl.int32, bitcast=True)
-    scale, _ = gl.broadcast(scale[:, None], index)
-    arguments = [index, first, second, third, last, scale, _everywhere(column, index)]
-    first, second, third, last = gl.inline_asm_elementwise(
-        _ptx_of(NBITS, types[1], types[2]), _OPERANDS, arguments,
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    made = gl.reshape(gl.join(gl.join(first, third), gl.join(second, last)), [ROWS, 4 * UNITS])
-    tile.slice(FIRST, ROWS).store(gl.convert_layout(made, layout, assert_trivial=True))
-
-
-@gluon.jit
 def scaled_rows(rows, dtype: gl.constexpr):
     """Rows in another type of 16 bits, and what their maxima are to be multiplied by, a power of 2 for each row.
 
@@ -197,109 +243,135 @@ def scaled_rows(rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def decode_stream(arguments, coded, walked, config: gl.constexpr, WORKER: gl.constexpr):
-    """As `hopper_stream.copy_stream`, every other tile, of documents that are residual codes."""
-    codes_ptr, centroids_ptr, table = coded
+def _execute(INSTRUCTIONS: gl.constexpr):
+    PTX: gl.constexpr = INSTRUCTIONS + " mov.b32 $0, 0;"
+    execute_ptx(PTX, "=r,r", [gl.to_tensor(0)])
+
+
+@gluon.jit
+def _bits_of_thread(FIRST: gl.constexpr, NUMBER: gl.constexpr):
+    """So many bits of a thread's number, from one on: an integer that is each thread's own."""
+    PTX: gl.constexpr = "{ .reg .b32 thread; mov.u32 thread, %tid.x; bfe.u32 $0, thread, $1, $2; }"
+    return execute_ptx(PTX, "=r,r,r", [gl.to_tensor(FIRST), gl.to_tensor(NUMBER)])
+
+
+@gluon.jit
+def _copy(to, at, NBYTES: gl.constexpr):
+    """Copy bytes from an address to one in shared memory, asynchronously."""
+    PTX: gl.constexpr = _COPY[NBYTES]
+    execute_ptx(PTX, "=r,r,l", [to, at])
+
+
+@gluon.jit
+def decode_stream(arguments, coded, walked, config: gl.constexpr):
+    """As `hopper_stream.copy_stream`, of documents that are residual codes."""
+    codes_ptr, centroids_ptr, table, tiles_at = coded
     (
         residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, memory, _, _, first, _, n_documents,
         _, _, _, _,
     ) = arguments  # fmt: skip
-    SIZE: gl.constexpr = config.size
+    UNITS: gl.constexpr = config.size // 8
     # Slots of this worker, every other one.
     gl.static_assert(config.tile.num_stages % _WORKERS == 0)
     SLOTS: gl.constexpr = config.tile.num_stages // _WORKERS
     COLUMNS: gl.constexpr = config.tile.columns
-    # So many rows are decoded at a time, as more take registers.
-    ROWS: gl.constexpr = 32
-    UNITS: gl.constexpr = SIZE // 8
+    TILES: gl.constexpr = SPAN // COLUMNS
+    SPANS: gl.constexpr = spans(config)
+    gl.static_assert(COLUMNS == 4 * _TOKENS and TILES % _WORKERS == 0)
+    TILE_BYTES: gl.constexpr = 2 * config.size * COLUMNS
+    # Tokens of a lane; of what is stored of one, the bytes of its indices, and 16 of these at a time.
+    PASSES: gl.constexpr = _TOKENS * UNITS // 32
+    TOKEN_BYTES: gl.constexpr = UNITS * config.nbits
+    CHUNKS: gl.constexpr = TOKEN_BYTES // 16
+    INDICES_BYTES: gl.constexpr = _TOKENS * TOKEN_BYTES
+    STAGED_BYTES: gl.constexpr = _staged_bytes(config)
+    BY_CHUNK: gl.constexpr = _COLUMNS[UNITS, CHUNKS]
+    BY_NUMBER: gl.constexpr = _COLUMNS[UNITS, 0]
+    COPY_CENTROIDS: gl.constexpr = _COPY_CENTROIDS[UNITS]
     EMBEDDING: gl.constexpr = None if config.scale_rows else tiles.dtype
-    types: gl.constexpr = (config.nbits, centroids_ptr.dtype.element_ty, EMBEDDING)
-    # What is stored of tokens: eight indices to a word, numbers of centroids, scales.
-    WORD: gl.constexpr = gl.int32 if config.nbits == 4 else gl.int16
-    words_ptr = residuals_ptr.to(gl.pointer_type(WORD), bitcast=True)
-    by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    words = gl.allocate_shared_memory(WORD, [SLOTS, COLUMNS, UNITS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, COLUMNS], by_row)
-    scales = gl.allocate_shared_memory(gl.float32, [SLOTS, COLUMNS], by_row)
-    in_pairs: gl.constexpr = gl.NVMMASharedLayout(tiles.layout.swizzle_byte_width, 32, 2)
-    pairs = tiles._reinterpret(gl.int32, [_WORKERS * SLOTS, COLUMNS, SIZE // 2], in_pairs)
-    column = _column(table, UNITS)
+    DECODE: gl.constexpr = _decode_of(UNITS, config.nbits, centroids_ptr.dtype.element_ty, EMBEDDING)
 
-    # All but numbers and scales are copied 16 bytes at a time.
-    PACK: gl.constexpr = 128 // WORD.primitive_bitwidth
-    of_words: gl.constexpr = gl.BlockedLayout([1, PACK], [32 * PACK // UNITS, UNITS // PACK], [4, 1], [1, 0])
-    word_positions = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, of_words))
-    word_places = gl.arange(0, UNITS, layout=gl.SliceLayout(0, of_words))
-    positions = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    of_centroids: gl.constexpr = gl.BlockedLayout([1, 8], [32 // UNITS, UNITS], [4, 1], [1, 0])
-    dims = gl.arange(0, SIZE, layout=gl.SliceLayout(0, of_centroids))
+    lane = _bits_of_thread(0, 5)
+    warp = _bits_of_thread(5, 2)
+    worker = _bits_of_thread(7, 1)
+    # A lane's unit, and which of the tokens of a pass it is of; rows of tiles are swizzled.
+    unit = lane % UNITS
+    neighbour = lane // UNITS
+    row = warp * (32 // UNITS) + neighbour
+    unit_at = tiles_at + unit // 8 * (128 * COLUMNS) + 128 * row + 16 * (unit % 8 ^ row % 8)
+    staged = tiles_at + config.tile.num_stages * TILE_BYTES + _STAGED * STAGED_BYTES * (4 * worker + warp)
+    column = table + 4 * lane
+    by_chunk = gl.arange(0, COLUMNS, layout=BY_CHUNK)
+    by_number = gl.arange(0, COLUMNS, layout=BY_NUMBER)
+    # Chunks of more lanes than there are follow each other.
+    chunk = 16 * lane + by_chunk // (COLUMNS // 2) * (512 if INDICES_BYTES > 512 else 0)
+    run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
+    indices_ptr = (residuals_ptr + run_start.to(gl.int64) * TOKEN_BYTES).to(gl.int64) + 16 * (lane % CHUNKS)
+    number_ptr = gl.where(lane < _TOKENS, (codes_ptr + run_start).to(gl.int64), (scale_ptr + run_start).to(gl.int64))
+    centroid_ptr = centroids_ptr.to(gl.int64) + 16 * unit
 
-    # The slots of the tiles in the three steps, counted by those of this worker, and whether there were the last tiles.
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(1)
-    centroids_slot = gl.to_tensor(0)
-    decoded_slot = gl.to_tensor(0)
+    # Steps taken; where the tile begun in one is staged; whether one was begun in the step before, and in that before.
+    step = gl.to_tensor(0)
+    place = gl.to_tensor(0)
     first_step = gl.to_tensor(False)
     second_step = gl.to_tensor(False)
-    run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
-    words_ptr += run_start.to(gl.int64) * UNITS
-    codes_ptr += run_start
-    scale_ptr += run_start
-    centroids = centroids_ptr + dims[None, :]
+    first_ended = gl.to_tensor(0)
     of_columns, _places = walked
-    TILES: gl.constexpr = SPAN // COLUMNS
-    gl.static_assert(TILES % _WORKERS == 0)
     span = gl.to_tensor(0)
     span_phase = gl.to_tensor(0)
-    number = gl.to_tensor(WORKER)
-    last_number = gl.to_tensor(0)
+    number = worker
     # After the last tile, what is under way is finished.
-    left = gl.to_tensor(_DECODED_AFTER)
-    while left > 0:
+    more = gl.to_tensor(True)
+    while more:
         eights, ended_in_span = await_span(memory, span, span_phase, config)
         exists = 8 * eights > COLUMNS * number
-        last_number = gl.cdiv(8 * eights, COLUMNS)
+        ended = gl.to_tensor(0)
         if exists:
-            tokens = of_tile(of_columns, TILES * span + number, positions, config)
-            word_tokens = of_tile(of_columns, TILES * span + number, word_positions, config)
-            await_barrier(memory, empty_slots(config), _WORKERS * slot + WORKER, phase)
-            store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, ended_of(ended_in_span, number, config))
-            copy_to_shared(words.index(slot), words_ptr + (word_tokens * UNITS)[:, None] + word_places[None, :])
-            copy_to_shared(numbers.index(slot), codes_ptr + tokens)
-            copy_to_shared(scales.index(slot), scale_ptr + tokens)
-            slot, phase = next_slot(slot, phase, SLOTS)
+            ended = ended_of(ended_in_span, number, config)
+            to = staged + STAGED_BYTES * place
+            tokens = of_tile(of_columns, TILES * span + number, by_chunk, config)
+            _copy(to + chunk, indices_ptr + tokens.to(gl.int64) * TOKEN_BYTES, 16)
+            tokens = of_tile(of_columns, TILES * span + number, by_number, config)
+            _copy(to + INDICES_BYTES + 4 * lane, number_ptr + tokens.to(gl.int64) * 4, 4)
             number += _WORKERS
             if (number >= TILES) & (eights == SPAN // 8):
                 arrive(memory, empty_spans(config), span)
                 span, span_phase = next_slot(span, span_phase, SPANS)
-                number = gl.to_tensor(WORKER)
-        else:
-            left -= 1
-        async_copy.commit_group()
+                number = worker
+        _execute("cp.async.commit_group;")
         if first_step:
             # Every step has committed copies, empty ones where it had none: so many since this tile was begun.
-            async_copy.wait_group(2 * _CENTROIDS_AFTER)
-            for part in gl.static_range(COLUMNS // ROWS):
-                some = numbers.index(centroids_slot).slice(part * ROWS, ROWS)
-                at = centroids + some.load(gl.SliceLayout(1, of_centroids))[:, None] * SIZE
-                tile = tiles.index(_WORKERS * centroids_slot + WORKER)
-                copy_to_shared(tile.slice(part * ROWS, ROWS), at)
-            centroids_slot, _ = next_slot(centroids_slot, phase, SLOTS)
-        async_copy.commit_group()
+            _execute("cp.async.wait_group 2; bar.warp.sync -1;")
+            slot = _WORKERS * ((step - 1) % SLOTS) + worker
+            await_barrier(memory, empty_slots(config), slot, (step - 1) // SLOTS & 1 ^ 1)
+            store_word(memory, ends_of_slots(config), slot, first_ended)
+            numbers = staged + STAGED_BYTES * gl.where(place == 0, _STAGED - 1, place - 1) + INDICES_BYTES
+            numbers += 4 * PASSES * neighbour
+            execute_ptx(COPY_CENTROIDS, "=r,r,r,l", [numbers, unit_at + slot * TILE_BYTES, centroid_ptr])
+        _execute("cp.async.commit_group;")
+        place, _phase = next_slot(place, place, _STAGED)
         if second_step:
-            async_copy.wait_group(2 * (_DECODED_AFTER - _CENTROIDS_AFTER))
-            of_pairs = pairs.index(_WORKERS * decoded_slot + WORKER)
-            for part in gl.static_range(COLUMNS // ROWS):
-                _decode(
-                    of_pairs, words.index(decoded_slot), scales.index(decoded_slot), column, types,
-                    part * ROWS, ROWS,
-                )  # fmt: skip
-            arrive(memory, full_slots(config), _WORKERS * decoded_slot + WORKER)
-            decoded_slot, _ = next_slot(decoded_slot, phase, SLOTS)
+            _execute("cp.async.wait_group 2;")
+            slot = _WORKERS * ((step - 2) % SLOTS) + worker
+            at = unit_at + slot * TILE_BYTES
+            indices = staged + STAGED_BYTES * place + config.nbits * lane
+            scales = staged + STAGED_BYTES * place + INDICES_BYTES + 4 * (_TOKENS + PASSES * neighbour)
+            for _part in range(PASSES // _TOGETHER):
+                execute_ptx(DECODE, "=r,r,r,r,r", [at, indices, scales, column])
+                at += _TOGETHER * (128 * 4 * 32 // UNITS)
+                indices += _TOGETHER * (32 * config.nbits)
+                scales += _TOGETHER * 4
+            arrive(memory, full_slots(config), slot)
+        step += 1
         second_step = first_step
         first_step = exists
-    if number == last_number:
+        first_ended = ended
+        more = first_step | second_step
+    eights, _ended = await_span(memory, span, span_phase, config)
+    if number == gl.cdiv(8 * eights, COLUMNS):
         # What multiplies looks ahead to one tile more, which would be this worker's.
-        await_barrier(memory, empty_slots(config), _WORKERS * slot + WORKER, phase)
-        store_word(memory, ends_of_slots(config), _WORKERS * slot + WORKER, -1)
-        arrive(memory, full_slots(config), _WORKERS * slot + WORKER)
+        step = gl.maximum(step - 2, 0)
+        slot = _WORKERS * (step % SLOTS) + worker
+        await_barrier(memory, empty_slots(config), slot, step // SLOTS & 1 ^ 1)
+        store_word(memory, ends_of_slots(config), slot, -1)
+        arrive(memory, full_slots(config), slot)

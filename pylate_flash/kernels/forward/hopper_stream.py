@@ -28,7 +28,6 @@ from ..gluon import copy_to_shared, next_slot
 from ..reductions import larger
 from .hopper_barriers import (
     RING,
-    SPANS,
     arrive,
     await_barrier,
     empty_places,
@@ -40,6 +39,7 @@ from .hopper_barriers import (
     full_slots,
     load_word,
     ring_of_maxima,
+    spans,
     store_word,
     summing_workers,
     warps_of_sums,
@@ -228,6 +228,7 @@ def copy_stream(arguments, walked, config: gl.constexpr, SCALED: gl.constexpr):
     if config.affine:
         documents_offset_ptr += run_start
     tokens, places = walked
+    SPANS: gl.constexpr = spans(config)
     rows_of_columns = places if LISTED else tokens
     span = gl.to_tensor(0)
     span_phase = gl.to_tensor(0)

@@ -13,12 +13,12 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon import add, larger_of, next_slot
 from .hopper_barriers import (
-    SPANS,
     arrive,
     await_barrier,
     empty_spans,
     full_spans,
     load_word,
+    spans,
     store_word,
     words_of_spans,
 )
@@ -36,6 +36,7 @@ def run_start_of(cu_seqlens_ptr, first, n_documents):
 @gluon.jit
 def walk_memory(config: gl.constexpr):
     """For every span, the token of each column, counted from where the run starts, and of a list, its place."""
+    SPANS: gl.constexpr = spans(config)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     tokens = gl.allocate_shared_memory(gl.int32, [SPANS, SPAN // 8, 8], layout)
     places = tokens
@@ -48,6 +49,7 @@ def walk_memory(config: gl.constexpr):
 def of_tile(words, tile, positions, config: gl.constexpr):
     """What a span has of the columns of a tile, counted over all spans, as these `positions` lie."""
     COLUMNS: gl.constexpr = config.tile.columns
+    SPANS: gl.constexpr = spans(config)
     by_column: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (
         words._reinterpret(words.dtype, [SPANS * SPAN // COLUMNS, COLUMNS], by_column)
@@ -107,6 +109,7 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
     _, _, first, last = share
     _, _, _, n_documents, _, _ = numbers
     tokens, places = walked
+    SPANS: gl.constexpr = spans(config)
     by_eight: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0])
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     column = 8 * lanes
