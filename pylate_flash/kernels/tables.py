@@ -239,10 +239,10 @@ RESIDUAL_SCRATCH = 256 << 20
 # for every 256 rows; and its tile. Milliseconds so and otherwise on an H100 with 4 bits, of 32 queries of 32 tokens:
 # 4.4 and 4.8 with 100000 documents of 24 to 112, 3.6 and 4.0 with 50000 of 64 to 192, 1.43 and 1.76 with 10000 of 300,
 # 0.102 and 0.105 with 1024 of 180; of 5 queries 3.24 and 7.43 with 250000 of 24 to 112, before two workers took turns.
-# With weights looked up in a table, on an H200, of 48 queries 6.5 and 6.5, 5.1 and 5.2, 2.0 and 2.6, 0.136 and 0.137;
-# of 64 8.5 and 8.7, 6.8 and 6.6, 2.80 and 2.85, 0.181 and 0.182, but with 2 bits 8.5 and 8.2, 6.9 and 6.6, 2.84, 2.85.
+# As they are, on an H200, with 40000 documents of 24 to 112: of 64 queries 2.59 and 2.81 (2 bits 2.60 and 2.77), of 96
+# 4.01 and 3.74, of 128 5.30 and 4.84; of 64 with 8000 of 250 to 350, 2.20 and 2.50.
 RESIDUAL_COPIED_SIZES = 64, 128
-RESIDUAL_COPIED_ROWS = 129, 1536
+RESIDUAL_COPIED_ROWS = 129, 2048
 RESIDUAL_COPIED_TILE = HopperTile(256, 64, 2, 8)
 # Rows of a program of the gradient, and programs of an SM at which the documents are shared out no more.
 RESIDUAL_GRADIENT_ROWS = 32

@@ -146,7 +146,7 @@ def test_decompressed_where_they_are_copied(
     eights = [0] * 70 + [8, 7, 9, 64, 63, 65, 56, 72, 128, 1, 0, 0] * 40 + [0] * 70
     for lengths in (tails, [0, 0, 5], eights, [(37 * index) % 301 for index in range(3000)]):
         documents = residual_codes(lengths, size, nbits, codec_dtype, n_centroids=500).to("cuda")
-        for n_queries, length in ((48, 32), (5, 32), (9, 31), (16, 32)):
+        for n_queries, length in ((64, 32), (5, 32), (9, 31), (16, 32)):
             queries = unit(n_queries, length, size, dtype=dtype)
             expected = of_embeddings(queries, documents, 300)
             for _ in range(5):
@@ -207,7 +207,7 @@ def test_blocks_of_documents_decompressed_to_memory(
 ) -> None:
     """Scores are those of embeddings, to the bit, and those of blocks the same."""
     documents = residual_codes([(37 * index) % 301 for index in range(300)], size, nbits).to("cuda")
-    queries = unit(49, 32, size, dtype=dtype)
+    queries = unit(65, 32, size, dtype=dtype)
     expected = of_embeddings(queries, documents, 300)
     assert torch.equal(by_kernels(queries, documents), expected)
     monkeypatch.setattr(tables, "RESIDUAL_SCRATCH", 1 << 20)
@@ -217,9 +217,9 @@ def test_blocks_of_documents_decompressed_to_memory(
 
 
 def test_memory_is_that_of_scores_and_of_a_block() -> None:
-    documents, queries = residual_codes([180] * 8000, 128, 4).to("cuda"), unit(49, 32, 128, dtype=torch.bfloat16)
+    documents, queries = residual_codes([180] * 8000, 128, 4).to("cuda"), unit(65, 32, 128, dtype=torch.bfloat16)
     assert documents.codes.numel() * 256 > tables.RESIDUAL_SCRATCH
-    most = tables.RESIDUAL_SCRATCH + 3 * 4 * 49 * 8000
+    most = tables.RESIDUAL_SCRATCH + 3 * 4 * 65 * 8000
     assert memory_of(lambda: maxsim_residual(queries, documents))[0] < most
 
 

@@ -303,8 +303,8 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
     column = table + 4 * lane
     by_chunk = gl.arange(0, COLUMNS, layout=BY_CHUNK)
     by_number = gl.arange(0, COLUMNS, layout=BY_NUMBER)
-    # Chunks of more lanes than there are follow each other.
-    chunk = 16 * lane + by_chunk // (COLUMNS // 2) * (512 if INDICES_BYTES > 512 else 0)
+    # Of 1024 bytes, a lane has two chunks; of 256, two lanes have the same.
+    chunk = 16 * (lane % (INDICES_BYTES // 16)) + by_chunk // (COLUMNS // 2) * (512 if INDICES_BYTES > 512 else 0)
     run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
     indices_ptr = (residuals_ptr + run_start.to(gl.int64) * TOKEN_BYTES).to(gl.int64) + 16 * (lane % CHUNKS)
     number_ptr = gl.where(lane < _TOKENS, (codes_ptr + run_start).to(gl.int64), (scale_ptr + run_start).to(gl.int64))
