@@ -73,7 +73,7 @@ def maxsim_residual(
         "int8": on a GPU, where there is no gradient to take, short queries and bucket weights may be rounded to 8 bits,
         and products of centroids to 16, which is several times faster. On Cranfield it changes scores by 1.3e-4 of them
         on average with 4 bits (weights by 1e-4, queries by 7e-5, centroids by 3e-5) and 7e-5 with 2, by 9e-4 and 6e-4
-        at most. Decompressed, embeddings rounded to bfloat16 change them by up to 6e-4 as well. For 5 to 32
+        at most. Decompressed, embeddings rounded to bfloat16 change them by up to 6e-4 as well. For 5 to 64
         queries of 32 tokens, embeddings and their scales may be rounded to float16 instead, which changes scores of
         random codes by 1.6e-4 of them at most.
         "full": what the decompressed embeddings score.

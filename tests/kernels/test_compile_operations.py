@@ -434,6 +434,10 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     assert "ld.shared.b32 weights0" in decompresses
     assert not re.search(r"bar\.sync|barrier\.sync|shfl|ld\.local", decompresses)
     assert "ld.shared.b16" not in asm["ptx"]
+    # What partitions begin with is stored by whoever comes first, over what others must have read by then.
+    before = asm["ptx"].split("bar.sync 8, 256;")[-1].split("barrier.sync")[0]
+    assert "st.shared" in before
+    assert "ld.shared" not in before
     (words,) = re.findall(r"\.shared \.align \d+ \.b32 pairs\[(\d+)\]", asm["ptx"])
     assert int(words) == 32 * 4**nbits
     # All that a program may have, of which the driver takes 1 KB.

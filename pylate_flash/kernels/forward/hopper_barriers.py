@@ -199,7 +199,8 @@ def load_word(memory, OFFSET: gl.constexpr, number):
     return execute_ptx(PTX, "=&r,r,r", [memory, number])
 
 
-_AWAIT_ALL = gl.constexpr({warps: f"bar.sync 8, {32 * warps}; mov.b32 $0, 0;" for warps in (4, 8)})
+# At a barrier of the hardware that Triton does not use.
+_AWAIT_8_WARPS = gl.constexpr("bar.sync 8, 256; mov.b32 $0, 0;")
 _WORD_OR_0 = gl.constexpr(
     "{ .reg .pred exists; .reg .b32 end, size; mov.u32 end, %reserved_smem_offset_end; mov.u32 size, %total_smem_size;"
     " add.u32 end, end, size; setp.lt.u32 exists, $1, end; mov.b32 $0, 0; @exists ld.shared.b32 $0, [$1]; }"
@@ -211,19 +212,19 @@ _OF_EVERY_WARP = gl.constexpr(
 
 
 @gluon.jit
-def _await_all():
-    """Await all warps of a block that has no partitions yet, at a barrier of the hardware that Triton does not use."""
-    PTX: gl.constexpr = _AWAIT_ALL[gl.num_warps()]
-    execute_ptx(PTX, "=r,r", [gl.to_tensor(0)])
+def _await_8_warps():
+    execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
 
 
 @gluon.jit
 def address_of(tiles, memory):
-    """The address of tiles in shared memory, which Gluon does not tell. They are not in use yet, by any of 8 warps.
+    """The address of tiles in shared memory, which Gluon does not tell. A block has 8 warps, and no partitions yet.
 
     It is the multiple of 1024, behind `memory`, where a word changes as what is stored in the first tile does. Every
-    warp looks for itself: what a sum over warps leaves in shared memory may be overwritten before all have read it.
+    warp looks for itself: what a maximum over warps leaves in shared memory, Triton overwrites with what partitions
+    begin with, and does not wait until all warps have read it.
     """
+    gl.static_assert(gl.num_warps() == 8)
     STAGES: gl.constexpr = tiles.shape[0]
     COLUMNS: gl.constexpr = tiles.shape[1]
     WORDS: gl.constexpr = tiles.shape[2] // 2
@@ -235,11 +236,11 @@ def address_of(tiles, memory):
     )
     at = memory + 1024 * gl.arange(0, 256, layout=_OF_EVERY_WARP)
     rows.store(words)
-    _await_all()
+    _await_8_warps()
     first = execute_ptx(_WORD_OR_0, "=&r,r", [at])
-    _await_all()
+    _await_8_warps()
     rows.store(-words)
-    _await_all()
+    _await_8_warps()
     second = execute_ptx(_WORD_OR_0, "=&r,r", [at])
-    _await_all()
+    _await_8_warps()
     return gl.reduce(gl.where((first == 1) & (second == -1), at, 0), 0, larger_of)
