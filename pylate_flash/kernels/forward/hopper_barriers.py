@@ -11,6 +11,8 @@ and a number in it: a thread has one address for all of it, as registers are few
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -49,6 +51,34 @@ def spans(config):
     return 3 if config.nbits > 0 else 2
 
 
+class Offsets(NamedTuple):
+    """Where what a stream has in shared memory begins, in bytes from its address."""
+
+    # Barriers: of tiles; of places in the ring; of spans of columns that have been walked (`hopper_walk`).
+    full_slots: int
+    empty_slots: int
+    full_places: int
+    empty_places: int
+    full_spans: int
+    empty_spans: int
+    # Two words of every span, and one of every slot: after which eights of its columns documents end, as bits; below 0,
+    # after all.
+    words_of_spans: int
+    ends_of_slots: int
+    # Where maxima [rows, 4] of documents wait to be summed.
+    ring_of_maxima: int
+
+
+@gluon.constexpr_function
+def offsets(config):
+    slots, places, spanned = config.tile.num_stages, RING.value, spans(config)
+    begins = [0]
+    for nbytes in (8 * slots, 8 * slots, 8 * places, 8 * places, 8 * spanned, 8 * spanned, 8 * spanned, 4 * slots):
+        begins.append(begins[-1] + nbytes)
+    begins[-1] = -(-begins[-1] // 16) * 16
+    return Offsets(*begins)
+
+
 @gluon.constexpr_function
 def _allocation(config, copying_threads):
     """PTX that allocates what a stream has in shared memory, and has one thread make the barriers.
@@ -59,7 +89,7 @@ def _allocation(config, copying_threads):
     counts = [4 + copying_threads] * stages + [multiplying] * stages
     counts += [multiplying] * RING.value + [warps_of_sums(config)] * RING.value
     counts += [1] * spans(config) + [8 if config.nbits > 0 else 4] * spans(config)
-    nbytes = ring_of_maxima(config) + RING.value * 16 * config.tile.rows
+    nbytes = offsets(config).ring_of_maxima + RING.value * 16 * config.tile.rows
     lines = [
         ".reg .pred first;",
         ".reg .b32 thread, at;",
@@ -89,57 +119,6 @@ def stream_memory(config: gl.constexpr, COPYING_THREADS: gl.constexpr):
     """
     PTX: gl.constexpr = _allocation(config, COPYING_THREADS)
     return execute_ptx(PTX, "=r,r", [gl.to_tensor(0)])
-
-
-@gluon.constexpr_function
-def full_slots(config):
-    """Where barriers of full slots are."""
-    return 0
-
-
-@gluon.constexpr_function
-def empty_slots(config):
-    return 8 * config.tile.num_stages
-
-
-@gluon.constexpr_function
-def full_places(config):
-    """Where barriers of full places of the ring are."""
-    return 16 * config.tile.num_stages
-
-
-@gluon.constexpr_function
-def empty_places(config):
-    return full_places(config) + 8 * RING.value
-
-
-@gluon.constexpr_function
-def full_spans(config):
-    """Where barriers of spans are that have been walked (`hopper_walk`)."""
-    return empty_places(config) + 8 * RING.value
-
-
-@gluon.constexpr_function
-def empty_spans(config):
-    return full_spans(config) + 8 * spans(config)
-
-
-@gluon.constexpr_function
-def words_of_spans(config):
-    """Where two words of every span are."""
-    return empty_spans(config) + 8 * spans(config)
-
-
-@gluon.constexpr_function
-def ends_of_slots(config):
-    """Where words are that say after which eights of a slot's columns documents end, as bits; below 0, after all."""
-    return words_of_spans(config) + 8 * spans(config)
-
-
-@gluon.constexpr_function
-def ring_of_maxima(config):
-    """Where maxima [rows, 4] of documents wait to be summed."""
-    return -(-(ends_of_slots(config) + 4 * config.tile.num_stages) // 16) * 16
 
 
 @gluon.constexpr_function

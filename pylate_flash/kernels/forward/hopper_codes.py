@@ -33,11 +33,8 @@ from ..reductions import larger
 from .hopper_barriers import (
     arrive,
     await_barrier,
-    empty_slots,
-    empty_spans,
-    ends_of_slots,
     execute_ptx,
-    full_slots,
+    offsets,
     spans,
     store_word,
 )
@@ -265,6 +262,7 @@ def _copy(to, at, NBYTES: gl.constexpr):
 @gluon.jit
 def decode_stream(arguments, coded, walked, config: gl.constexpr):
     """As `hopper_stream.copy_stream`, of documents that are residual codes."""
+    AT: gl.constexpr = offsets(config)
     codes_ptr, centroids_ptr, table, tiles_at = coded
     (
         residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, memory, _, _, first, _, n_documents,
@@ -335,7 +333,7 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
             _copy(to + INDICES_BYTES + 4 * lane, number_ptr + tokens.to(gl.int64) * 4, 4)
             number += _WORKERS
             if (number >= TILES) & (eights == SPAN // 8):
-                arrive(memory, empty_spans(config), span)
+                arrive(memory, AT.empty_spans, span)
                 span, span_phase = next_slot(span, span_phase, SPANS)
                 number = worker
         _execute("cp.async.commit_group;")
@@ -343,8 +341,8 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
             # Every step has committed copies, empty ones where it had none: so many since this tile was begun.
             _execute("cp.async.wait_group 2; bar.warp.sync -1;")
             slot = _WORKERS * ((step - 1) % SLOTS) + worker
-            await_barrier(memory, empty_slots(config), slot, (step - 1) // SLOTS & 1 ^ 1)
-            store_word(memory, ends_of_slots(config), slot, first_ended)
+            await_barrier(memory, AT.empty_slots, slot, (step - 1) // SLOTS & 1 ^ 1)
+            store_word(memory, AT.ends_of_slots, slot, first_ended)
             numbers = staged + STAGED_BYTES * gl.where(place == 0, _STAGED - 1, place - 1) + INDICES_BYTES
             numbers += 4 * PASSES * neighbour
             execute_ptx(COPY_CENTROIDS, "=r,r,r,l", [numbers, unit_at + slot * TILE_BYTES, centroid_ptr])
@@ -363,7 +361,7 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
                 indices += _TOGETHER * (32 * config.nbits)
                 scales += _TOGETHER * 4
             # Lanes await each other there, before the next step overwrites what was staged.
-            arrive(memory, full_slots(config), slot)
+            arrive(memory, AT.full_slots, slot)
         step += 1
         second_step = first_step
         first_step = exists
@@ -374,6 +372,6 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
         # What multiplies looks ahead to one tile more, which would be this worker's.
         step = gl.maximum(step - 2, 0)
         slot = _WORKERS * (step % SLOTS) + worker
-        await_barrier(memory, empty_slots(config), slot, step // SLOTS & 1 ^ 1)
-        store_word(memory, ends_of_slots(config), slot, -1)
-        arrive(memory, full_slots(config), slot)
+        await_barrier(memory, AT.empty_slots, slot, step // SLOTS & 1 ^ 1)
+        store_word(memory, AT.ends_of_slots, slot, -1)
+        arrive(memory, AT.full_slots, slot)

@@ -29,7 +29,7 @@ from ..rows import inverse_norm
 from .hopper_barriers import (
     arrive,
     arrive_when_copied,
-    full_slots,
+    offsets,
     rows_of_product,
     warps_of_product,
     warps_of_sums,
@@ -195,6 +195,7 @@ def _make_signed(slot, shared, config: gl.constexpr):
 
     These multiply signed integers: 128 is taken from the values, and its product with the scale added to the offset.
     """
+    AT: gl.constexpr = offsets(config)
     tiles, second_tiles, scales, token_offsets, full = shared
     _with_signs(tiles.index(slot))
     if config.blocks.second > 0:
@@ -203,15 +204,16 @@ def _make_signed(slot, shared, config: gl.constexpr):
     offset = gl.fma(scales.index(slot).load(by_token), 128.0, token_offsets.index(slot).load(by_token))
     token_offsets.index(slot).store(offset)
     if config.stream:
-        arrive(full, full_slots(config), slot)
+        arrive(full, AT.full_slots, slot)
     else:
         mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
 def _announce_copied(slot, full, config: gl.constexpr):
+    AT: gl.constexpr = offsets(config)
     if config.stream:
-        arrive_when_copied(full, full_slots(config), slot)
+        arrive_when_copied(full, AT.full_slots, slot)
     else:
         async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
 
@@ -244,13 +246,14 @@ def announce_last(slot, under_way, oldest, shared, config: gl.constexpr):
 
     The parts look ahead to it.
     """
+    AT: gl.constexpr = offsets(config)
     if config.affine:
         async_copy.wait_group(0)
         for _ in range(under_way):
             _make_signed(oldest, shared, config)
             oldest = next_slot(oldest, 0, config.tile.num_stages)[0]
         if config.stream:
-            arrive(shared[-1], full_slots(config), slot)
+            arrive(shared[-1], AT.full_slots, slot)
         else:
             mbarrier.arrive(shared[-1].index(slot), count=1)
     else:

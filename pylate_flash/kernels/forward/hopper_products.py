@@ -19,10 +19,8 @@ from ..gluon import execute, next_slot
 from .hopper_barriers import (
     arrive,
     await_barrier,
-    empty_slots,
-    ends_of_slots,
-    full_slots,
     load_word,
+    offsets,
     rows_of_product,
     warps_of_product,
 )
@@ -114,6 +112,7 @@ def finish_product(
 
     Of a stream, with that after which eights of its columns documents end.
     """
+    AT: gl.constexpr = offsets(config)
     query_tiles, tiles, _, scales, token_offsets, full, empty = operands
     _, _, row_sums = query_tiles
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
@@ -130,8 +129,8 @@ def finish_product(
     read = slot
     slot, phase = next_slot(slot, phase, config.tile.num_stages)
     if config.stream:
-        await_barrier(full, full_slots(config), slot, phase)
-        ended = load_word(full, ends_of_slots(config), slot)
+        await_barrier(full, AT.full_slots, slot, phase)
+        ended = load_word(full, AT.ends_of_slots, slot)
     else:
         mbarrier.wait(full.index(slot), phase)
         ended = gl.to_tensor(0)
@@ -142,7 +141,7 @@ def finish_product(
     if config.affine:
         offset = _first(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
     if config.stream:
-        arrive(empty, empty_slots(config), read)
+        arrive(empty, AT.empty_slots, read)
     elif IN_TURN:
         execute(GIVE_TURN[(PART + PARTS // 2) % PARTS])
         # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.

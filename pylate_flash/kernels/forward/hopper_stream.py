@@ -30,15 +30,9 @@ from .hopper_barriers import (
     RING,
     arrive,
     await_barrier,
-    empty_places,
-    empty_slots,
-    empty_spans,
-    ends_of_slots,
     execute_ptx,
-    full_places,
-    full_slots,
     load_word,
-    ring_of_maxima,
+    offsets,
     spans,
     store_word,
     summing_workers,
@@ -81,13 +75,14 @@ _LARGEST_OF_FOUR = gl.constexpr(
 @gluon.jit
 def _leave(best, memory, slot, phase, config: gl.constexpr):
     """Put the maxima [ROWS, 4] of a document into the ring, when there is a place."""
+    AT: gl.constexpr = offsets(config)
     layout: gl.constexpr = best.type.layout
     rows = gl.arange(0, config.tile.rows, layout=gl.SliceLayout(1, layout))
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
-    at = memory + ring_of_maxima(config) + 16 * config.tile.rows * slot + (16 * rows[:, None] + 4 * lanes[None, :])
-    await_barrier(memory, empty_places(config), slot, phase)
+    at = memory + AT.ring_of_maxima + 16 * config.tile.rows * slot + (16 * rows[:, None] + 4 * lanes[None, :])
+    await_barrier(memory, AT.empty_places, slot, phase)
     execute_ptx("st.shared.f32 [$1], $2; mov.b32 $0, 0;", "=r,r,f", [at, best])
-    arrive(memory, full_places(config), slot)
+    arrive(memory, AT.full_places, slot)
 
 
 @gluon.jit
@@ -120,6 +115,7 @@ def _with_eights(state, values, ended, FIRST: gl.constexpr, memory, row_scale, c
 @gluon.jit
 def score_stream(arguments, config: gl.constexpr):
     """Multiply the query rows with every tile; leave the maxima of every document that has tokens."""
+    AT: gl.constexpr = offsets(config)
     queries, _, shared, share, numbers, _ = arguments
     tiles, second_tiles, scales, token_offsets, memory, _ = shared
     n_queries, _, _, _, _, _ = numbers
@@ -135,8 +131,8 @@ def score_stream(arguments, config: gl.constexpr):
     one = gl.minimum(n_queries, 1)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    await_barrier(memory, full_slots(config), slot, phase)
-    ended = load_word(memory, ends_of_slots(config), slot)
+    await_barrier(memory, AT.full_slots, slot, phase)
+    ended = load_word(memory, AT.ends_of_slots, slot)
     fence_async_shared()
     state = gl.full([ROWS, 4], float("-inf"), gl.float32, by_lane), gl.to_tensor(0), gl.to_tensor(1)
     while ended >= 0:
@@ -149,11 +145,12 @@ def score_stream(arguments, config: gl.constexpr):
 @gluon.jit
 def _take(memory, slot, phase, BY_ROW: gl.constexpr, config: gl.constexpr):
     """The maximum of each row of the next document in the ring, when it is there."""
+    AT: gl.constexpr = offsets(config)
     ROWS: gl.constexpr = config.tile.rows
-    at = memory + ring_of_maxima(config) + 16 * ROWS * slot + 16 * gl.arange(0, ROWS, layout=BY_ROW)
-    await_barrier(memory, full_places(config), slot, phase)
+    at = memory + AT.ring_of_maxima + 16 * ROWS * slot + 16 * gl.arange(0, ROWS, layout=BY_ROW)
+    await_barrier(memory, AT.full_places, slot, phase)
     best = gl.inline_asm_elementwise(_LARGEST_OF_FOUR, "=f,r", [at], dtype=gl.float32, is_pure=False, pack=1)
-    arrive(memory, empty_places(config), slot)
+    arrive(memory, AT.empty_places, slot)
     return best
 
 
@@ -198,6 +195,7 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
 @gluon.jit
 def copy_stream(arguments, walked, config: gl.constexpr, SCALED: gl.constexpr):
     """As `hopper_parts.copy_documents`, of packed documents as a stream."""
+    AT: gl.constexpr = offsets(config)
     (
         documents_ptr, _, _, scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, scales,
         token_offsets, memory, _, _, first, _, n_documents, _, _, _, stride_token,
@@ -238,10 +236,10 @@ def copy_stream(arguments, walked, config: gl.constexpr, SCALED: gl.constexpr):
         for number in range(0, gl.cdiv(8 * eights, COLUMNS)):
             tile = SPAN // COLUMNS * span + number
             rows = of_tile(rows_of_columns, tile, positions, config)
-            await_barrier(memory, empty_slots(config), slot, phase)
-            store_word(memory, ends_of_slots(config), slot, ended_of(ended_in_span, number, config))
+            await_barrier(memory, AT.empty_slots, slot, phase)
+            store_word(memory, AT.ends_of_slots, slot, ended_of(ended_in_span, number, config))
             if not config.affine:
-                arrive(memory, full_slots(config), slot)
+                arrive(memory, AT.full_slots, slot)
             at = base + rows[:, None] * step
             if BLOCK_EMBEDDING <= EMBEDDING:
                 copy_to_shared(tiles.index(slot), at)
@@ -258,11 +256,11 @@ def copy_stream(arguments, walked, config: gl.constexpr, SCALED: gl.constexpr):
                     copy_to_shared(token_offsets.index(slot), documents_offset_ptr + of_scales)
             under_way, oldest = announce(slot, under_way, oldest, shared, config)
             slot, phase = next_slot(slot, phase, config.tile.num_stages)
-        arrive(memory, empty_spans(config), span)
+        arrive(memory, AT.empty_spans, span)
         span, span_phase = next_slot(span, span_phase, SPANS)
         whole = eights == SPAN // 8
-    await_barrier(memory, empty_slots(config), slot, phase)
-    store_word(memory, ends_of_slots(config), slot, -1)
+    await_barrier(memory, AT.empty_slots, slot, phase)
+    store_word(memory, AT.ends_of_slots, slot, -1)
     if not config.affine:
-        arrive(memory, full_slots(config), slot)
+        arrive(memory, AT.full_slots, slot)
     announce_last(slot, under_way, oldest, shared, config)

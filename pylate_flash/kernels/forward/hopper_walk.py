@@ -15,12 +15,10 @@ from ..gluon import add, larger_of, next_slot
 from .hopper_barriers import (
     arrive,
     await_barrier,
-    empty_spans,
-    full_spans,
     load_word,
+    offsets,
     spans,
     store_word,
-    words_of_spans,
 )
 
 # Columns that are found out together.
@@ -61,9 +59,9 @@ def of_tile(words, tile, positions, config: gl.constexpr):
 @gluon.jit
 def await_span(memory, span, phase, config: gl.constexpr):
     """Eights of columns that are documents', of a span; after which of them one ends, as bits."""
-    await_barrier(memory, full_spans(config), span, phase)
-    WORDS: gl.constexpr = words_of_spans(config)
-    return load_word(memory, WORDS, 2 * span), load_word(memory, WORDS, 2 * span + 1)
+    AT: gl.constexpr = offsets(config)
+    await_barrier(memory, AT.full_spans, span, phase)
+    return load_word(memory, AT.words_of_spans, 2 * span), load_word(memory, AT.words_of_spans, 2 * span + 1)
 
 
 @gluon.jit
@@ -103,6 +101,7 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
 
     A document takes the columns up to the next multiple of 8, those past its end with its last token.
     """
+    AT: gl.constexpr = offsets(config)
     _, documents, shared, share, numbers, _ = arguments
     _, _, cu_seqlens_ptr = documents
     _, _, _, _, memory, _ = shared
@@ -151,14 +150,14 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
             begin = gl.reduce(gl.where(finished, ends, begin), 0, larger_of)
         begin -= SPAN
         eights = gl.reduce(found.to(gl.int32), 0, add)
-        await_barrier(memory, empty_spans(config), span, phase)
+        await_barrier(memory, AT.empty_spans, span, phase)
         column_token = gl.minimum(_as_column(token, by_eight) + within, _as_column(stop_token, by_eight) - 1)
         tokens.index(span).store(column_token)
         if config.offset_unit > 0:
             column_place = _as_column(place, by_eight) + column_token.to(gl.int64) * (stride // config.offset_unit)
             places.index(span).store(column_place)
-        store_word(memory, words_of_spans(config), 2 * span, eights)
-        store_word(memory, words_of_spans(config), 2 * span + 1, gl.reduce(gl.where(ended, 1 << lanes, 0), 0, add))
-        arrive(memory, full_spans(config), span)
+        store_word(memory, AT.words_of_spans, 2 * span, eights)
+        store_word(memory, AT.words_of_spans, 2 * span + 1, gl.reduce(gl.where(ended, 1 << lanes, 0), 0, add))
+        arrive(memory, AT.full_spans, span)
         span, phase = next_slot(span, phase, SPANS)
         whole = eights == SPAN // 8
