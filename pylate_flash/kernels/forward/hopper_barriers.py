@@ -191,11 +191,6 @@ _OF_EVERY_WARP = gl.constexpr(
 
 
 @gluon.jit
-def _await_8_warps():
-    execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
-
-
-@gluon.jit
 def address_of(tiles, memory):
     """The address of tiles in shared memory, which Gluon does not tell. A block has 8 warps, and no partitions yet.
 
@@ -215,11 +210,11 @@ def address_of(tiles, memory):
     )
     at = memory + 1024 * gl.arange(0, 256, layout=_OF_EVERY_WARP)
     rows.store(words)
-    _await_8_warps()
+    execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
     first = execute_ptx(_WORD_OR_0, "=&r,r", [at])
-    _await_8_warps()
+    execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
     rows.store(-words)
-    _await_8_warps()
+    execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
     second = execute_ptx(_WORD_OR_0, "=&r,r", [at])
-    _await_8_warps()
+    execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
     return gl.reduce(gl.where((first == 1) & (second == -1), at, 0), 0, larger_of)

@@ -30,20 +30,14 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon import next_slot
 from ..reductions import larger
-from .hopper_barriers import (
-    arrive,
-    await_barrier,
-    execute_ptx,
-    offsets,
-    spans,
-    store_word,
-)
+from .hopper_barriers import arrive, await_barrier, execute_ptx, offsets, spans, store_word
 from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 
 # Groups of four warps that take turns with the tiles, and tiles that each has staged: one in each of the three steps.
 _WORKERS = gl.constexpr(2)
 _STAGED = gl.constexpr(3)
-# Tokens of a tile that a warp decompresses, and how many of a lane's at a time, for which there are registers.
+# Tokens of a tile that a warp decompresses, and how many of a lane's at a time: as many scales as a load takes, and for
+# more there are no registers.
 _TOKENS = gl.constexpr(16)
 _TOGETHER = gl.constexpr(4)
 _NAMES = {gl.bfloat16: "bf16", gl.float16: "f16"}
@@ -55,9 +49,22 @@ _LANES = gl.constexpr(32)
 _UNITS = 8, 16
 
 
-def _columns_apart(units: int) -> int:
-    """Columns of a tile between the tokens of a lane: what four warps have in between."""
+@gluon.constexpr_function
+def _passes(units):
+    """Tokens of a tile of which a lane has a unit."""
+    return _TOKENS.value * units // 32
+
+
+@gluon.constexpr_function
+def _columns_apart(units):
+    """Columns of a tile between these tokens: what four warps have in between."""
     return 4 * 32 // units
+
+
+@gluon.constexpr_function
+def _bytes_apart(units):
+    """Bytes of a tile between them: a row has 128, or is two of these, far from each other."""
+    return 128 * _columns_apart(units)
 
 
 def _columns_of(units: int, chunks: int) -> gl.DistributedLinearLayout:
@@ -66,12 +73,13 @@ def _columns_of(units: int, chunks: int) -> gl.DistributedLinearLayout:
     That is `chunks` of 16 bytes of a token's indices, to neighbouring lanes; or (0) numbers, by half the lanes, and
     scales by the others.
     """
-    of_passes = [[_columns_apart(units) << bit] for bit in range((_TOKENS.value * units // 32).bit_length() - 1)]
+    of_passes = [[_columns_apart(units) << bit] for bit in range(_passes(units).bit_length() - 1)]
     of_neighbours = [[1 << bit] for bit in range((32 // units).bit_length() - 1)]
     bases = [[0]] * (chunks.bit_length() - 1) + of_neighbours + of_passes if chunks else of_passes + of_neighbours
     bases += [[0]] * (5 - len(bases))
     # Both workers have the same columns, of tiles of their own.
-    return gl.DistributedLinearLayout(bases[5:], bases[:5], [[32 // units], [64 // units], [0]], [], [64])
+    of_warps = [[32 // units], [64 // units], [0]]
+    return gl.DistributedLinearLayout(bases[5:], bases[:5], of_warps, [], [4 * _TOKENS.value])
 
 
 def _ptx(lines: list[str]) -> str:
@@ -80,7 +88,7 @@ def _ptx(lines: list[str]) -> str:
 
 def _copy_centroids_ptx(units: int) -> str:
     """PTX that copies a lane's units of the centroids at $3, whose numbers are at $1, into a tile, at $2."""
-    passes, bytes_apart = _TOKENS.value * units // 32, 128 * _columns_apart(units)
+    passes = _passes(units)
     lines = [f".reg .b32 number<{passes}>;", ".reg .b64 at;"]
     for first in range(0, passes, 4):
         four = ", ".join(f"number{number}" for number in range(first, first + 4))
@@ -88,7 +96,7 @@ def _copy_centroids_ptx(units: int) -> str:
     for number in range(passes):
         lines += [
             f"mad.wide.u32 at, number{number}, {16 * units}, $3;",
-            f"cp.async.cg.shared.global [$2 + {bytes_apart * number}], [at], 16;",
+            f"cp.async.cg.shared.global [$2 + {_bytes_apart(units) * number}], [at], 16;",
         ]
     return _ptx(lines)
 
@@ -134,7 +142,7 @@ def _decode_ptx(units: int, nbits: int, centroid: str, embedding: str | None) ->
     Their indices are at $2, scales at $3, and the lane's column of the table at $4. Embeddings are of the type of the
     centroids if `embedding` is None.
     """
-    numbers, bytes_apart = range(_TOGETHER.value), 128 * _columns_apart(units)
+    numbers, apart = range(_TOGETHER.value), _bytes_apart(units)
     pairs = [", ".join(f"pair{pair}" for pair in range(4 * unit, 4 * unit + 4)) for unit in numbers]
     word = "u32" if nbits == 4 else "u16"
     return _ptx(
@@ -144,10 +152,10 @@ def _decode_ptx(units: int, nbits: int, centroid: str, embedding: str | None) ->
             ".reg .f32 a, b;",
             "ld.shared.v4.b32 {scale0, scale1, scale2, scale3}, [$3];",
             *(f"ld.shared.{word} indices{unit}, [$2 + {32 * nbits * unit}];" for unit in numbers),
-            *(f"ld.shared.v4.b32 {{{pairs[unit]}}}, [$1 + {bytes_apart * unit}];" for unit in numbers),
+            *(f"ld.shared.v4.b32 {{{pairs[unit]}}}, [$1 + {apart * unit}];" for unit in numbers),
             *(line for unit in numbers for line in _looked_up(nbits, unit)),
             *(line for unit in numbers for line in _decompressed(unit, centroid, embedding)),
-            *(f"st.shared.v4.b32 [$1 + {bytes_apart * unit}], {{{pairs[unit]}}};" for unit in numbers),
+            *(f"st.shared.v4.b32 [$1 + {apart * unit}], {{{pairs[unit]}}};" for unit in numbers),
         ]
     )
 
@@ -174,6 +182,11 @@ _COPY = gl.constexpr(
         4: "cp.async.ca.shared.global [$1], [$2], 4; mov.b32 $0, 0;",
     }
 )
+# Every step commits copies twice, empty ones where it has none: so many groups since those that are awaited. Of what is
+# staged, a lane reads what others of its warp have copied; of centroids, what it has copied itself.
+_COMMIT = gl.constexpr("cp.async.commit_group; mov.b32 $0, 0;")
+_AWAIT_STAGED = gl.constexpr("cp.async.wait_group 2; bar.warp.sync -1; mov.b32 $0, 0;")
+_AWAIT_CENTROIDS = gl.constexpr("cp.async.wait_group 2; mov.b32 $0, 0;")
 # A word of a table for each lane and pair.
 _ALLOCATE = gl.constexpr(
     {nbits: f"{{ .shared .align 128 .b32 pairs[{_LANES.value << 2 * nbits}]; mov.u32 $0, pairs; }}" for nbits in _PAIRS}
@@ -240,12 +253,6 @@ def scaled_rows(rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _execute(INSTRUCTIONS: gl.constexpr):
-    PTX: gl.constexpr = INSTRUCTIONS + " mov.b32 $0, 0;"
-    execute_ptx(PTX, "=r,r", [gl.to_tensor(0)])
-
-
-@gluon.jit
 def _bits_of_thread(FIRST: gl.constexpr, NUMBER: gl.constexpr):
     """So many bits of a thread's number, from one on: an integer that is each thread's own."""
     PTX: gl.constexpr = "{ .reg .b32 thread; mov.u32 thread, %tid.x; bfe.u32 $0, thread, $1, $2; }"
@@ -278,7 +285,7 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
     gl.static_assert(COLUMNS == 4 * _TOKENS and TILES % _WORKERS == 0)
     TILE_BYTES: gl.constexpr = 2 * config.size * COLUMNS
     # Tokens of a lane; of what is stored of one, the bytes of its indices, and 16 of these at a time.
-    PASSES: gl.constexpr = _TOKENS * UNITS // 32
+    PASSES: gl.constexpr = _passes(UNITS)
     TOKEN_BYTES: gl.constexpr = UNITS * config.nbits
     CHUNKS: gl.constexpr = TOKEN_BYTES // 16
     INDICES_BYTES: gl.constexpr = _TOKENS * TOKEN_BYTES
@@ -336,20 +343,19 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
                 arrive(memory, AT.empty_spans, span)
                 span, span_phase = next_slot(span, span_phase, SPANS)
                 number = worker
-        _execute("cp.async.commit_group;")
+        execute_ptx(_COMMIT, "=r,r", [gl.to_tensor(0)])
         if first_step:
-            # Every step has committed copies, empty ones where it had none: so many since this tile was begun.
-            _execute("cp.async.wait_group 2; bar.warp.sync -1;")
+            execute_ptx(_AWAIT_STAGED, "=r,r", [gl.to_tensor(0)])
             slot = _WORKERS * ((step - 1) % SLOTS) + worker
             await_barrier(memory, AT.empty_slots, slot, (step - 1) // SLOTS & 1 ^ 1)
             store_word(memory, AT.ends_of_slots, slot, first_ended)
             numbers = staged + STAGED_BYTES * gl.where(place == 0, _STAGED - 1, place - 1) + INDICES_BYTES
             numbers += 4 * PASSES * neighbour
             execute_ptx(COPY_CENTROIDS, "=r,r,r,l", [numbers, unit_at + slot * TILE_BYTES, centroid_ptr])
-        _execute("cp.async.commit_group;")
+        execute_ptx(_COMMIT, "=r,r", [gl.to_tensor(0)])
         place, _phase = next_slot(place, place, _STAGED)
         if second_step:
-            _execute("cp.async.wait_group 2;")
+            execute_ptx(_AWAIT_CENTROIDS, "=r,r", [gl.to_tensor(0)])
             slot = _WORKERS * ((step - 2) % SLOTS) + worker
             at = unit_at + slot * TILE_BYTES
             indices = staged + STAGED_BYTES * place + config.nbits * lane
@@ -357,7 +363,7 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
             # (A loop, of half as many instructions: 2.54 ms in place of 2.56.)
             for _part in range(PASSES // _TOGETHER):
                 execute_ptx(DECODE, "=r,r,r,r,r", [at, indices, scales, column])
-                at += _TOGETHER * (128 * 4 * 32 // UNITS)
+                at += _TOGETHER * _bytes_apart(UNITS)
                 indices += _TOGETHER * (32 * config.nbits)
                 scales += _TOGETHER * 4
             # Lanes await each other there, before the next step overwrites what was staged.

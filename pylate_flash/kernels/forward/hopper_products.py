@@ -16,14 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon import execute, next_slot
-from .hopper_barriers import (
-    arrive,
-    await_barrier,
-    load_word,
-    offsets,
-    rows_of_product,
-    warps_of_product,
-)
+from .hopper_barriers import arrive, await_barrier, load_word, offsets, rows_of_product, warps_of_product
 from .hopper_codes import scaled_rows
 from .hopper_parts import (
     query_rows,

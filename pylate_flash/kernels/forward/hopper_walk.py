@@ -12,14 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..gluon import add, larger_of, next_slot
-from .hopper_barriers import (
-    arrive,
-    await_barrier,
-    load_word,
-    offsets,
-    spans,
-    store_word,
-)
+from .hopper_barriers import arrive, await_barrier, load_word, offsets, spans, store_word
 
 # Columns that are found out together.
 SPAN = gl.constexpr(256)
