@@ -410,7 +410,8 @@ def test_hopper_keeps_residual_codes_in_registers(
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("nbits", "shape", "dtype"), [(4, (5, 32, 128), BF16), (2, (16, 32, 64), F16), (2, (32, 32, 128), BF16)]
+    ("nbits", "shape", "dtype"),
+    [(4, (5, 32, 128), BF16), (4, (32, 32, 64), BF16), (2, (16, 32, 64), F16), (2, (32, 32, 128), BF16)],
 )
 @pytest.mark.parametrize("in_float16", [False, True])
 def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(

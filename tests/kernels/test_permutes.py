@@ -109,6 +109,7 @@ def offsets(ptx: str, what: str) -> list[int]:
 def test_a_warp_has_staged_what_its_lanes_decompress(units: int, nbits: int) -> None:
     """Every unit of a tile's 64 tokens is one lane's, whose indices, scale and centroid are those of that token."""
     chunks, passes = units * nbits // 16, units // 2
+    together = passes // 2
     by_chunk, by_number = (hopper_codes._columns_of(units, of) for of in (chunks, 0))
     centroids = hopper_codes._copy_centroids_ptx(units)
     decode = hopper_codes._decode_ptx(units, nbits, "f16", None)
@@ -116,7 +117,7 @@ def test_a_warp_has_staged_what_its_lanes_decompress(units: int, nbits: int) -> 
         offsets(decode, f"ld.shared.u{8 * nbits}"),
         offsets(decode, "ld.shared.v4.b32 {pair"),
     )
-    assert rows_of_pass == offsets(decode, "st.shared") == offsets(centroids, "cp.async")[:4]
+    assert rows_of_pass == offsets(decode, "st.shared") == offsets(centroids, "cp.async")[:together]
     assert offsets(centroids, "ld.shared") == [16 * four for four in range(passes // 4)]
     decompressed = set()
     for warp in range(4):
@@ -134,10 +135,11 @@ def test_a_warp_has_staged_what_its_lanes_decompress(units: int, nbits: int) -> 
         assert [numbers[lane] for lane in range(16)] == [numbers[lane] for lane in range(16, 32)]
         for lane in range(32):
             for number in range(passes):
-                part, token = divmod(number, 4)
+                part, token = divmod(number, together)
                 # Rows of a tile have 128 bytes, or are two of these, far from each other.
-                column = (4 * (rows_of_pass[1] // 128) * part + rows_of_pass[token] // 128) + of_warp + lane // units
-                at = 4 * 32 * nbits * part + indices_of_pass[token] + nbits * lane
+                row = together * rows_of_pass[1] * part + rows_of_pass[token]
+                column = row // 128 + of_warp + lane // units
+                at = together * 32 * nbits * part + indices_of_pass[token] + nbits * lane
                 assert indices[at // 16] == (column, lane % units * nbits // 16)
                 assert at % 16 == lane % units * nbits % 16
                 assert numbers[passes * (lane // units) + number] == column

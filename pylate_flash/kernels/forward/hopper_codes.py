@@ -36,10 +36,8 @@ from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 # Groups of four warps that take turns with the tiles, and tiles that each has staged: one in each of the three steps.
 _WORKERS = gl.constexpr(2)
 _STAGED = gl.constexpr(3)
-# Tokens of a tile that a warp decompresses, and how many of a lane's at a time: as many scales as a load takes, and for
-# more there are no registers.
+# Tokens of a tile that a warp decompresses.
 _TOKENS = gl.constexpr(16)
-_TOGETHER = gl.constexpr(4)
 _NAMES = {gl.bfloat16: "bf16", gl.float16: "f16"}
 # Bits before the indices of each pair, two of 4 bits or two of 2, of which the first one is the upper one.
 _PAIRS = {4: (0, 8, 16, 24), 2: (4, 0, 12, 8)}
@@ -53,6 +51,12 @@ _UNITS = 8, 16
 def _passes(units):
     """Tokens of a tile of which a lane has a unit."""
     return _TOKENS.value * units // 32
+
+
+@gluon.constexpr_function
+def _together(units):
+    """How many of these it decompresses at a time: for all of them there are no registers."""
+    return _passes(units) // 2
 
 
 @gluon.constexpr_function
@@ -142,15 +146,16 @@ def _decode_ptx(units: int, nbits: int, centroid: str, embedding: str | None) ->
     Their indices are at $2, scales at $3, and the lane's column of the table at $4. Embeddings are of the type of the
     centroids if `embedding` is None.
     """
-    numbers, apart = range(_TOGETHER.value), _bytes_apart(units)
+    numbers, apart = range(_together(units)), _bytes_apart(units)
     pairs = [", ".join(f"pair{pair}" for pair in range(4 * unit, 4 * unit + 4)) for unit in numbers]
+    scales = ", ".join(f"scale{unit}" for unit in numbers)
     word = "u32" if nbits == 4 else "u16"
     return _ptx(
         [
             ".reg .b32 indices<4>, scale<4>, pair<16>, weights<16>, at, sum;",
             ".reg .b16 lower, upper;",
             ".reg .f32 a, b;",
-            "ld.shared.v4.b32 {scale0, scale1, scale2, scale3}, [$3];",
+            f"ld.shared.v{len(numbers)}.b32 {{{scales}}}, [$3];",
             *(f"ld.shared.{word} indices{unit}, [$2 + {32 * nbits * unit}];" for unit in numbers),
             *(f"ld.shared.v4.b32 {{{pairs[unit]}}}, [$1 + {apart * unit}];" for unit in numbers),
             *(line for unit in numbers for line in _looked_up(nbits, unit)),
@@ -292,6 +297,7 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
     STAGED_BYTES: gl.constexpr = _staged_bytes(config)
     BY_CHUNK: gl.constexpr = _COLUMNS[UNITS, CHUNKS]
     BY_NUMBER: gl.constexpr = _COLUMNS[UNITS, 0]
+    TOGETHER: gl.constexpr = _together(UNITS)
     COPY_CENTROIDS: gl.constexpr = _COPY_CENTROIDS[UNITS]
     EMBEDDING: gl.constexpr = None if config.scale_rows else tiles.dtype
     DECODE: gl.constexpr = _decode_of(UNITS, config.nbits, centroids_ptr.dtype.element_ty, EMBEDDING)
@@ -361,11 +367,11 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
             indices = staged + STAGED_BYTES * place + config.nbits * lane
             scales = staged + STAGED_BYTES * place + INDICES_BYTES + 4 * (_TOKENS + PASSES * neighbour)
             # (A loop, of half as many instructions: 2.54 ms in place of 2.56.)
-            for _part in range(PASSES // _TOGETHER):
+            for _part in range(PASSES // TOGETHER):
                 execute_ptx(DECODE, "=r,r,r,r,r", [at, indices, scales, column])
-                at += _TOGETHER * _bytes_apart(UNITS)
-                indices += _TOGETHER * (32 * config.nbits)
-                scales += _TOGETHER * 4
+                at += TOGETHER * _bytes_apart(UNITS)
+                indices += TOGETHER * (32 * config.nbits)
+                scales += TOGETHER * 4
             # Lanes await each other there, before the next step overwrites what was staged.
             arrive(memory, AT.full_slots, slot)
         step += 1
