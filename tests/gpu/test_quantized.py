@@ -123,6 +123,22 @@ def test_packed_documents_of_many_lengths(precision: str, with_candidates: bool)
     close(found, maxsim_quantized_reference(*call, **options, empty_score=-1.0), precision, True)
 
 
+@pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", [16, 32, 48, 64, 96, 128, 256])
+@pytest.mark.parametrize("n_queries", [3, 8])
+def test_a_stream_of_documents(precision: str, size: int, n_queries: int) -> None:
+    """Embeddings of every size, whose tiles take more or less shared memory."""
+    documents, bounds = pack([unit(index % 141, size, seed=index) for index in range(600)])
+    queries, query_bounds = pack(list(unit(n_queries, 32, size, dtype=torch.bfloat16)))
+    call = queries, quantize(documents, precision, cu_seqlens=bounds), query_bounds, bounds
+    named = {"queries_cu_seqlens": query_bounds, "documents_cu_seqlens": bounds}
+    longest = {"max_query_length": 32, "max_document_length": 140}
+    assert explain(*call[:2], **named, **longest).forward.config.stream
+    found = maxsim_varlen(*call, **longest, implementation="triton")
+    close(found, maxsim_quantized_reference(*call, **longest), precision, True)
+
+
 @pytest.mark.parametrize("n_queries", [64, 1200])
 @pytest.mark.parametrize("size", [48, 128, 256, 300])
 @pytest.mark.parametrize("precision", [precision for precision in PRECISIONS if precision != "uint8"])

@@ -112,7 +112,10 @@ STREAMS = {
 
 @pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
 @pytest.mark.parametrize("lengths", STREAMS.values(), ids=STREAMS.keys())
-@pytest.mark.parametrize(("size", "dtype"), [(128, HALF), (48, torch.bfloat16), (96, HALF), (320, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(128, HALF), (16, HALF), (32, torch.bfloat16), (48, torch.bfloat16), (96, HALF), (320, torch.bfloat16)],
+)
 @pytest.mark.parametrize(("n_queries", "query_length"), [(32, 32), (3, 32), (5, 77), (70, 1), (2, 128)])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_stream_of_documents(lengths, size: int, dtype, n_queries: int, query_length: int, normalize: bool) -> None:

@@ -34,7 +34,7 @@ from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
 from .hopper_barriers import address_of, stream_memory
-from .hopper_codes import decode_stream, pair_table, staging_slots
+from .hopper_codes import decode_stream, pair_table, staging_bytes
 from .hopper_parts import (
     add_exponentials,
     copy_documents,
@@ -62,6 +62,21 @@ from .hopper_products import (
 )
 from .hopper_stream import add_maxima, copy_stream, score_stream
 from .hopper_walk import walk_memory, walk_stream
+
+# Bytes of shared memory that a launch has without asking.
+_UNASKED = 48 << 10
+
+
+@gluon.constexpr_function
+def _slots(config, bits):
+    """Tiles that shared memory has room for, of elements of so many bits: those of the ring, and what comes behind.
+
+    Triton asks for more than a launch has only where what it counts is more, and what a stream allocates in PTX comes
+    on top: so tiles are to be more by themselves. (A ring of 64 elements in 8 bits is 32 KB.)
+    """
+    tile = config.tile.columns * config.blocks.first * bits // 8
+    slots = config.tile.num_stages + -(-staging_bytes(config) // tile)
+    return max(slots, _UNASKED // tile + 1) if config.stream else slots
 
 
 @gluon.constexpr_function
@@ -282,8 +297,8 @@ def _hopper_kernel(
     operand_ptr = centroids_ptr if in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
     dtype: gl.constexpr = gl.int8 if config.affine else operand_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
-    STAGED: gl.constexpr = staging_slots(config)
-    tiles = gl.allocate_shared_memory(dtype, [STAGES + STAGED, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
+    SLOTS: gl.constexpr = _slots(config, dtype.primitive_bitwidth)
+    tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
     if SECOND > 0:
         second_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, SECOND], dtype)

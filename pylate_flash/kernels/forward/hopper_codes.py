@@ -210,12 +210,9 @@ def _staged_bytes(config):
 
 
 @gluon.constexpr_function
-def staging_slots(config):
-    """Slots of a tile that take what all warps have staged."""
-    if config.nbits == 0:
-        return 0
-    nbytes = 4 * _WORKERS.value * _STAGED.value * _staged_bytes(config)
-    return -(-nbytes // (2 * config.size * config.tile.columns))
+def staging_bytes(config):
+    """What all warps have staged, behind the tiles."""
+    return 4 * _WORKERS.value * _STAGED.value * _staged_bytes(config) if config.nbits > 0 else 0
 
 
 @gluon.jit
