@@ -158,7 +158,9 @@ def _take(memory, slot, phase, BY_ROW: gl.constexpr, config: gl.constexpr):
 def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     """Sum the maxima of every document, of which what multiplies leaves four for each row.
 
-    A sum is a chain of instructions that wait for each other: several workers take turns with the documents.
+    A sum is a chain of instructions that wait for each other: several workers take turns, with documents that have
+    tokens. A worker that met only empty ones for long would get so far ahead as to take an earlier phase of a place in
+    the ring for its own.
     """
     queries, documents, shared, share, numbers, results = arguments
     _, _, cu_seqlens_ptr = documents
@@ -167,10 +169,13 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     _, _, _, n_documents, _, _ = numbers
     sums_ptr, _, _, _ = results
     ROWS: gl.constexpr = config.tile.rows
+    WORKERS: gl.constexpr = summing_workers(config)
     by_row: gl.constexpr = gl.BlockedLayout([1], [32], [warps_of_sums(config)], [0])
     rows = rows_from(queries, share, numbers, gl.to_tensor(0), row_block * ROWS, ROWS, by_row, config)
     _, _, _, row_scale, _ = rows
     sums = sums_from(share, numbers, row_block * ROWS, ROWS, by_row, config)
+    # Where the next document with tokens lies in the ring. Two workers swap places with each round, as these are odd.
+    gl.static_assert(RING == WORKERS or (WORKERS == 2 and RING % 2 == 1))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     start = gl.load(cu_seqlens_ptr + first)
@@ -179,7 +184,12 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
         length = (stop - start).to(gl.int32)
         start = stop
         stop = gl.load(cu_seqlens_ptr + gl.minimum(document + 2, n_documents))
-        if (document - first) % summing_workers(config) == WORKER:
+        # An empty document goes by its number. (Selected by a condition, this costs the sums a predicate, for want of
+        # which ptxas has their shuffles follow one another: 1.44 ms in place of 1.29 at 32 x 120000, 8 to 32 tokens.)
+        number = (document - first) % WORKERS
+        turn = slot if RING == WORKERS else (slot + phase) % 2
+        turn = number + gl.minimum(length, 1) * (turn - number)
+        if turn == WORKER:
             row_best = gl.zeros([ROWS], gl.float32, by_row)
             if length > 0:
                 row_best = _take(memory, slot, phase, by_row, config)
