@@ -71,7 +71,7 @@ class Config(str):
     # of a whole tile, is begun before the sums of the document before are taken.
     tail: int = 0
     starts_early: bool = False
-    # Whether packed documents are one stream of tokens (`forward.hopper_stream`).
+    # Whether documents are one stream of tokens (`forward.hopper_stream`).
     stream: bool = False
     # Of the single kernel: its two loops are one; columns are tokens chosen for each document; all queries meet these.
     flatten: bool = False
@@ -215,22 +215,16 @@ def stacked_tile(capability: int, size: int, item: int, rows: int, with_argmax: 
 
 
 @functools.cache
-def hopper_tile(
-    capability: int, size: int, item: int, narrow: bool, long: bool, with_argmax: bool, short: bool = False
-) -> HopperTile | None:
+def hopper_tile(capability: int, size: int, item: int, narrow: bool, with_argmax: bool) -> HopperTile | None:
     """Tile of the Hopper kernel for stacked query rows of `size` elements, or None where it serves none.
 
-    `narrow`: there are at most `tables.HOPPER_NARROW_ROWS` rows. `long`: documents are padded to at least
-    `tables.HOPPER_WIDE_MIN_LENGTH`; `short`: they have at most `tables.HOPPER_SHORT_LENGTH` tokens, on average.
+    `narrow`: there are at most `tables.HOPPER_NARROW_ROWS` rows.
     """
     if capability != 9 or item != 2 or size > tables.HOPPER_MAX_SIZE or not has_gluon():
         return None
     if size <= 128:
-        tile = tables.HOPPER_NARROW if narrow else tables.HOPPER_ARGMAX if with_argmax else tables.HOPPER
-        return tables.HOPPER_SHORT._replace(rows=tile.rows) if short and not with_argmax else tile
-    if size <= 256:
-        return tables.HOPPER_LONG_WIDE if long and not narrow and not with_argmax else tables.HOPPER_LONG
-    return tables.HOPPER_LONGEST
+        return tables.HOPPER_NARROW if narrow else tables.HOPPER_ARGMAX if with_argmax else tables.HOPPER
+    return tables.HOPPER_LONG if size <= 256 else tables.HOPPER_LONGEST
 
 
 @functools.lru_cache(maxsize=1024)
@@ -251,7 +245,7 @@ def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
 
 
 def streamed_tile(tile: HopperTile) -> HopperTile:
-    """The tile of a stream of packed documents in 16 bits, of whose rows each group of four warps multiplies 64.
+    """The tile of a stream of documents in 16 bits, of whose rows each group of four warps multiplies 64.
 
     More groups hide more of what each waits for: 0.86 ms in place of 0.92 with two, at 32 queries and 32,000 documents
     of 24 to 112 tokens on an H200. Of 8 to 20 tokens two are faster, 0.87 and 0.91 with 80,000, and so they are in 8

@@ -214,7 +214,7 @@ _OWN_DOCUMENTS = "every query has documents of its own"
 _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 _ON_HOPPER = ", on a Hopper GPU"
-_STREAMED = ", packed documents as one stream"
+_STREAMED = ", documents as one stream"
 UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
@@ -251,10 +251,8 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     sums = problem.n_queries * problem.query_length * problem.n_documents
     unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
     rows = stacked_rows(problem, unpadded)
-    narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
-    streamed = _is_streamed(problem, problem.document_strides[-1])
-    short = not packed and kind.documents_mask is None and length <= tables.HOPPER_SHORT_LENGTH
-    wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_argmax, short)
+    streamed = _is_streamed(problem, problem.document_strides[-1]) and _stream_pays(problem, rows)
+    wide = config.hopper_tile(capability, kind.size, item, rows <= tables.HOPPER_NARROW_ROWS, kind.with_argmax)
     why = _ONE_MATRIX
     if wide is None:
         if capability == 9:
@@ -265,8 +263,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         # The argmax is found in a whole tile.
         alike = not packed and kind.documents_mask is None
         tail = 0 if kind.with_argmax else config.hopper_tail(wide, length if alike else None)
-        early = wide.columns == tables.HOPPER_SHORT.columns
-        special = {"stream": True} if streamed else {"tail": tail, "starts_early": early}
+        special = {"stream": True} if streamed else {"tail": tail}
         wide = config.streamed_tile(wide) if streamed else wide
         plan = hopper_plan(problem, wide, why + _ON_HOPPER + _STREAMED * streamed, unpadded, **special)
         if not packed or length <= plan.splits.whole:
@@ -278,14 +275,34 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
 
 
 def _is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> bool:
-    """Whether the Hopper kernel takes packed documents as one stream (`forward.hopper_stream`).
+    """Whether the Hopper kernel takes documents as one stream (`forward.hopper_stream`).
 
-    Rows are `row` elements apart, and documents have `mean_length` tokens at most, on average. What is read is counted
-    from where a program's share begins, in 32 bits: whole waves may have a share be nearly twice the largest one.
+    Rows are `row` elements apart, and documents have `mean_length` tokens at most, on average; padded ones follow each
+    other. What is read is counted from where a program's share begins, in 32 bits: whole waves may have a share be
+    nearly twice the largest one.
     """
-    kind, most = problem.kind, problem.document_length + 2 * tables.HOPPER_SHARES.largest
-    fits = kind.cu_seqlens is not None and not kind.with_argmax and most * row <= config.INT32_MAX
-    return fits and rounded_total(problem.n_tokens) <= mean_length * problem.n_documents
+    kind, shares = problem.kind, tables.HOPPER_SHARES
+    if kind.cu_seqlens is not None:
+        fits, most = True, problem.document_length + 2 * shares.largest
+    else:
+        fits, most = _follow_each_other(problem), problem.document_length * 2 * shares.longest
+    fits = fits and not kind.with_argmax and most * row <= config.INT32_MAX
+    return fits and rounded_total(problem.n_tokens) <= mean_length * problem.all_documents
+
+
+def _stream_pays(problem: Problem, rows: int) -> bool:
+    """Whether documents in 16 bits that may be a stream are scored faster so, by so many query rows."""
+    kind, (few, short) = problem.kind, tables.STREAM_FEW_ROWS[problem.size > 256]
+    plain = kind.cu_seqlens is None and kind.documents_mask is None
+    return not plain or rows > few or problem.document_length <= short
+
+
+def _follow_each_other(problem: Problem) -> bool:
+    """Whether padded documents lie one after the other, those of all groups."""
+    next_group, next_document, row = problem.document_strides
+    return next_document == problem.document_length * row and (
+        problem.groups == 1 or next_group == problem.n_documents * next_document
+    )
 
 
 def stacked_rows(problem: Problem, unpadded: bool = False) -> int:
@@ -317,6 +334,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
             total = rounded_total(total)
             length = total // problem.n_documents
         streamed = _is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
+        streamed &= masked or problem.packed
         wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
         # What fits into half a tile takes a product of it.
         tail = wide.columns // 2
@@ -375,11 +393,8 @@ def _with_values(problem: Problem) -> Problem:
 
 def _short_takes(problem: Problem, nbits: int) -> bool:
     """Whether `forward.short` can serve these queries and documents of so many bits for an element."""
-    kind, size, length = problem.kind, problem.size, problem.document_length
-    next_group, next_document, row = problem.document_strides
-    follows = kind.cu_seqlens is not None or (
-        next_document == length * row and (problem.groups == 1 or next_group == problem.n_documents * next_document)
-    )
+    kind, size, row = problem.kind, problem.size, problem.document_strides[2]
+    follows = kind.cu_seqlens is not None or _follow_each_other(problem)
     plain = not (kind.with_argmax or problem.has_candidates or kind.documents_mask is not None or kind.offset_unit)
     elements = size * config.single_columns(problem.query_length)
     few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
@@ -444,7 +459,7 @@ def decompressed_tokens(problem: Problem, centroids: torch.dtype, listed: bool) 
 def _rows_of_hopper(problem: Problem, listed: bool) -> int:
     """Query rows that residual codes meet together, 0 where the Hopper kernel does not score these."""
     kind, capability = problem.kind, tables.architecture(problem.device)[0]
-    tile = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, False, False, kind.with_argmax)
+    tile = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, False, kind.with_argmax)
     serves = tile is not None and not listed and config.copied_by_16_bytes(kind.size, (kind.size,))
     return stacked_rows(problem) if serves else 0
 

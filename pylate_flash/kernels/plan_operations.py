@@ -200,7 +200,7 @@ def soft_forward_plan(problem: Problem) -> ForwardPlan:
     (capability, _), kind, rows = tables.architecture(problem.device), problem.kind, stacked_rows(problem)
     # Exponentials take longer than the argmax does: they have its tiles.
     narrow = rows <= tables.HOPPER_NARROW_ROWS
-    wide = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, narrow, False, True)
+    wide = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, narrow, True)
     if wide is None:
         reason = f"the Hopper kernel needs such a GPU, half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
     elif problem.has_candidates:

@@ -80,29 +80,27 @@ MOST_PADDING = 1 / 8
 STACKED = Tile(256, 64, 8, 3)
 STACKED_SPLIT = Tile(128, 256, 8, 3)
 MIN_STACKED_ROWS = 64
-# The same on Hopper, in half precision. Query rows stay in registers, where half as many fit of more than 128 elements;
-# then a wide tile is faster (0.123 ms against 0.138 at 1 x 128, 1024 x 1024, d = 256) unless it pads short documents
-# more. The argmax takes the maxima's time twice, which four parts hide better than two: 1.68 ms against 1.91 at
-# 64 x 64, 1024 x 1024; without it, 0.362 against 0.357 at 1 x 1000, 1024 x 1024.
+# The same on Hopper, in half precision. Query rows stay in registers, where half as many fit of more than 128 elements.
+# The argmax takes the maxima's time twice, which four parts hide better than two: 1.68 ms against 1.91 at 64 x 64,
+# 1024 x 1024; without it, 0.362 against 0.357 at 1 x 1000, 1024 x 1024.
 HOPPER = HopperTile(256, 64, 2, 6)
 HOPPER_ARGMAX = HopperTile(256, 64, 4, 6)
 HOPPER_LONG = HopperTile(128, 64, 2, 5)
-HOPPER_LONG_WIDE = HopperTile(128, 128, 2, 3)
 # 54 microseconds instead of 86 by `STACKED_IN_TWO` at 5 x 3000, 32 x 64, d = 320, and 123 instead of 406 at 8 x 2000,
 # 32 x 180, d = 384; with 128 columns, 121 of d = 320.
 HOPPER_LONGEST = HopperTile(128, 64, 2, 4)
-HOPPER_WIDE_MIN_LENGTH = 512
-# Of documents without masks that have so many tokens at most, on average, tiles are small, and the product of the next
-# document is under way while the sums of one are taken. 32 queries and packed documents, before they were a stream, on
-# an H100, in milliseconds before and since: 10.2 and 8.5 with 522,000 documents of 8 to 32 tokens, 6.4 and 6.2 of 8 to
-# 72, 5.6 and 5.3 of 16 to 96, 18.2 and 18.3 of 24 to 112. Whole first tiles cost longer ones what that gains: 4.47 and
-# 4.73 of 300, 4.23 and 4.6 of 1000 to 2000.
-HOPPER_SHORT = HopperTile(256, 32, 2, 8)
-HOPPER_SHORT_LENGTH = 64
-# Of packed documents in 8 bits as a stream: columns of a tile, as many as in 16, and tokens that these have at most, on
-# average. 32 queries on an H200, in milliseconds, each document by itself and as a stream of int8: 2.44 and 2.09 with
-# 80,000 of 24 to 112 tokens, 1.98 and 1.81 with 40,000 of 64 to 192; of an earlier stream, 1.16 and 1.28 with 12,000 of
-# 200 to 400, where the other tile has 128 columns.
+# Padded documents in 16 bits are a stream as well, but those without masks that so few query rows meet, and are longer
+# than so many tokens; the second is of more than 256 elements. Milliseconds on an H200 of 32 queries of 32 tokens, by
+# themselves and as a stream: 0.0705 and 0.0563 with 1000 documents of 60 to 180, under masks, and 0.0741 and 0.0668 of
+# 180; 0.879 and 0.718 with 10000 of 100 to 300, and 1.167 and 0.994 of 300; of 4 queries 0.0446 and 0.0326 with 2000 of
+# 60 to 180, but 0.0355 and 0.0372 of 180; of 5 queries and 320 elements 0.0250 and 0.0276 with 333 of 180.
+STREAM_FEW_ROWS = (128, 64), (256, 32)
+# Of documents in 8 bits as a stream, packed ones or under masks: columns of a tile, as many as in 16, and tokens that
+# they have at most, on average or with padding. 32 queries on an H200, in milliseconds, each document by itself and as
+# a stream of int8: 2.44 and 2.09 with 80,000 of 24 to 112 tokens, 1.98 and 1.81 with 40,000 of 64 to 192; of an earlier
+# stream, 1.16 and 1.28 with 12,000 of 200 to 400, where the other tile has 128 columns; under masks 0.0964 and 0.0719
+# with 3125 of 21 to 64, 0.0651 and 0.0606 with 1111 of 60 to 180, 0.0576 and 0.0609 with 666 of 100 to 300; and without
+# any 0.0681 and 0.0759 with 1111 of 180.
 STREAM_COLUMNS = 64
 STREAM_QUANTIZED_MEAN_LENGTH = 192
 # Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
@@ -208,7 +206,7 @@ QUANTIZED_HOPPER_MAX_SIZE = 256
 # `QUANTIZED_FEW_ROWS` and 0.187 by this one at 1 x 10000, 32 x 300.
 QUANTIZED_HOPPER_MIN_ROWS = 65
 # Columns of its tile where documents without masks have so many tokens at most, on average. The product of the next
-# document is under way there while the sums of one are taken, as with `HOPPER_SHORT`, whatever their length. 32 queries
+# document is under way there while the sums of one are taken, whatever their length. 32 queries
 # on an H100, in milliseconds before and since: 13.6 and 8.7 with int8 and documents of 8 to 32 tokens, 17.1 and 14.8 of
 # 24 to 112, 4.95 and 4.7 of 64 to 192, 3.2 and 3.0 of 1000 to 2000; with fp8 13.2 and 8.4, 16.1 and 13.8, 4.65 and
 # 4.35.

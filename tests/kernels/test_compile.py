@@ -185,18 +185,23 @@ def test_calls(row: tuple[str, tuple, tuple, dict, dict], capability: int) -> No
 
 
 @pytest.mark.parametrize("query_length", [1, 32, 33])
-@pytest.mark.parametrize(("size", "document_length"), [(128, 77), (128, 90), (72, 77), (96, 330), (48, 7), (64, 30)])
+@pytest.mark.parametrize(("size", "document_length"), [(128, 77), (128, 90), (72, 77), (96, 330), (48, 71), (64, 94)])
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_the_last_product_of_a_document_is_narrower(
     size: int, document_length: int, query_length: int, capability: int
 ) -> None:
-    """On a Hopper GPU; to the other kernels, another length is another number."""
-    shapes = (300, query_length, size), (40, document_length, size)
-    for names, given, options in (
-        ("hopper", {}, {}),
-        ("active_tokens hopper rows", WEIGHTS, {"normalize": True, "masking": "zero", "empty_score": -1.0}),
+    """On a Hopper GPU, where few query rows meet documents, or these do not follow each other; to the other kernels,
+    another length is another number.
+    """
+    few, many = (128 // query_length, query_length, size), (300, query_length, size)
+    documents = (40, document_length, size)
+    apart = inputs(many, documents, **WEIGHTS)
+    apart = apart._replace(documents=torch.empty(80, document_length, size, dtype=BF16)[::2])
+    for names, tensors, options in (
+        ("hopper", inputs(few, documents), {}),
+        ("active_tokens hopper rows", apart, {"normalize": True, "masking": "zero", "empty_score": -1.0}),
     ):
-        ptx = compiled(forward(inputs(*shapes, **given), **options), names, capability)["hopper"].asm["ptx"]
+        ptx = compiled(forward(tensors, **options), names, capability)["hopper"].asm["ptx"]
         assert len([columns for columns in (16, 32) if f"m64n{columns}k16" in ptx]) == 1
 
 

@@ -202,13 +202,13 @@ def test_packed_8_bits(dtype: torch.dtype, candidates: list[int] | None, capabil
     [
         (INT8, (8, 128, 128), 1024, False, False),
         (INT8, (8, 128, 128), 1024, False, True),
-        (INT8, (4, 32, 256), 180, True, True),
-        (FP8, (12, 32, 96), 180, True, False),
-        (FP8, (12, 32, 128), 180, True, True),
+        (INT8, (4, 32, 256), 340, True, True),
+        (FP8, (12, 32, 96), 340, True, False),
+        (FP8, (12, 32, 128), 340, True, True),
         (UINT8, (8, 128, 128), 1024, False, False),
-        (UINT8, (8, 32, 128), 180, True, False),
-        (UINT8, (4, 32, 256), 180, True, False),
-        (UINT8, (4, 32, 128), 180, True, True),
+        (UINT8, (8, 32, 128), 340, True, False),
+        (UINT8, (4, 32, 256), 340, True, False),
+        (UINT8, (4, 32, 128), 340, True, True),
     ],
     ids=str,
 )
@@ -256,25 +256,43 @@ STREAMS = [
     (INT8, 64, 3, False), (INT8, 128, 8, True), (INT8, 256, 5, False), (FP8, 32, 8, True), (FP8, 96, 8, False),
     (FP8, 128, 3, True), (UINT8, 16, 8, False), (UINT8, 64, 8, False), (UINT8, 128, 8, False), (UINT8, 256, 5, False),
 ]  # fmt: skip
+PADDED_STREAMS = [
+    (BF16, 48, 8, False), (BF16, 128, 8, False), (F16, 384, 9, False), (INT8, 128, 8, True), (FP8, 256, 5, False),
+    (UINT8, 128, 8, False),
+]  # fmt: skip
+LAYOUTS_OF_STREAMS = [
+    *[(*stream, "packed") for stream in STREAMS],
+    *[(*stream, "padded") for stream in PADDED_STREAMS[:3]],
+    *[(*stream, masking) for stream in PADDED_STREAMS for masking in ("exclude", "zero")],
+]
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("dtype", "size", "n_queries", "own"), STREAMS, ids=str)
-def test_streams_of_packed_documents_fit_and_spill_nothing_in_loops(
-    dtype: torch.dtype, size: int, n_queries: int, own: bool, normalize: bool, capability: int, monkeypatch
+@pytest.mark.parametrize(("dtype", "size", "n_queries", "own", "layout"), LAYOUTS_OF_STREAMS, ids=str)
+def test_streams_of_documents_fit_and_spill_nothing_in_loops(
+    dtype: torch.dtype, size: int, n_queries: int, own: bool, layout: str, normalize: bool, capability: int, monkeypatch
 ) -> None:
-    """Copies take 16 bytes, but of scales, and every product has its first operand in registers."""
+    """Copies take 16 bytes, but of scales, and every product has its first operand in registers.
+
+    `layout`: packed or padded documents, or the masking of padded ones.
+    """
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 1 << 60 if own else 0)
     given = dtype if dtype in (BF16, F16) else BF16
-    tensors = inputs((n_queries, 32, size), (400, size), given)._replace(documents_cu_seqlens=torch.arange(5) * 100)
     options = {"max_document_length": 100, "normalize": normalize}
+    if layout == "packed":
+        tensors = inputs((n_queries, 32, size), (400, size), given)._replace(documents_cu_seqlens=torch.arange(5) * 100)
+    else:
+        mask = None if layout == "padded" else torch.bool
+        tensors = inputs((n_queries, 32, size), (4, 100, size), given, (None, mask))
+        options["masking"] = "zero" if layout == "zero" else "exclude"
     if dtype == given:
         call, names = partial(forward.maxsim_forward, problem_of(tensors, Options(**options)), tensors), "rows"
     else:
         call = quantized(tensors._replace(documents=tensors.documents.to(dtype)), True, **options)
         names = "divide_by_norms"
     names = "hopper" + f" {names}" * normalize + " quantize_rows" * (dtype != given and not own)
+    names += " active_tokens" * (layout in ("exclude", "zero"))
     code = compiled(call, names, capability)["hopper"]
     assert code.metadata.shared + allocated_in_ptx(code.asm["ptx"]) <= SHARED_MEMORY[90]
     assert code.metadata.shared > 48 << 10, "or Triton does not ask for what a launch needs beyond that"

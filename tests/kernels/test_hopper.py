@@ -112,7 +112,7 @@ KIND = kind_of(
 CONFIG = config_of("hopper", KIND, tables.HOPPER, Blocks(128, 0, False), (1, 1), group=32)
 ARGMAX = {"with_argmax": True, "tile": tables.HOPPER_ARGMAX}
 NARROW, LONG = tables.HOPPER_NARROW, tables.HOPPER_LONG._replace(num_stages=6)
-SHORT = {"tile": tables.HOPPER_SHORT, "starts_early": True}
+SHORT = {"tile": tables.HOPPER._replace(columns=32, num_stages=8), "starts_early": True}
 LATE = {"starts_early": False}
 STREAM = {"packed": True, "stream": True}
 OF_48 = {"size": 48, "blocks": Blocks(64, 0, False)}
@@ -184,7 +184,7 @@ def test_products_take_queries_from_registers_and_tokens_by_16_bytes(options: di
     [
         ARGMAX,
         {"tail": 32},
-        {"tile": tables.HOPPER_LONG_WIDE} | OF_256,
+        {"tile": LONG} | OF_256,
     ],
     ids=str,
 )
@@ -203,7 +203,7 @@ def test_inverse_norms_come_with_the_tokens(options: dict) -> None:
 def test_sums_are_stored_while_the_next_product_is_under_way(options: dict) -> None:
     under_way = r"wgmma\.commit_group(?:(?!wgmma\.wait_group).)*?st\.global"
     early, late = (re.findall(under_way, compiled(**SHORT | options | start), re.DOTALL) for start in ({}, LATE))
-    assert (len(early), len(late)) == (tables.HOPPER_SHORT.parts, 0)
+    assert (len(early), len(late)) == (tables.HOPPER.parts, 0)
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 import make_layouts
 from pylate_flash.kernels.config import hopper_blocks
-from pylate_flash.kernels.tables import HOPPER_LONG_WIDE, HOPPER_MAX_SIZE, Blocks
+from pylate_flash.kernels.tables import HOPPER_LONG, HOPPER_MAX_SIZE, Blocks
 from pylate_flash.kernels.versions import triton_version
 from tests.kernels.test_hopper import NARROW, OF_96, OF_256, compiled, see, seen
 
@@ -111,7 +111,7 @@ def descriptors(ptx: str) -> list[list[int]]:
         ({}, [(64, 128)]),
         (OF_96, [(64, 64), (64, 32)]),
         ({"size": 72, "blocks": Blocks(64, 16, False)}, [(64, 64), (64, 16)]),
-        ({"tile": HOPPER_LONG_WIDE} | OF_256, [(128, 256)]),
+        ({"tile": HOPPER_LONG} | OF_256, [(64, 256)]),
         ({"tail": 16}, [(64, 128)]),
     ],
     ids=str,

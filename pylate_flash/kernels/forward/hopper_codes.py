@@ -274,8 +274,8 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
     AT: gl.constexpr = offsets(config)
     codes_ptr, centroids_ptr, table, tiles_at = coded
     (
-        residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, memory, _, _, first, _, n_documents,
-        _, _, _, _,
+        residuals_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, _, _, _, memory, _, group, first, _, n_documents,
+        document_length, _, _, _,
     ) = arguments  # fmt: skip
     UNITS: gl.constexpr = config.size // 8
     # Slots of this worker, every other one.
@@ -313,7 +313,7 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
     by_number = gl.arange(0, COLUMNS, layout=BY_NUMBER)
     # Of 1024 bytes, a lane has two chunks; of 256, two lanes have the same.
     chunk = 16 * (lane % (INDICES_BYTES // 16)) + by_chunk // (COLUMNS // 2) * (512 if INDICES_BYTES > 512 else 0)
-    run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
+    run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)
     indices_ptr = (residuals_ptr + run_start.to(gl.int64) * TOKEN_BYTES).to(gl.int64) + 16 * (lane % CHUNKS)
     number_ptr = gl.where(lane < _TOKENS, (codes_ptr + run_start).to(gl.int64), (scale_ptr + run_start).to(gl.int64))
     centroid_ptr = centroids_ptr.to(gl.int64) + 16 * unit

@@ -1,4 +1,4 @@
-"""Packed documents as one stream of tokens, whose tiles are multiplied whatever the boundaries of documents.
+"""Documents as one stream of tokens, whose tiles are multiplied whatever the boundaries of documents.
 
 Documents follow each other at multiples of 8 columns: the last token of each is repeated up to there. A tile so holds
 several short documents, or parts of two, and a document has 7 columns at most that are products of a token before. In a
@@ -155,6 +155,19 @@ def _take(memory, slot, phase, BY_ROW: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
+def _mark(documents, group, document, n_documents, document_length, config: gl.constexpr):
+    """Where a packed document begins, so that the next mark tells its length; of a padded one, that."""
+    _, bounds_ptr, cu_seqlens_ptr = documents
+    mark = document_length
+    if config.packed:
+        mark = gl.load(cu_seqlens_ptr + gl.minimum(document, n_documents))
+    elif config.has_documents_mask:
+        flat_document = group.to(gl.int64) * n_documents + gl.minimum(document, n_documents - 1)
+        mark = gl.load(bounds_ptr + 2 * flat_document)
+    return mark
+
+
+@gluon.jit
 def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     """Sum the maxima of every document, of which what multiplies leaves four for each row.
 
@@ -163,10 +176,10 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     the ring for its own.
     """
     queries, documents, shared, share, numbers, results = arguments
-    _, _, cu_seqlens_ptr = documents
+    _, bounds_ptr, _ = documents
     tiles, _, _, _, memory, _ = shared
-    row_block, _, first, last = share
-    _, _, _, n_documents, _, _ = numbers
+    row_block, group, first, last = share
+    _, _, _, n_documents, document_length, _ = numbers
     sums_ptr, _, _, _ = results
     ROWS: gl.constexpr = config.tile.rows
     WORKERS: gl.constexpr = summing_workers(config)
@@ -178,12 +191,14 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     gl.static_assert(RING == WORKERS or (WORKERS == 2 and RING % 2 == 1))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    start = gl.load(cu_seqlens_ptr + first)
-    stop = gl.load(cu_seqlens_ptr + gl.minimum(first + 1, n_documents))
+    mark = _mark(documents, group, first, n_documents, document_length, config)
+    next_mark = _mark(documents, group, first + 1, n_documents, document_length, config)
     for document in range(first, last):
-        length = (stop - start).to(gl.int32)
-        start = stop
-        stop = gl.load(cu_seqlens_ptr + gl.minimum(document + 2, n_documents))
+        length = mark
+        if config.packed:
+            length = (next_mark - mark).to(gl.int32)
+        mark = next_mark
+        next_mark = _mark(documents, group, document + 2, n_documents, document_length, config)
         # An empty document goes by its number. (Selected by a condition, this costs the sums a predicate, for want of
         # which ptxas has their shuffles follow one another: 1.44 ms in place of 1.29 at 32 x 120000, 8 to 32 tokens.)
         number = (document - first) % WORKERS
@@ -195,6 +210,9 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
                 row_best = _take(memory, slot, phase, by_row, config)
             if tiles.dtype == gl.int8 and not config.affine:
                 row_best = unscaled(row_best)
+            if config.zero_masked:
+                first_masked = gl.load(bounds_ptr + 2 * (group.to(gl.int64) * n_documents + document) + 1)
+                row_best = gl.where((row_best < 0.0) & (first_masked < document_length), 0.0, row_best)
             if (config.normalize or config.values) and not makes_scales(config):
                 row_best *= row_scale
             store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS, config)
@@ -204,11 +222,11 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
 
 @gluon.jit
 def copy_stream(arguments, walked, config: gl.constexpr, SCALED: gl.constexpr):
-    """As `hopper_parts.copy_documents`, of packed documents as a stream."""
+    """As `hopper_parts.copy_documents`, of documents as a stream."""
     AT: gl.constexpr = offsets(config)
     (
         documents_ptr, _, _, scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, scales,
-        token_offsets, memory, _, _, first, _, n_documents, _, _, _, stride_token,
+        token_offsets, memory, _, group, first, _, n_documents, document_length, _, _, stride_token,
     ) = arguments  # fmt: skip
     shared = tiles, second_tiles, scales, token_offsets, memory
     EMBEDDING: gl.constexpr = config.size
@@ -223,7 +241,7 @@ def copy_stream(arguments, walked, config: gl.constexpr, SCALED: gl.constexpr):
     phase = gl.to_tensor(1)
     under_way = gl.to_tensor(0)
     oldest = gl.to_tensor(0)
-    run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
+    run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)
     LISTED: gl.constexpr = config.offset_unit > 0
     step = config.offset_unit if LISTED else stride_token
     if not LISTED:

@@ -4,6 +4,9 @@ One warp finds out for all others, a span of 256 columns at a time. Its lanes ar
 lanes tells the columns where each ends; then they are the 32 eights of columns, each of which looks for its document
 among these. So it takes as long for many short documents as for a long one, where a loop over documents, by all who
 copy, took 17 to 25 % of the time of those that decompress codes.
+
+Tokens are counted from where the run starts: packed ones by the boundaries of documents, padded ones as they lie. Of
+masked documents, those that are active have columns, which are looked up unless the mask is a prefix.
 """
 
 from __future__ import annotations
@@ -19,9 +22,16 @@ SPAN = gl.constexpr(256)
 
 
 @gluon.jit
-def run_start_of(cu_seqlens_ptr, first, n_documents):
-    """The first token of a run. Where nothing but empty documents are left, the last one; of none at all, row 0."""
-    return gl.maximum(gl.minimum(gl.load(cu_seqlens_ptr + first), gl.load(cu_seqlens_ptr + n_documents) - 1), 0)
+def run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config: gl.constexpr):
+    """The first token of a run, counted over all documents.
+
+    Where nothing but empty packed documents are left, the last one; of none at all, row 0.
+    """
+    if config.packed:
+        start = gl.maximum(gl.minimum(gl.load(cu_seqlens_ptr + first), gl.load(cu_seqlens_ptr + n_documents) - 1), 0)
+    else:
+        start = (group.to(gl.int64) * n_documents + first) * document_length
+    return start
 
 
 @gluon.jit
@@ -65,13 +75,29 @@ def ended_of(ended, number, config: gl.constexpr):
 
 
 @gluon.jit
-def _window(cu_seqlens_ptr, run_start, base, last, begin, lanes):
-    """The tokens between which each of 32 documents lies, and the columns, where the first one begins at `begin`."""
-    start = (gl.load(cu_seqlens_ptr + gl.minimum(base + lanes, last)) - run_start).to(gl.int32)
-    stop = (gl.load(cu_seqlens_ptr + gl.minimum(base + lanes + 1, last)) - run_start).to(gl.int32)
+def _window(documents, share, numbers, run_start, base, begin, lanes, config: gl.constexpr):
+    """The tokens between which each of 32 documents lies, and the columns, where the first one begins at `begin`.
+
+    Of masked documents, it is so many tokens that are active, and the last value tells where these are no prefix.
+    """
+    _, bounds_ptr, cu_seqlens_ptr = documents
+    _, group, first, last = share
+    _, _, _, n_documents, document_length, _ = numbers
+    document = gl.minimum(base + lanes, last)
+    listed = lanes < 0
+    if config.packed:
+        start = (gl.load(cu_seqlens_ptr + document) - run_start).to(gl.int32)
+        stop = (gl.load(cu_seqlens_ptr + gl.minimum(base + lanes + 1, last)) - run_start).to(gl.int32)
+    else:
+        start = (document - first) * document_length
+        stop = gl.where(document < last, start + document_length, start)
+        if config.has_documents_mask:
+            bounds = bounds_ptr + 2 * (group.to(gl.int64) * n_documents + document)
+            stop = start + gl.load(bounds, mask=document < last, other=0)
+            listed = gl.load(bounds + 1, mask=document < last, other=0) < stop - start
     columns = (stop - start + 7) // 8 * 8
     ends = begin + gl.associative_scan(columns, 0, add)
-    return start, stop, ends - columns, ends
+    return start, stop, ends - columns, ends, listed
 
 
 @gluon.jit
@@ -96,17 +122,17 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
     """
     AT: gl.constexpr = offsets(config)
     _, documents, shared, share, numbers, _ = arguments
-    _, _, cu_seqlens_ptr = documents
+    active_ptr, _, cu_seqlens_ptr = documents
     _, _, _, _, memory, _ = shared
-    _, _, first, last = share
-    _, _, _, n_documents, _, _ = numbers
+    _, group, first, last = share
+    _, _, _, n_documents, document_length, _ = numbers
     tokens, places = walked
     SPANS: gl.constexpr = spans(config)
     by_eight: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0])
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     column = 8 * lanes
     within = gl.arange(0, 8, layout=gl.SliceLayout(0, by_eight))[None, :]
-    run_start = run_start_of(cu_seqlens_ptr, first, n_documents)
+    run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)
     span = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     # The first document that does not end in the spans before, and the column where it begins, counted from this one.
@@ -117,11 +143,14 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
         token = lanes * 0
         stop_token = lanes * 0 + 1
         place = lanes.to(gl.int64) * 0
+        origin = lanes * 0
         found = lanes < 0
         ended = lanes < 0
+        looked_up = lanes < 0
         more = gl.to_tensor(True)
         while more:
-            start, stop, begins, ends = _window(cu_seqlens_ptr, run_start, base, last, begin, lanes)
+            window = _window(documents, share, numbers, run_start, base, begin, lanes, config)
+            start, stop, begins, ends, listed = window
             document = _first_after(ends, column)
             end = gl.gather(ends, document, 0)
             here = (end > column) & (not found)
@@ -133,6 +162,9 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
                 offset = gl.load(offsets_ptr + base + document, mask=here, other=0)
                 offset -= document_start.to(gl.int64) * (stride // config.offset_unit)
                 place = gl.where(here, offset, place)
+            if config.has_documents_mask:
+                origin = gl.where(here, document_start, origin)
+                looked_up = looked_up | (here & (gl.gather(listed.to(gl.int32), document, 0) != 0))
             ended = ended | (here & (end == column + 8))
             found = found | here
             # Documents without tokens may be more than lanes.
@@ -143,8 +175,13 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
             begin = gl.reduce(gl.where(finished, ends, begin), 0, larger_of)
         begin -= SPAN
         eights = gl.reduce(found.to(gl.int32), 0, add)
-        await_barrier(memory, AT.empty_spans, span, phase)
         column_token = gl.minimum(_as_column(token, by_eight) + within, _as_column(stop_token, by_eight) - 1)
+        if config.has_documents_mask:
+            start_token = _as_column(origin, by_eight)
+            is_listed = _as_column(looked_up, by_eight)
+            active = gl.load(active_ptr + run_start + column_token, mask=is_listed, other=0)
+            column_token = gl.where(is_listed, start_token + active, column_token)
+        await_barrier(memory, AT.empty_spans, span, phase)
         tokens.index(span).store(column_token)
         if config.offset_unit > 0:
             column_place = _as_column(place, by_eight) + column_token.to(gl.int64) * (stride // config.offset_unit)
