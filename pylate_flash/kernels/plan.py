@@ -251,7 +251,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     sums = problem.n_queries * problem.query_length * problem.n_documents
     unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
     rows = stacked_rows(problem, unpadded)
-    streamed = _is_streamed(problem, problem.document_strides[-1]) and _stream_pays(problem, rows)
+    streamed = _is_streamed(problem, problem.document_strides[-1]) and (packed or _stream_pays(problem, rows))
     wide = config.hopper_tile(capability, kind.size, item, rows <= tables.HOPPER_NARROW_ROWS, kind.with_argmax)
     why = _ONE_MATRIX
     if wide is None:
@@ -291,10 +291,12 @@ def _is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> b
 
 
 def _stream_pays(problem: Problem, rows: int) -> bool:
-    """Whether documents in 16 bits that may be a stream are scored faster so, by so many query rows."""
-    kind, (few, short) = problem.kind, tables.STREAM_FEW_ROWS[problem.size > 256]
-    plain = kind.cu_seqlens is None and kind.documents_mask is None
-    return not plain or rows > few or problem.document_length <= short
+    """Whether padded documents that may be a stream are scored faster so, by so many query rows of a group."""
+    few, short = tables.STREAM_FEW_ROWS if problem.size <= 256 else tables.STREAM_FEW_ROWS_OF_LONG
+    alike = problem.kind.documents_mask is None and problem.document_length > short
+    least = tables.STREAM_LEAST_ALIKE if alike else tables.STREAM_LEAST
+    enough = rows * problem.n_tokens >= least * tables.architecture(problem.device)[1]
+    return enough and not (alike and rows <= few)
 
 
 def _follow_each_other(problem: Problem) -> bool:
@@ -334,7 +336,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
             total = rounded_total(total)
             length = total // problem.n_documents
         streamed = _is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
-        streamed &= masked or problem.packed
+        streamed &= problem.packed or (masked and _stream_pays(problem, rows))
         wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
         # What fits into half a tile takes a product of it.
         tail = wide.columns // 2

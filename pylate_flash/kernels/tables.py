@@ -89,12 +89,17 @@ HOPPER_LONG = HopperTile(128, 64, 2, 5)
 # 54 microseconds instead of 86 by `STACKED_IN_TWO` at 5 x 3000, 32 x 64, d = 320, and 123 instead of 406 at 8 x 2000,
 # 32 x 180, d = 384; with 128 columns, 121 of d = 320.
 HOPPER_LONGEST = HopperTile(128, 64, 2, 4)
-# Padded documents in 16 bits are a stream as well, but those without masks that so few query rows meet, and are longer
-# than so many tokens; the second is of more than 256 elements. Milliseconds on an H200 of 32 queries of 32 tokens, by
-# themselves and as a stream: 0.0705 and 0.0563 with 1000 documents of 60 to 180, under masks, and 0.0741 and 0.0668 of
-# 180; 0.879 and 0.718 with 10000 of 100 to 300, and 1.167 and 0.994 of 300; of 4 queries 0.0446 and 0.0326 with 2000 of
-# 60 to 180, but 0.0355 and 0.0372 of 180; of 5 queries and 320 elements 0.0250 and 0.0276 with 333 of 180.
-STREAM_FEW_ROWS = (128, 64), (256, 32)
+# Padded documents are a stream as well: under masks or where they are short, from so many similarities of an SM on; and
+# where they are alike, if more than so many query rows meet them, and from more similarities on. Short are those of so
+# many tokens at most. Milliseconds on an H200 of 32 queries of 32 tokens in 16 bits, by themselves and as a stream:
+# 0.0705 and 0.0563 with 1000 documents of 60 to 180, under masks, and 0.0741 and 0.0668 of 180; 0.0184 and 0.0180 with
+# 100 under masks; 0.879 and 0.718 with 10000 of 100 to 300, and 1.167 and 0.994 of 300; of 4 queries 0.0446 and 0.0326
+# with 2000 of 60 to 180, but 0.0355 and 0.0372 of 180. Of more than 256 elements, with 333 documents: of 5 queries
+# 0.0250 and 0.0276 of 180 (d = 320), and of 4 queries 0.0232 and 0.0252 of 60 to 180 (d = 384).
+STREAM_FEW_ROWS = 128, 64
+STREAM_FEW_ROWS_OF_LONG = 256, 32
+STREAM_LEAST = 1 << 16
+STREAM_LEAST_ALIKE = 1 << 19
 # Of documents in 8 bits as a stream, packed ones or under masks: columns of a tile, as many as in 16, and tokens that
 # they have at most, on average or with padding. 32 queries on an H200, in milliseconds, each document by itself and as
 # a stream of int8: 2.44 and 2.09 with 80,000 of 24 to 112 tokens, 1.98 and 1.81 with 40,000 of 64 to 192; of an earlier

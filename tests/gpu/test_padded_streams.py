@@ -16,8 +16,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0"),
 ]
-# Documents: many short ones, lengths at, up to and past a boundary of eight columns and of 64, and long ones.
-SHAPES = [(3000, 1), (1000, 7), (300, 64), (300, 65), (200, 180), (7, 1000)]
+# Documents: many short ones, lengths at, up to and past a boundary of eight columns and of 64, and long ones; so many
+# that 96 query rows are enough for them to be a stream, but where they are alike.
+SHAPES = [(100_000, 1), (14_000, 7), (1500, 64), (1500, 65), (520, 180), (93, 1000)]
 MASKS = ["none", "prefixes", "scattered", "prefixes and scattered", "few of all tokens"]
 QUERIES = [(32, 32), (3, 32), (5, 77)]
 
@@ -49,8 +50,7 @@ def test_scores(name: str, shape: tuple[int, int], size: int, dtype, n_queries: 
     # Similarities of all signs, and below 0 only.
     documents[::3] = -queries[0].sum(dim=0) / query_length
     documents[len(documents) // 2, 0, 3] = torch.nan
-    # Few query rows meet documents without masks one by one, unless these are short.
-    if mask is not None or n_queries > 3:
+    if mask is not None or n_queries == 32:
         assert explain(queries, documents, documents_mask=mask).forward.config.stream
     options = {"documents_mask": mask, "empty_score": -2.0}
     found = maxsim(queries, documents, **options)
@@ -70,13 +70,13 @@ def test_bits_of_documents_by_themselves(
     name: str, shape: tuple[int, int], grouped: bool, normalize: bool, weights: bool, masking: str, monkeypatch
 ) -> None:
     """So equal documents have equal scores, whichever kernel serves a call."""
-    n_queries, query_length = (3, 130) if grouped else (12, 40)
+    n_queries, query_length = (6, 130) if grouped else (24, 40)
     queries, mask = unit(n_queries, query_length, 128, dtype=HALF, seed=1), mask_of(name, *shape)
     documents = unit(*shape, 128, dtype=HALF)
     options = {"normalize": normalize, "documents_mask": mask, "masking": masking}
     if grouped:
         documents = unit(n_queries, *shape, 128, dtype=HALF)
-        options["documents_mask"] = None if mask is None else torch.stack([mask, mask.flip(0), mask.flip(1)])
+        options["documents_mask"] = None if mask is None else torch.stack(2 * [mask, mask.flip(0), mask.flip(1)])
     if weights:
         options["queries_mask"] = torch.rand(n_queries, query_length, device="cuda")
     call = queries, documents
