@@ -349,7 +349,19 @@ def check_copies(ptx: str) -> None:
 
 
 # Bits of a residual code, or the type of documents in 8 bits, and embedding size.
-SHORT = [(4, 128), (2, 128), (4, 64), (2, 96), (INT8, 128), (UINT8, 128), (INT8, 64), (INT8, 48), (UINT8, 96)]
+SHORT = [
+    (4, 128),
+    (2, 128),
+    (4, 64),
+    (2, 96),
+    (4, 48),
+    (2, 48),
+    (INT8, 128),
+    (UINT8, 128),
+    (INT8, 64),
+    (INT8, 48),
+    (UINT8, 96),
+]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)

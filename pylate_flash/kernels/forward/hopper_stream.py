@@ -156,7 +156,7 @@ def _take(memory, slot, phase, BY_ROW: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def _mark(documents, group, document, n_documents, document_length, config: gl.constexpr):
-    """Where a packed document begins, so that the next mark tells its length; of a padded one, that."""
+    """Where a packed document begins, which with the next mark tells its length; the length of a padded one."""
     _, bounds_ptr, cu_seqlens_ptr = documents
     mark = document_length
     if config.packed:
@@ -187,7 +187,7 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
     rows = rows_from(queries, share, numbers, gl.to_tensor(0), row_block * ROWS, ROWS, by_row, config)
     _, _, _, row_scale, _ = rows
     sums = sums_from(share, numbers, row_block * ROWS, ROWS, by_row, config)
-    # Where the next document with tokens lies in the ring. Two workers swap places with each round, as these are odd.
+    # Where the next document with tokens lies in the ring. Of an odd number of places, two workers swap every round.
     gl.static_assert(RING == WORKERS or (WORKERS == 2 and RING % 2 == 1))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)

@@ -78,7 +78,7 @@ def ended_of(ended, number, config: gl.constexpr):
 def _window(documents, share, numbers, run_start, base, begin, lanes, config: gl.constexpr):
     """The tokens between which each of 32 documents lies, and the columns, where the first one begins at `begin`.
 
-    Of masked documents, it is so many tokens that are active, and the last value tells where these are no prefix.
+    Under a mask, a document has as many as are active, and the last value tells where these are no prefix.
     """
     _, bounds_ptr, cu_seqlens_ptr = documents
     _, group, first, last = share

@@ -113,7 +113,7 @@ def test_residuals_that_begin_within_a_word() -> None:
     ("shape", "dtype"),
     [
         ((1, 32, 128), torch.float16), ((2, 13, 64), torch.float32), ((3, 20, 192), torch.float16),
-        ((1, 9, 96), torch.float32),
+        ((1, 9, 96), torch.float32), ((2, 9, 48), torch.float16),
     ],
 )  # fmt: skip
 def test_short_queries_in_8_bits(
