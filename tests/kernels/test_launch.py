@@ -143,14 +143,16 @@ def test_fifty_random_shapes_take_few_compilations(functions) -> None:
     assert sum(counts.values()) <= 20
 
 
-@pytest.mark.parametrize(("length", "another", "longest"), [(180, 114, 1000), (50, 7, 64)])
-def test_a_new_batch_or_document_length_takes_none(functions, length: int, another: int, longest: int) -> None:
-    """Short documents are served by a kernel of their own."""
-    score((16, 10, 32, length))
+@pytest.mark.parametrize(
+    ("n", "length", "another", "longest"), [(10, 180, 114, 1000), (10, 50, 36, 64), (2000, 180, 40, 500)]
+)
+def test_a_new_batch_or_document_length_takes_none(functions, n: int, length: int, another: int, longest: int) -> None:
+    """Few documents are scored one by one, and many as a stream."""
+    score((16, n, 32, length))
     before = counts_of(functions)
-    for shape in ((17, 10, 32, length), (16, 33, 32, length), (40, 1, 31, longest), (16, 10, 28, length)):
+    for shape in ((17, n, 32, length), (16, 3 * n, 32, length), (40, n // 2, 31, longest), (16, n, 28, length)):
         score(shape)
-    score((16, 10, 32, another))
+    score((16, n, 32, another))
     assert counts_of(functions) == before
     assert sum(before.values()) == 1
 
