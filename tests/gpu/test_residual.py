@@ -90,7 +90,7 @@ def test_real_shapes_and_the_same_bits_again(
     [
         ((1, 32, 128), 5000, torch.bfloat16), ((3, 17, 128), 700, torch.float16), ((1, 64, 128), 700, torch.bfloat16),
         ((2, 32, 64), 900, torch.float32), ((4, 10, 192), 300, torch.bfloat16), ((1, 32, 256), 300, torch.float16),
-        ((1, 32, 96), 700, torch.bfloat16), ((1, 60, 32), 700, torch.bfloat16),
+        ((1, 32, 96), 700, torch.bfloat16), ((1, 60, 32), 700, torch.bfloat16), ((2, 32, 48), 700, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_short_queries_in_8_bits(shape: tuple[int, ...], n_documents: int, dtype: torch.dtype, nbits: int) -> None:
@@ -144,7 +144,8 @@ def test_decompressed_where_they_are_copied(
     """
     tails = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 300, 0]
     eights = [0] * 70 + [8, 7, 9, 64, 63, 65, 56, 72, 128, 1, 0, 0] * 40 + [0] * 70
-    for lengths in (tails, [0, 0, 5], eights, [(37 * index) % 301 for index in range(3000)]):
+    empty = ([5, 0, 0] * 20 + [0, 5, 0] * 20 + [0, 0, 5] * 20) * 4
+    for lengths in (tails, [0, 0, 5], eights, empty, [(37 * index) % 301 for index in range(3000)]):
         documents = residual_codes(lengths, size, nbits, codec_dtype, n_centroids=500).to("cuda")
         for n_queries, length in ((64, 32), (5, 32), (9, 31), (16, 32)):
             queries = unit(n_queries, length, size, dtype=dtype)
