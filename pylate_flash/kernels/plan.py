@@ -401,8 +401,8 @@ def _short_takes(problem: Problem, nbits: int) -> bool:
     elements = size * config.single_columns(problem.query_length)
     few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
     few &= size <= tables.SHORT_MAX_SIZE
-    # Rows of whole words, of what is no code 16 bytes at a time.
-    fits = size % (32 // nbits if nbits < 8 else 16) == 0 and problem.n_tokens < config.INT32_MAX
+    # Rows of whole words, of what is no code 16 bytes at a time; and products of centroids take 16 elements.
+    fits = size >= 16 and size % (32 // nbits if nbits < 8 else 16) == 0 and problem.n_tokens < config.INT32_MAX
     return follows and plain and few and fits and (nbits < 8 or (problem.aligned and row % 4 == 0))
 
 

@@ -95,10 +95,10 @@ def test_bits_of_documents_by_themselves(
 @pytest.mark.parametrize("name", MASKS[1:])
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 @pytest.mark.parametrize("size", [64, 256])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_quantized(precision: str, name: str, shape: tuple[int, int], size: int, normalize: bool) -> None:
+@pytest.mark.parametrize(("normalize", "masking"), [(False, "exclude"), (True, "exclude"), (False, "zero")])
+def test_quantized(precision: str, name: str, shape: tuple[int, int], size: int, normalize: bool, masking: str) -> None:
     queries, documents = unit(8, 32, size, dtype=HALF, seed=1), quantize(unit(*shape, size), precision)
-    options = {"documents_mask": mask_of(name, *shape), "normalize": normalize}
+    options = {"documents_mask": mask_of(name, *shape), "normalize": normalize, "masking": masking}
     assert explain(queries, documents, **options).forward.config.stream
     options["empty_score"] = -2.0
     found = maxsim(queries, documents, **options)

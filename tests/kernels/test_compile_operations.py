@@ -350,18 +350,9 @@ def check_copies(ptx: str) -> None:
 
 # Bits of a residual code, or the type of documents in 8 bits, and embedding size.
 SHORT = [
-    (4, 128),
-    (2, 128),
-    (4, 64),
-    (2, 96),
-    (4, 48),
-    (2, 48),
-    (INT8, 128),
-    (UINT8, 128),
-    (INT8, 64),
-    (INT8, 48),
+    (4, 128), (2, 128), (4, 64), (2, 96), (4, 48), (2, 48), (4, 24), (INT8, 128), (UINT8, 128), (INT8, 64), (INT8, 48),
     (UINT8, 96),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
@@ -389,6 +380,14 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
     if decoded and triton_version() <= (3, 6) and capability == 90:
         sass = get_sass(code["short"].asm["cubin"])
         assert not re.search(r"LDL|STL", sass[sass.index("IMMA") : sass.rindex("IMMA")])
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(("nbits", "size"), [(4, 8), (2, 8), (2, 24)])
+def test_rows_that_are_no_words_or_too_short_for_products(nbits: int, size: int, capability: int) -> None:
+    problem, *given = residual(torch.empty(1, 32, size).bfloat16(), nbits)
+    problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", True))
+    compiled(partial(forward.residual_forward, problem, *given), "stacked", capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
