@@ -183,6 +183,13 @@ class Problem(_Fields):
         return self.n_documents if self.packed else self.groups * self.n_documents
 
     @property
+    def documents_follow(self) -> bool:
+        """Whether padded documents lie one after the other, those of all groups."""
+        next_group, next_document, row = self.document_strides
+        follows = next_document == self.document_length * row
+        return follows and (self.groups == 1 or next_group == self.n_documents * next_document)
+
+    @property
     def rows(self) -> int:
         """Query tokens, padding included, that every document of a group meets."""
         return self.n_queries // self.groups * self.query_length if self.groups else 0

@@ -281,12 +281,9 @@ def _is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> b
     other. What is read is counted from where a program's share begins, in 32 bits: whole waves may have a share be
     nearly twice the largest one.
     """
-    kind, shares = problem.kind, tables.HOPPER_SHARES
-    if kind.cu_seqlens is not None:
-        fits, most = True, problem.document_length + 2 * shares.largest
-    else:
-        fits, most = _follow_each_other(problem), problem.document_length * 2 * shares.longest
-    fits = fits and not kind.with_argmax and most * row <= config.INT32_MAX
+    length, shares = problem.document_length, tables.HOPPER_SHARES
+    most = length + 2 * shares.largest if problem.packed else length * 2 * shares.longest
+    fits = (problem.packed or problem.documents_follow) and not problem.with_argmax and most * row <= config.INT32_MAX
     return fits and rounded_total(problem.n_tokens) <= mean_length * problem.all_documents
 
 
@@ -297,14 +294,6 @@ def _stream_pays(problem: Problem, rows: int) -> bool:
     least = tables.STREAM_LEAST_ALIKE if alike else tables.STREAM_LEAST
     enough = rows * problem.n_tokens >= least * tables.architecture(problem.device)[1]
     return enough and not (alike and rows <= few)
-
-
-def _follow_each_other(problem: Problem) -> bool:
-    """Whether padded documents lie one after the other, those of all groups."""
-    next_group, next_document, row = problem.document_strides
-    return next_document == problem.document_length * row and (
-        problem.groups == 1 or next_group == problem.n_documents * next_document
-    )
 
 
 def stacked_rows(problem: Problem, unpadded: bool = False) -> int:
@@ -396,7 +385,7 @@ def _with_values(problem: Problem) -> Problem:
 def _short_takes(problem: Problem, nbits: int) -> bool:
     """Whether `forward.short` can serve these queries and documents of so many bits for an element."""
     kind, size, row = problem.kind, problem.size, problem.document_strides[2]
-    follows = kind.cu_seqlens is not None or _follow_each_other(problem)
+    follows = kind.cu_seqlens is not None or problem.documents_follow
     plain = not (kind.with_argmax or problem.has_candidates or kind.documents_mask is not None or kind.offset_unit)
     elements = size * config.single_columns(problem.query_length)
     few = problem.query_length <= tables.SHORT_MAX_LENGTH and elements <= tables.SHORT_MAX_ELEMENTS
