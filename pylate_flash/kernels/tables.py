@@ -211,10 +211,9 @@ QUANTIZED_HOPPER_MAX_SIZE = 256
 # `QUANTIZED_FEW_ROWS` and 0.187 by this one at 1 x 10000, 32 x 300.
 QUANTIZED_HOPPER_MIN_ROWS = 65
 # Columns of its tile where documents without masks have so many tokens at most, on average. The product of the next
-# document is under way there while the sums of one are taken, whatever their length. 32 queries
-# on an H100, in milliseconds before and since: 13.6 and 8.7 with int8 and documents of 8 to 32 tokens, 17.1 and 14.8 of
-# 24 to 112, 4.95 and 4.7 of 64 to 192, 3.2 and 3.0 of 1000 to 2000; with fp8 13.2 and 8.4, 16.1 and 13.8, 4.65 and
-# 4.35.
+# document is under way there while the sums of one are taken, whatever their length. 32 queries on an H100, in
+# milliseconds before and since: 13.6 and 8.7 with int8 and documents of 8 to 32 tokens, 17.1 and 14.8 of 24 to 112,
+# 4.95 and 4.7 of 64 to 192, 3.2 and 3.0 of 1000 to 2000; with fp8 13.2 and 8.4, 16.1 and 13.8, 4.65 and 4.35.
 QUANTIZED_HOPPER_COLUMNS = ((48, 32), (128, 64))
 QUANTIZED_HOPPER_STAGES = 8
 # Similarities up to which its programs quantize the query rows that they score, which spares the host a launch: with

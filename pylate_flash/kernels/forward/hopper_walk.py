@@ -78,13 +78,13 @@ def ended_of(ended, number, config: gl.constexpr):
 def _window(documents, share, numbers, run_start, base, begin, lanes, config: gl.constexpr):
     """The tokens between which each of 32 documents lies, and the columns, where the first one begins at `begin`.
 
-    Under a mask, a document has as many as are active, and the last value tells where these are no prefix.
+    Under a mask, a document has as many as are active; `scattered` are those whose active tokens are no prefix.
     """
     _, bounds_ptr, cu_seqlens_ptr = documents
     _, group, first, last = share
     _, _, _, n_documents, document_length, _ = numbers
     document = gl.minimum(base + lanes, last)
-    listed = lanes < 0
+    scattered = lanes < 0
     if config.packed:
         start = (gl.load(cu_seqlens_ptr + document) - run_start).to(gl.int32)
         stop = (gl.load(cu_seqlens_ptr + gl.minimum(base + lanes + 1, last)) - run_start).to(gl.int32)
@@ -94,10 +94,10 @@ def _window(documents, share, numbers, run_start, base, begin, lanes, config: gl
         if config.has_documents_mask:
             bounds = bounds_ptr + 2 * (group.to(gl.int64) * n_documents + document)
             stop = start + gl.load(bounds, mask=document < last, other=0)
-            listed = gl.load(bounds + 1, mask=document < last, other=0) < stop - start
+            scattered = gl.load(bounds + 1, mask=document < last, other=0) < stop - start
     columns = (stop - start + 7) // 8 * 8
     ends = begin + gl.associative_scan(columns, 0, add)
-    return start, stop, ends - columns, ends, listed
+    return start, stop, ends - columns, ends, scattered
 
 
 @gluon.jit
@@ -150,7 +150,7 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
         more = gl.to_tensor(True)
         while more:
             window = _window(documents, share, numbers, run_start, base, begin, lanes, config)
-            start, stop, begins, ends, listed = window
+            start, stop, begins, ends, scattered = window
             document = _first_after(ends, column)
             end = gl.gather(ends, document, 0)
             here = (end > column) & (not found)
@@ -164,7 +164,7 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
                 place = gl.where(here, offset, place)
             if config.has_documents_mask:
                 origin = gl.where(here, document_start, origin)
-                looked_up = looked_up | (here & (gl.gather(listed.to(gl.int32), document, 0) != 0))
+                looked_up = looked_up | (here & (gl.gather(scattered.to(gl.int32), document, 0) != 0))
             ended = ended | (here & (end == column + 8))
             found = found | here
             # Documents without tokens may be more than lanes.
@@ -177,10 +177,9 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
         eights = gl.reduce(found.to(gl.int32), 0, add)
         column_token = gl.minimum(_as_column(token, by_eight) + within, _as_column(stop_token, by_eight) - 1)
         if config.has_documents_mask:
-            start_token = _as_column(origin, by_eight)
-            is_listed = _as_column(looked_up, by_eight)
-            active = gl.load(active_ptr + run_start + column_token, mask=is_listed, other=0)
-            column_token = gl.where(is_listed, start_token + active, column_token)
+            is_looked_up = _as_column(looked_up, by_eight)
+            active = gl.load(active_ptr + run_start + column_token, mask=is_looked_up, other=0)
+            column_token = gl.where(is_looked_up, _as_column(origin, by_eight) + active, column_token)
         await_barrier(memory, AT.empty_spans, span, phase)
         tokens.index(span).store(column_token)
         if config.offset_unit > 0:
