@@ -30,7 +30,6 @@ _INT32_MAX = 2**31 - 1
 # Programs along each axis of a grid, at most.
 MOST_PROGRAMS = _INT32_MAX, 65535, 65535
 _or = functools.partial(functools.reduce, operator.or_)
-_address_of, _dtype_of = operator.methodcaller("data_ptr"), operator.attrgetter("dtype")
 
 
 class Described(NamedTuple):
@@ -91,8 +90,8 @@ class Kernel:
         self.follows = follows
         self._names = config.split()
         self._configs: dict[tuple, tuple[Constants]] = {}
-        # What launches, how many tensors it needs, and where arguments are None.
-        self._code: dict[tuple, tuple[Callable[..., None], int, list[int]]] = {}
+        # What launches, and how many tensors it needs.
+        self._code: dict[tuple, tuple[Callable[..., None], int]] = {}
 
     def __call__(
         self,
@@ -129,10 +128,9 @@ class Kernel:
                 self(grid, tensors, numbers, strides, constants, warps, described)
             return
         # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
-        present = [tensor for tensor in tensors if tensor is not None]
-        pointers = [*map(_address_of, present)]
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         integers = (*numbers, *strides)
-        key: tuple = device, constants, warps, *map(type, tensors), *map(_dtype_of, present)
+        key: tuple = device, constants, warps, *[None if tensor is None else tensor.dtype for tensor in tensors]
         # Triton tells apart addresses by 16; strides of 1, multiples of 16, and what needs 64 bits. Mostly, all are
         # multiples of 16 and none needs 64 bits.
         if (unaligned := _or(pointers) & 15) or _or(strides, 0) & 15 or max(integers) > _INT32_MAX:
@@ -141,15 +139,13 @@ class Kernel:
                 tuple([2 if stride == 1 else stride % 16 == 0 for stride in strides]),
                 tuple([value > _INT32_MAX for value in integers]) if max(integers) > _INT32_MAX else None,
             )
-        code, n_tensors, missing = self._code.get(key) or (None, 0, ())
-        for index in missing:
-            pointers.insert(index, 0)
+        code, n_tensors = self._code.get(key, (None, 0))
         if code is not None:
             stream = recording.current_stream(device) if device >= 0 else 0
             code(grid, stream, tensors, pointers, integers + constants, described)
         else:
             code, n_tensors = self._compile(grid, tensors, integers, constants, warps, described)
-            self._code[key] = code, n_tensors, [index for index, tensor in enumerate(tensors) if tensor is None]
+            self._code[key] = code, n_tensors
         if (recorder := recording.local.recorder) is not None:
             recorder.note_launch(code, grid, tensors, integers + constants, described, n_tensors)
 

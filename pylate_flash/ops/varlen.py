@@ -58,8 +58,8 @@ def maxsim_varlen(
     max_query_length, max_document_length
         Tokens of the longest query and document, or more. A call that is given both waits for nothing. Without them,
         it finds them out, and waits for the GPU if the boundaries lie there; without a gradient it can do without
-        `max_document_length`, but not know whether a document is so long that it is worth cutting into segments. Under
-        `torch.compile`, give both.
+        `max_document_length`, but takes no document to be so much longer than the others that it is worth cutting into
+        segments. Under `torch.compile`, give both.
     normalize, reduction, quantize_queries, implementation
         As in `maxsim`.
     empty_score

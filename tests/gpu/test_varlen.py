@@ -45,13 +45,14 @@ def test_with_long_documents(query_lengths, candidates, normalize: bool, dtype: 
     expected = varlen_gradients(partial(maxsim_varlen, implementation="blocked"), (arguments, options), torch.float64)
     for gradient, reference in zip(found, expected, strict=True):
         assert relative_error(gradient, reference) <= (1e-5 if dtype == FLOAT else 1e-2)
-    scores, double = varlen_kernel(*arguments, **options), [tokens.double() for tokens in arguments[:2]]
-    torch.testing.assert_close(
-        scores.double(), maxsim_varlen(*double, *arguments[2:], **options).double(), rtol=2e-6, atol=2e-6
-    )
-    assert torch.equal(
-        scores, varlen_kernel(*arguments, **options, max_query_length=max(query_lengths), max_document_length=40_000)
-    )
+    double = [tokens.double() for tokens in arguments[:2]]
+    exact, longest_query = maxsim_varlen(*double, *arguments[2:], **options).double(), max(query_lengths)
+    # Where its length is not told, it is scored whole.
+    for longest in (None, 40_000):
+        scores = varlen_kernel(*arguments, **options, max_query_length=longest_query, max_document_length=longest)
+        torch.testing.assert_close(scores.double(), exact, rtol=2e-6, atol=2e-6)
+    bound = {"max_query_length": longest_query, "max_document_length": len(arguments[1])}
+    assert torch.equal(varlen_kernel(*arguments, **options), varlen_kernel(*arguments, **options, **bound))
 
 
 def test_ties_and_nan_across_segments() -> None:

@@ -208,25 +208,25 @@ def test_the_last_product_of_a_document_is_narrower(
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 128), (F16, 96), (F32, 128)])
 @pytest.mark.parametrize("lie", ["together", "apart", "anywhere"])
 @pytest.mark.parametrize(
-    ("n_queries", "longest", "bound"),
-    # One query has a smaller tile where documents are short, and segments where one may be long.
-    [(1, 40, 40), (1, 40, 9000), (1, 300, 300), (1, 9000, 9000), (32, 40, 40), (32, 9000, 9000)],
+    ("n_queries", "n_short", "longest"),
+    # One query has a smaller tile where documents are short, and segments where one is long.
+    [(1, 3, 40), (1, 300, 9000), (1, 3, 300), (1, 3, 9000), (32, 3, 40), (32, 3, 9000)],
 )
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 def test_packed_documents_are_loaded_by_16_bytes(
-    n_queries: int, longest: int, bound: int, lie: str, size: int, dtype: torch.dtype, capability: int
+    n_queries: int, n_short: int, longest: int, lie: str, size: int, dtype: torch.dtype, capability: int
 ) -> None:
     """Whether they follow each other or not, where every one of them begins at a multiple of that."""
-    aligned, n_tokens, offsets = lie != "anywhere", 30 + longest, None
+    aligned, n_tokens, offsets = lie != "anywhere", 10 * n_short + longest, None
     tensors = inputs((n_queries, 32, size), (n_tokens if lie == "together" else 1, size), dtype)
-    tensors = tensors._replace(documents_cu_seqlens=torch.tensor([0, 10, 20, 30, n_tokens]))
-    problem = problem_of(tensors, Options(max_document_length=bound))
+    tensors = tensors._replace(documents_cu_seqlens=torch.tensor([*range(0, 10 * n_short + 1, 10), n_tokens]))
+    problem = problem_of(tensors, Options(max_document_length=longest))
     if lie != "together":
-        unit, offsets = 16 // dtype.itemsize if aligned else 1, torch.zeros(4, dtype=torch.int64)
+        unit, offsets = 16 // dtype.itemsize if aligned else 1, torch.zeros(n_short + 1, dtype=torch.int64)
         kind = replaced(problem.kind, "offset_unit", unit)
         problem = problem._replace(kind=kind, n_tokens=n_tokens, aligned=aligned)
-    name = "single" if n_queries == 1 else tall(capability, dtype, size) if aligned and bound == 40 else "stacked"
-    names = f"{name} merge" if bound == 9000 else name
+    name = "single" if n_queries == 1 else tall(capability, dtype, size) if aligned and longest == 40 else "stacked"
+    names = f"{name} merge" if longest == 9000 else name
     ptx = compiled(partial(maxsim_forward, problem, tensors, offsets), names, capability)[name].asm["ptx"]
     copies = {copied for copied, _ in _LOADS.findall(ptx)} - {""}
     assert (copies == {"0x10"}) == aligned

@@ -28,7 +28,7 @@ from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from pylate_flash.ops.maxsim_operator import with_lengths
 from pylate_flash.ops.quantized import problem_of_quantized
-from pylate_flash.problem import Options, Problem, Tensors, problem_of, replaced
+from pylate_flash.problem import Options, Problem, Tensors, problem_of, replaced, rounded_total
 from tests.kernels.recorder import SHARED_MEMORY, recorded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -343,6 +343,34 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
     assert served(tensors, with_argmax=True) == "single"
     assert served(tensors, normalize=True) == "single"
     assert served(tensors._replace(queries=tensors.queries.float(), documents=documents.float())) == "single"
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("n_queries", "lengths", "kernel"),
+    [
+        (1, [200] * 200, "single"),
+        (1, [20] * 5000, "short"),
+        (8, [200] * 200, "hopper"),
+        (8, [8000, *[30] * 500], "hopper"),
+    ],
+)
+def test_a_bound_that_is_the_number_of_all_tokens_cuts_no_document(
+    n_queries: int, lengths: list[int], kernel: str, capability: int
+) -> None:
+    """Of lengths that nobody tells, few are worth segments: those of so long documents that all are."""
+
+    def plan(lengths: list[int], longest: int) -> ForwardPlan:
+        tensors = Tensors(torch.empty(n_queries, 32, 128).bfloat16(), torch.empty(sum(lengths), 128).bfloat16())
+        tensors = tensors._replace(documents_cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+        given = problem_of(tensors, Options(max_document_length=longest))
+        return forward_plan(given._replace(aligned=True))
+
+    unknown = plan(lengths, rounded_total(sum(lengths)))
+    assert (unknown.kernel, unknown.in_segments) == (kernel, False)
+    assert plan([9000] * 6, rounded_total(54000)).in_segments
+    assert plan([9000], 9000).in_segments
+    assert plan([9000, *[30] * 20], 9000).in_segments
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
