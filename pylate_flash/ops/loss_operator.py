@@ -225,7 +225,12 @@ def _scaled(
     *wide, slope = gradients
     dtypes = likes[0][0], likes[1][0]
     if by_kernels:
-        found = [*kernels().rescale(grad_loss, *wide, dtypes)]
+
+        def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
+            return kernels().rescale(*inputs, dtypes), None
+
+        inputs = (grad_loss, *wide)
+        found, _ = repeat(signature(_scaled, inputs, (dtypes,)), compute, inputs)
     else:
         is_one = is_readable(grad_loss) and grad_loss == 1
         found = [
