@@ -233,7 +233,9 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     splits, in_segments, small = _NO_SPLITS, False, False
     if kind.cu_seqlens is not None:
         splits = splits_of(problem, blocks, sms, per_sm=4, largest=4096)
-        in_segments = problem.likely_length > splits.whole
+        # Of a length that nobody tells, one document in a program may take longer than segments cost all the others.
+        longest = min(problem.document_length, max(problem.likely_length, tables.SINGLE_LIKELY_LENGTH))
+        in_segments = longest > splits.whole
         short = rounded_total(problem.n_tokens) < tables.SINGLE_PACKED_LENGTH * problem.n_documents
         small = short or problem.n_documents > tables.SINGLE_PACKED_DOCUMENTS
     strides, units = config.divided_strides(problem.query_strides, problem.document_strides)

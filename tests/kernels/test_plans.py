@@ -345,32 +345,34 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
     assert served(tensors._replace(queries=tensors.queries.float(), documents=documents.float())) == "single"
 
 
-@pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("n_queries", "lengths", "kernel"),
+    ("n_queries", "lengths", "kernel", "in_segments"),
     [
-        (1, [200] * 200, "single"),
-        (1, [20] * 5000, "short"),
-        (8, [200] * 200, "hopper"),
-        (8, [8000, *[30] * 500], "hopper"),
+        (1, [20] * 5000, "short", False),
+        (1, [200] * 200, "single", True),  # where a document of 8192 tokens would take longer than all others
+        (1, [200] * 50_000, "single", False),
+        (8, [200] * 200, "hopper", False),
+        (8, [8000, *[30] * 500], "hopper", False),
+        (8, [9000] * 6, "stacked", True),
     ],
 )
-def test_a_bound_that_is_the_number_of_all_tokens_cuts_no_document(
-    n_queries: int, lengths: list[int], kernel: str, capability: int
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_documents_of_lengths_that_nobody_tells(
+    n_queries: int, lengths: list[int], kernel: str, in_segments: bool, capability: int
 ) -> None:
-    """Of lengths that nobody tells, few are worth segments: those of so long documents that all are."""
+    """All that bounds the longest is their total."""
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    documents = torch.empty(1, 128).bfloat16().expand(sum(lengths), 128)
+    tensors = Tensors(torch.empty(n_queries, 32, 128).bfloat16(), documents, documents_cu_seqlens=bounds)
 
-    def plan(lengths: list[int], longest: int) -> ForwardPlan:
-        tensors = Tensors(torch.empty(n_queries, 32, 128).bfloat16(), torch.empty(sum(lengths), 128).bfloat16())
-        tensors = tensors._replace(documents_cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+    def plan(longest: int) -> ForwardPlan:
         given = problem_of(tensors, Options(max_document_length=longest))
-        return forward_plan(given._replace(aligned=True))
+        return forward_plan(given._replace(document_strides=(0, 0, 128), aligned=True))
 
-    unknown = plan(lengths, rounded_total(sum(lengths)))
-    assert (unknown.kernel, unknown.in_segments) == (kernel, False)
-    assert plan([9000] * 6, rounded_total(54000)).in_segments
-    assert plan([9000], 9000).in_segments
-    assert plan([9000, *[30] * 20], 9000).in_segments
+    unknown = plan(rounded_total(sum(lengths)))
+    assert (unknown.kernel, unknown.in_segments) == (kernel, in_segments)
+    # One that is told is taken as it is.
+    assert plan(max(lengths)).in_segments == (max(lengths) > 2048)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
