@@ -118,6 +118,7 @@ class Kind:
         return "tf32" if self.dtype == torch.float32 and self.float32_precision == "tf32" else "ieee"
 
 
+# How many times the mean the longest document is taken to be where nobody tells.
 _LIKELY_LENGTH = 4
 kind_of = functools.cache(Kind)
 # Of GPUs' products: `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision` sets too.

@@ -147,7 +147,7 @@ def test_more_tokens_than_a_program_scans(kind: str, monkeypatch: pytest.MonkeyP
 
 
 def test_more_tokens_than_a_program_scans_of_whole_blocks() -> None:
-    dense((3, 9), (1, 2, 3000), 8, "uniform").check("lists")
+    dense((3, 9), (1, 2, 2100), 8, "uniform").check("lists")
 
 
 def test_more_tokens_than_keys_hold(monkeypatch: pytest.MonkeyPatch) -> None:
