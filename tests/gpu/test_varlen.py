@@ -47,7 +47,7 @@ def test_with_long_documents(query_lengths, candidates, normalize: bool, dtype: 
         assert relative_error(gradient, reference) <= (1e-5 if dtype == FLOAT else 1e-2)
     double = [tokens.double() for tokens in arguments[:2]]
     exact, longest_query = maxsim_varlen(*double, *arguments[2:], **options).double(), max(query_lengths)
-    # Where its length is not told, it is scored whole.
+    # Where its length is not told, several queries have it scored whole.
     for longest in (None, 40_000):
         scores = varlen_kernel(*arguments, **options, max_query_length=longest_query, max_document_length=longest)
         torch.testing.assert_close(scores.double(), exact, rtol=2e-6, atol=2e-6)
