@@ -118,8 +118,6 @@ class Kind:
         return "tf32" if self.dtype == torch.float32 and self.float32_precision == "tf32" else "ieee"
 
 
-# How many times the mean the longest document is taken to be where nobody tells.
-_LIKELY_LENGTH = 4
 kind_of = functools.cache(Kind)
 # Of GPUs' products: `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision` sets too.
 # `torch.get_float32_matmul_precision` raises where it was set by its own name, or for all backends together.
@@ -183,18 +181,6 @@ class Problem(_Fields):
     def all_documents(self) -> int:
         """Documents of all groups."""
         return self.n_documents if self.packed else self.groups * self.n_documents
-
-    @property
-    def likely_length(self) -> int:
-        """Tokens that the longest document is planned for; any longer one is scored, but may be waited for.
-
-        Where nothing but their total bounds those of packed documents, to plan for the bound would cost every call what
-        few need: they are taken to have at most `_LIKELY_LENGTH` times the mean.
-        """
-        longest, number = self.document_length, self.n_documents
-        if not self.packed or number < 2 or longest < self.n_tokens:
-            return longest
-        return min(longest, _LIKELY_LENGTH * -(-rounded_total(self.n_tokens) // number))
 
     @property
     def documents_follow(self) -> bool:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import functools
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ..problem import Kind, Problem, rounded_total
 from . import tables
 from .tables import Blocks, HopperTile, Tile
 from .versions import has_gluon
-
-if TYPE_CHECKING:
-    from ..problem import Kind
 
 INT32_MAX = 2**31 - 1
 
@@ -120,6 +118,18 @@ def config_of(
         kind.offset_unit,
         **special,
     )
+
+
+def planned_length(problem: Problem, least: int = 0) -> int:
+    """Tokens that the longest document is planned for; one program scores a longer one.
+
+    Where only their total bounds those of packed documents, to plan for that would cost every call what few need: the
+    longest is taken to have `least` tokens, or `tables.LIKELY_LENGTH` times the mean where that is more.
+    """
+    longest, number = problem.document_length, problem.n_documents
+    if not problem.packed or number < 2 or longest < problem.n_tokens:
+        return longest
+    return min(longest, max(least, tables.LIKELY_LENGTH * -(-rounded_total(problem.n_tokens) // number)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -157,7 +157,7 @@ def tall_plan(
         cost = tables.STREAM_DOCUMENT_COST if streamed else tables.DOCUMENT_COST
         documents, splits = "split", splits_of(problem, row_blocks, sms, shares.per_sm, shares.largest, cost)
         run, n_runs = splits.per_split, splits.number
-        if shares.in_segments and problem.likely_length > splits.whole:
+        if shares.in_segments and config.planned_length(problem) > splits.whole:
             special["in_segments"] = True
             if isinstance(tile, Tile) and not blocks.split and not kind.normalize and kind.dtype.itemsize == 2:
                 # Two programs share an SM, where ptxas takes a few registers more for the segments.
@@ -233,9 +233,8 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     splits, in_segments, small = _NO_SPLITS, False, False
     if kind.cu_seqlens is not None:
         splits = splits_of(problem, blocks, sms, per_sm=4, largest=4096)
-        # Of a length that nobody tells, one document in a program may take longer than segments cost all the others.
-        longest = min(problem.document_length, max(problem.likely_length, tables.SINGLE_LIKELY_LENGTH))
-        in_segments = longest > splits.whole
+        # One long document in one program may take longer than segments cost all the others.
+        in_segments = config.planned_length(problem, tables.SINGLE_LIKELY_LENGTH) > splits.whole
         short = rounded_total(problem.n_tokens) < tables.SINGLE_PACKED_LENGTH * problem.n_documents
         small = short or problem.n_documents > tables.SINGLE_PACKED_DOCUMENTS
     strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
@@ -268,7 +267,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         special = {"stream": True} if streamed else {"tail": tail}
         wide = config.streamed_tile(wide) if streamed else wide
         plan = hopper_plan(problem, wide, why + _ON_HOPPER + _STREAMED * streamed, unpadded, **special)
-        if not packed or problem.likely_length <= plan.splits.whole:
+        if not packed or config.planned_length(problem) <= plan.splits.whole:
             return plan
         why += f"; a document may be longer than {plan.splits.whole} tokens, and is scored in segments"
     tile = config.stacked_tile(capability, kind.size, item, min(rows, 256), kind.with_argmax)
@@ -407,7 +406,7 @@ def _documents_are_short(problem: Problem) -> bool:
         return False
     # A program keeps twice as many bytes of a query as in 8 bits, and shares no document with others.
     elements = config.single_columns(problem.query_length) * problem.size
-    fits = 2 * elements <= tables.SHORT_MAX_ELEMENTS and problem.likely_length <= tables.LONGEST_WHOLE
+    fits = 2 * elements <= tables.SHORT_MAX_ELEMENTS and config.planned_length(problem) <= tables.LONGEST_WHOLE
     return fits and _short_takes(problem, 16)
 
 

@@ -182,6 +182,22 @@ def test_many_short_packed_documents(size: int, monkeypatch: pytest.MonkeyPatch)
     assert found.isnan().tolist() == [[document == 6 for document in range(9)]]
 
 
+def test_a_long_document_among_short_ones_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is walked whole, as all that bounds its length is the number of all tokens."""
+    monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((1000, 0),))
+    monkeypatch.setattr(tables, "SMALLEST_SPLIT", 64)
+    monkeypatch.delitem(forward._PLAIN, "single")
+    torch.manual_seed(0)
+    lengths = torch.tensor([0, 5, 33, 2100, 0, 64, 1, 20, 0])
+    bounds, query_bounds = torch.tensor([0, *lengths.cumsum(0)]), torch.tensor([0, 11])
+    queries, documents = torch.randn(11, 32).half(), torch.randn(int(bounds[-1]), 32).half()
+    tensors = Tensors(queries, documents, None, None, query_bounds, bounds)
+    options = Options(11, len(documents), empty_score=-3.0, implementation="triton")
+    found, _ = compute(tensors, options, False)
+    expected = maxsim_varlen_reference(queries.double(), documents.double(), query_bounds, bounds, empty_score=-3.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-5)
+
+
 @settings(max_examples=15)
 @given(case=packed(dtypes=(torch.float32,)))
 def test_varlen_gradients(case: tuple) -> None:
