@@ -112,11 +112,6 @@ class Kind:
         """Whether the queries' mask holds weights."""
         return self.queries_mask is not None and self.queries_mask.is_floating_point
 
-    @cached_property
-    def precision(self) -> str:
-        """Triton's name for the precision of products, where half inputs are multiplied exactly either way."""
-        return "tf32" if self.dtype == torch.float32 and self.float32_precision == "tf32" else "ieee"
-
 
 kind_of = functools.cache(Kind)
 # Of GPUs' products: `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision` sets too.

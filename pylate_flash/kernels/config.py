@@ -113,11 +113,20 @@ def config_of(
         kind.quantized == torch.uint8,
         kind.normalize or kind.quantize_queries,
         kind.with_argmax,
-        kind.precision,
+        precision_of(kind),
         *units,
         kind.offset_unit,
         **special,
     )
+
+
+def precision_of(kind: Kind) -> str:
+    """Triton's name for the precision of products; those of half embeddings are exact in any."""
+    if kind.dtype != torch.float32:
+        return "ieee"
+    if kind.float32_precision == "tf32":
+        return "tf32"
+    return "tf32x3" if tables.architecture(kind.device)[0] in tables.TF32X3_CAPABILITIES else "ieee"
 
 
 def planned_length(problem: Problem, least: int = 0) -> int:

@@ -182,7 +182,7 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
     # room for the last wave.
     longest = max(tables.CHAMFER_LONGEST_SHARE, -(-tiles * programs // (INT32_MAX // 2)))
     share = run_length(tiles, programs, sms, tables.CHAMFER_PER_SM, longest)
-    precision = problem.kind.precision
+    precision = config.precision_of(problem.kind)
     if problem.dtype == torch.float32 and precision == "ieee":
         # Three products of tensor cores, which leave 22 of float32's 24 bits. The distances themselves are computed
         # from their points, in float32.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..problem import Problem, Tensors
 from .backward.common import finish_documents, finish_queries, owner
+from .config import precision_of
 from .forward.common import document_range, split_products
 from .launch import Region, kernel
 from .plan_backward import gradient_warps, soft_gradient_plan
@@ -289,6 +290,7 @@ def soft_backward(
     problem = problem._replace(query_strides=(problem.query_length * to_row, to_row))
     plan = soft_gradient_plan(problem)
     shape, kind = (problem.size, plan.parts.block, plan.parts.split, plan.parts.owned), problem.kind
+    precision = precision_of(kind)
     grad_queries = grad_documents = sums = slopes = None
     if need_beta:
         slopes = torch.empty(plan.n_blocks * problem.all_documents, dtype=torch.float32, device=problem.device)
@@ -305,7 +307,7 @@ def soft_backward(
             (*inputs, sums, slopes),
             (problem.n_documents, problem.document_length, plan.n_blocks, problem.groups),
             (problem.rows, *plan.strides),
-            (*shape, tile.rows, tile.columns, kind.zero_masked, plan.rounded, kind.precision, *plan.units),
+            (*shape, tile.rows, tile.columns, kind.zero_masked, plan.rounded, precision, *plan.units),
             gradient_warps(tile),
         )
     if sums is not grad_documents:
@@ -325,7 +327,7 @@ def soft_backward(
             (*inputs, of_splits),
             (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),
             (problem.rows, *plan.strides),
-            (*shape, tile.rows, tile.columns, through, plan.rounded, kind.precision, *plan.units),
+            (*shape, tile.rows, tile.columns, through, plan.rounded, precision, *plan.units),
             gradient_warps(tile),
         )
         if not whole:

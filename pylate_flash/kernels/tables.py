@@ -155,6 +155,8 @@ SINGLE_IN_TWO = Tile(32, 64, 4, 3)
 SUMMED_EMBEDDING = 1024
 # Bytes of shared memory that one program may take, by compute capability major; 8 is what 8.6 and 8.9 have.
 SHARED_MEMORY = {8: 99 << 10, 9: 227 << 10, 10: 227 << 10}
+# Compute capabilities, major, whose float32 products are three of TF32, which leave 22 of 24 bits.
+TF32X3_CAPABILITIES = 9, 10
 # Coordinates up to which points of Chamfer distances are subtracted, or multiplied, outside tensor cores.
 DIRECT_SIZE = 8
 

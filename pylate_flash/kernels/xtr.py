@@ -23,6 +23,7 @@ from torch import Tensor
 from triton import knobs
 
 from ..problem import Problem, Rule
+from .config import precision_of
 from .forward.common import NO_ARGMAX, argmax_of, load_padded, split_products, with_maxima
 from .launch import Region, kernel, wait_for_previous_kernel
 from .plan_operations import SearchPlan, search_plan
@@ -222,7 +223,7 @@ def walk_similarities(
         (*inputs, best, argmax, scratch, state, counts),
         (*sizes, n_runs, run, plan.n_groups),
         (*problem.query_strides, *problem.document_strides, plan.scratch),
-        (*shape, mode.value, groups, depth, not knobs.runtime.interpret, problem.kind.precision),
+        (*shape, mode.value, groups, depth, not knobs.runtime.interpret, precision_of(problem.kind)),
         (tile.num_warps, tile.num_stages, plan.registers),
     )
 
