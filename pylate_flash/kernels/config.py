@@ -71,6 +71,8 @@ class Config(str):
     starts_early: bool = False
     # Whether documents are one stream of tokens (`forward.hopper_stream`).
     stream: bool = False
+    # Whether elements are float32, which is taken apart into pairs of float16.
+    pairs: bool = False
     # Of the single kernel: its two loops are one; columns are tokens chosen for each document; all queries meet these.
     flatten: bool = False
     chosen: bool = False
@@ -93,8 +95,8 @@ def config_of(
     """The config for problems of a kind; `special` are the fields that have defaults."""
     warps: tuple[int, int, int | None]
     if isinstance(tile, HopperTile):
-        # The first warps of a block copy, or multiply; eight decompress codes.
-        warps = 8 if special.get("nbits") else 4, 1, None
+        # The first warps of a block copy, or multiply; eight decompress codes, or make pairs.
+        warps = 8 if special.get("nbits") or special.get("pairs") else 4, 1, None
     else:
         warps = tile.num_warps, tile.num_stages, registers
     return Config(
@@ -188,6 +190,12 @@ def hopper_blocks(size: int, item: int = 2) -> Blocks:
     return two if in_two else Blocks(whole, 0, False)
 
 
+@functools.lru_cache(maxsize=1024)
+def pair_blocks(size: int) -> Blocks:
+    """How it holds either half of embeddings in float32, of which a lane of a warp has two elements at least."""
+    return Blocks(max(64, tables.power_of_two(size)), 0, False)
+
+
 def fitted(tile: Tile, capability: int, row_bytes: int, split: bool) -> Tile:
     """Take stages away until the operands fit into the architecture's shared memory.
 
@@ -271,6 +279,17 @@ def streamed_tile(tile: HopperTile) -> HopperTile:
     bits: 0.90 and 0.98 with int8, of 24 to 112.
     """
     return tile._replace(parts=tile.rows // 64)
+
+
+def pairs_tile(kind: Kind, rows: int) -> HopperTile:
+    """The tile of a stream of documents in float32, for so many query rows.
+
+    Those of 64 elements leave registers for twice as many, but not where what divides documents by norms takes more.
+    """
+    if rows <= tables.PAIRS_NARROW.rows:
+        return tables.PAIRS_NARROW
+    wide = kind.size <= 64 and rows > tables.PAIRS.rows and not kind.normalize
+    return tables.PAIRS_WIDE if wide else tables.PAIRS
 
 
 def quantized_hopper_tile(size: int, narrow: bool, length: int | None, streamed: bool = False) -> HopperTile:
@@ -377,6 +396,6 @@ def divided_strides(queries: tuple[int, ...], documents: tuple[int, ...]) -> tup
 
 
 def copied_by_16_bytes(size: int, strides: tuple[int, ...], item: int = 2) -> bool:
-    """Whether rows of `size` elements of 2 bytes or of 1 can be copied 16 bytes at a time, and Triton can tell."""
+    """Whether rows of `size` elements of `item` bytes can be copied 16 bytes at a time, and Triton can tell."""
     unit = 16 // item
-    return size % unit == 0 and (stride_unit(strides) == unit or not functools.reduce(operator.or_, strides) & 15)
+    return size % unit == 0 and (stride_unit(strides) % unit == 0 or not functools.reduce(operator.or_, strides) & 15)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..problem import Problem, replaced, rounded_total
+from ..problem import Problem, rounded_total
 from . import config, tables
 from .config import Config
 from .tables import Blocks, HopperTile, Shares, Tile, registers_of
@@ -203,6 +203,9 @@ def splits_of(
 
 def forward_plan(problem: Problem) -> ForwardPlan:
     """Choose the forward's kernel, tile and grid."""
+    pairs = _pairs_plan(problem)
+    if pairs is not None:
+        return pairs
     if problem.groups == problem.n_queries and (
         problem.query_length <= tables.SINGLE_MAX_QUERY_LENGTH or problem.has_candidates
     ):
@@ -213,15 +216,16 @@ def forward_plan(problem: Problem) -> ForwardPlan:
 _OWN_DOCUMENTS = "every query has documents of its own"
 _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
-_ON_HOPPER = ", on a Hopper GPU"
-_STREAMED = ", documents as one stream"
+ON_HOPPER = ", on a Hopper GPU"
+STREAMED = ", documents as one stream"
+_IN_PAIRS = ", float32 as pairs of float16"
 UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
 def _single_plan(problem: Problem) -> ForwardPlan:
     kind, n_queries = problem.kind, problem.n_queries
     if _documents_are_short(problem):
-        return _short_plan(problem, 16, "split", "packed documents are short")
+        return short_plan(problem, 16, "split", "packed documents are short")
     capability, sms = tables.architecture(kind.device)
     columns = config.single_columns(problem.query_length)
     blocks = -(-problem.query_length // columns)
@@ -243,16 +247,38 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     return ForwardPlan(made, strides, columns, run, n_runs, per_query, splits, blocks, blocks, reason)
 
 
+def _pairs_plan(problem: Problem) -> ForwardPlan | None:
+    """The plan for float32 as a stream that the Hopper kernel takes apart, or None where it serves none."""
+    kind, (capability, _) = problem.kind, tables.architecture(problem.device)
+    if capability != 9 or config.precision_of(kind) != "tf32x3" or not has_gluon():
+        return None
+    unpadded = _unpadded(problem)
+    rows = stacked_rows(problem, unpadded)
+    many = rows * problem.n_tokens >= tables.PAIRS_LEAST and kind.size <= tables.PAIRS_MAX_SIZE
+    copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
+    if problem.has_candidates or not (many and copied and is_streamed(problem, problem.document_strides[-1])):
+        return None
+    tile, blocks = config.pairs_tile(kind, rows), config.pair_blocks(kind.size)
+    reason = _ONE_MATRIX + ON_HOPPER + STREAMED + _IN_PAIRS
+    special = {"stream": True, "pairs": True}
+    plan = tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)
+    return plan if not problem.packed or config.planned_length(problem) <= plan.splits.whole else None
+
+
+def _unpadded(problem: Problem) -> bool:
+    """Whether documents are so long that a query may be summed row by row."""
+    total = rounded_total(problem.n_tokens) if problem.packed else problem.n_tokens
+    sums = problem.n_queries * problem.query_length * problem.n_documents
+    return total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents and 4 * sums <= tables.UNPADDED_MEMORY
+
+
 def _stacked_plan(problem: Problem) -> ForwardPlan:
     kind, length = problem.kind, problem.document_length
     item, packed = kind.dtype.itemsize, kind.cu_seqlens is not None
     capability, _ = tables.architecture(kind.device)
-    total = rounded_total(problem.n_tokens) if packed else problem.n_tokens
-    unpadded = total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents
-    sums = problem.n_queries * problem.query_length * problem.n_documents
-    unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
+    unpadded = _unpadded(problem)
     rows = stacked_rows(problem, unpadded)
-    streamed = _is_streamed(problem, problem.document_strides[-1]) and (packed or _stream_pays(problem, rows))
+    streamed = is_streamed(problem, problem.document_strides[-1]) and (packed or _stream_pays(problem, rows))
     wide = config.hopper_tile(capability, kind.size, item, rows <= tables.HOPPER_NARROW_ROWS, kind.with_argmax)
     why = _ONE_MATRIX
     if wide is None:
@@ -266,7 +292,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         tail = 0 if kind.with_argmax else config.hopper_tail(wide, length if alike else None)
         special = {"stream": True} if streamed else {"tail": tail}
         wide = config.streamed_tile(wide) if streamed else wide
-        plan = hopper_plan(problem, wide, why + _ON_HOPPER + _STREAMED * streamed, unpadded, **special)
+        plan = hopper_plan(problem, wide, why + ON_HOPPER + STREAMED * streamed, unpadded, **special)
         if not packed or config.planned_length(problem) <= plan.splits.whole:
             return plan
         why += f"; a document may be longer than {plan.splits.whole} tokens, and is scored in segments"
@@ -275,7 +301,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     return tall_plan(problem, "stacked", tile, blocks, tables.STACKED_SHARES, why, unpadded)
 
 
-def _is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> bool:
+def is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> bool:
     """Whether the Hopper kernel takes documents as one stream (`forward.hopper_stream`).
 
     Rows are `row` elements apart, and documents have `mean_length` tokens at most, on average; padded ones follow each
@@ -315,8 +341,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     """
     kind, rows = problem.kind, stacked_rows(problem)
     own = kind.quantize_queries and problem.n_queries == problem.groups
-    if own and _short_takes(problem, 8) and problem.n_tokens >= _least_tokens_of_short(problem):
-        return _short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
+    if own and short_takes(problem, 8) and problem.n_tokens >= _least_tokens_of_short(problem):
+        return short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
     if why_not is None:
@@ -325,7 +351,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         if problem.packed:
             total = rounded_total(total)
             length = total // problem.n_documents
-        streamed = _is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
+        streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
         streamed &= problem.packed or (masked and _stream_pays(problem, rows))
         wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
         # What fits into half a tile takes a product of it.
@@ -335,7 +361,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         # Sums of rows, which affine documents need, take as long as a launch where there are many.
         here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or kind.quantized != torch.uint8)
         here = here and not config.hopper_blocks(kind.size, 1).second
-        problem, reason = problem if here else _with_values(problem), _QUANTIZED + _ON_HOPPER + _STREAMED * streamed
+        problem, reason = problem if here else _with_values(problem), _QUANTIZED + ON_HOPPER + STREAMED * streamed
         special = {"stream": True} if streamed else {"tail": tail, "starts_early": not masked}
         return hopper_plan(problem, wide, reason, quantize_rows=here, **special)
     item = 1 if kind.quantize_queries else kind.dtype.itemsize
@@ -383,7 +409,7 @@ def _with_values(problem: Problem) -> Problem:
     return problem._replace(query_strides=(problem.query_length * problem.size, problem.size))
 
 
-def _short_takes(problem: Problem, nbits: int) -> bool:
+def short_takes(problem: Problem, nbits: int) -> bool:
     """Whether `forward.short` can serve these queries and documents of so many bits for an element."""
     kind, size, row = problem.kind, problem.size, problem.document_strides[2]
     follows = kind.cu_seqlens is not None or problem.documents_follow
@@ -407,7 +433,7 @@ def _documents_are_short(problem: Problem) -> bool:
     # A program keeps twice as many bytes of a query as in 8 bits, and shares no document with others.
     elements = config.single_columns(problem.query_length) * problem.size
     fits = 2 * elements <= tables.SHORT_MAX_ELEMENTS and config.planned_length(problem) <= tables.LONGEST_WHOLE
-    return fits and _short_takes(problem, 16)
+    return fits and short_takes(problem, 16)
 
 
 def _least_tokens_of_short(problem: Problem) -> float:
@@ -418,7 +444,7 @@ def _least_tokens_of_short(problem: Problem) -> float:
     return math.inf if unpacked_fp8 else tables.SHORT_QUANTIZED_WIDE
 
 
-def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> ForwardPlan:
+def short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> ForwardPlan:
     """The plan of `forward.short`; the programs fill the GPU once."""
     kind, n_queries, n_documents = problem.kind, problem.n_queries, problem.n_documents
     sms, per_sm = tables.architecture(kind.device)[1], tables.SHORT_PER_SM
@@ -436,64 +462,3 @@ def _short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> Fo
     n_runs = splits.number if documents == "split" else -(-n_documents // run)
     reason += f", and queries of at most {tables.SHORT_MAX_LENGTH} tokens"
     return ForwardPlan(made, strides, columns, run, n_runs, n_documents, splits, 1, 1, reason)
-
-
-def decompressed_tokens(problem: Problem, centroids: torch.dtype, listed: bool) -> int:
-    """How many tokens are decompressed to memory at a time, to be scored as embeddings are, by the Hopper kernel.
-
-    0: those of residual codes are decompressed where they are scored.
-    """
-    many = _rows_of_hopper(problem, listed) >= tables.RESIDUAL_MANY_ROWS
-    decompressed = many and not _decoded_by_copies(problem, centroids, listed)
-    return tables.RESIDUAL_SCRATCH // (problem.size * problem.dtype.itemsize) if decompressed else 0
-
-
-def _rows_of_hopper(problem: Problem, listed: bool) -> int:
-    """Query rows that residual codes meet together, 0 where the Hopper kernel does not score these."""
-    kind, capability = problem.kind, tables.architecture(problem.device)[0]
-    tile = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, False, kind.with_argmax)
-    serves = tile is not None and not listed and config.copied_by_16_bytes(kind.size, (kind.size,))
-    return stacked_rows(problem) if serves else 0
-
-
-def _decoded_by_copies(problem: Problem, centroids: torch.dtype, listed: bool) -> bool:
-    """Whether the warps of that kernel that copy also decompress (`forward.hopper_codes`)."""
-    kind, (least, most) = problem.kind, tables.RESIDUAL_COPIED_ROWS
-    fits = kind.size in tables.RESIDUAL_COPIED_SIZES and centroids.itemsize == 2 and _is_streamed(problem, kind.size)
-    return fits and least <= _rows_of_hopper(problem, listed) <= most
-
-
-def residual_plan(
-    problem: Problem, nbits: int, n_centroids: int, centroids: torch.dtype, tokens_met: int, listed: bool
-) -> ForwardPlan:
-    """Choose the kernel, the tile and the grid of a call with residual codes.
-
-    Every query meets `tokens_met`, about; `listed`: of a list of candidates of its own.
-    """
-    kind, reason = problem.kind, "documents are residual codes"
-    if kind.quantize_queries:
-        few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
-        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and _short_takes(problem, nbits):
-            return _short_plan(problem, nbits, "listed" if listed else "split", reason)
-    copied = _decoded_by_copies(problem, centroids, listed)
-    if not (copied and centroids == torch.float16):
-        # Otherwise, query rows keep their type.
-        kind = replaced(kind, "quantize_queries", False)
-    # Residuals lie one after the other.
-    problem = problem._replace(kind=kind, document_strides=(0, 0, 0))
-    if copied:
-        reason += _ON_HOPPER + _STREAMED
-        return hopper_plan(problem, tables.RESIDUAL_COPIED_TILE, reason, stream=True, nbits=nbits)
-    item = problem.dtype.itemsize
-    capability, _ = tables.architecture(kind.device)
-    rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(stacked_rows(problem)))
-    blocks, tile = config.residual_blocks(kind), tables.RESIDUAL_FEW_ROWS
-    if rows > tile.rows and item == 2:
-        tile = tables.RESIDUAL_TILE._replace(rows=rows)
-    tile = config.fitted(tile, capability, blocks.held * item, blocks.split)
-    per_sm, registers = tables.RESIDUAL_PER_SM[tile.num_warps], None
-    if capability == 9 and item == 2 and not blocks.split:
-        # Left alone, ptxas takes a few registers more than leave room for so many programs.
-        registers = registers_of(per_sm, tile.num_warps)
-    shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_SPLIT)
-    return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)

@@ -1,7 +1,7 @@
 """Plans of other operations.
 
-Soft MaxSim's forward and chosen query tokens, by the kernels of the forward; how hidden states are projected, how XTR's
-search walks through similarities, and how two sets of points meet.
+Soft MaxSim's forward, chosen query tokens and residual codes, by the kernels of the forward; how hidden states are
+projected, how XTR's search walks through similarities, and how two sets of points meet.
 """
 
 from __future__ import annotations
@@ -12,10 +12,24 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..problem import replaced
 from . import config, tables
 from .config import INT32_MAX, divided_strides, embedding_blocks, stacked_tile
-from .plan import UNCOPIED, ForwardPlan, Splits, hopper_plan, run_length, stacked_rows, tall_plan
-from .tables import FusedTile, Tile
+from .plan import (
+    ON_HOPPER,
+    STREAMED,
+    UNCOPIED,
+    ForwardPlan,
+    Splits,
+    hopper_plan,
+    is_streamed,
+    run_length,
+    short_plan,
+    short_takes,
+    stacked_rows,
+    tall_plan,
+)
+from .tables import FusedTile, Shares, Tile, registers_of
 from .versions import has_gluon
 
 if TYPE_CHECKING:
@@ -239,3 +253,64 @@ def sparse_plan(problem: Problem, n_chosen: int, shared: bool) -> ForwardPlan:
     made = config.config_of("single", kind, tile, blocks, units, chosen=True, shared=shared)
     n = -(-n_chosen // columns)
     return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, Splits(), n, n, "tokens are chosen")
+
+
+def decompressed_tokens(problem: Problem, centroids: torch.dtype, listed: bool) -> int:
+    """How many tokens are decompressed to memory at a time, to be scored as embeddings are, by the Hopper kernel.
+
+    0: those of residual codes are decompressed where they are scored.
+    """
+    many = _rows_of_hopper(problem, listed) >= tables.RESIDUAL_MANY_ROWS
+    decompressed = many and not _decoded_by_copies(problem, centroids, listed)
+    return tables.RESIDUAL_SCRATCH // (problem.size * problem.dtype.itemsize) if decompressed else 0
+
+
+def _rows_of_hopper(problem: Problem, listed: bool) -> int:
+    """Query rows that residual codes meet together, 0 where the Hopper kernel does not score these."""
+    kind, capability = problem.kind, tables.architecture(problem.device)[0]
+    tile = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, False, kind.with_argmax)
+    serves = tile is not None and not listed and config.copied_by_16_bytes(kind.size, (kind.size,))
+    return stacked_rows(problem) if serves else 0
+
+
+def _decoded_by_copies(problem: Problem, centroids: torch.dtype, listed: bool) -> bool:
+    """Whether the warps of that kernel that copy also decompress (`forward.hopper_codes`)."""
+    kind, (least, most) = problem.kind, tables.RESIDUAL_COPIED_ROWS
+    fits = kind.size in tables.RESIDUAL_COPIED_SIZES and centroids.itemsize == 2 and is_streamed(problem, kind.size)
+    return fits and least <= _rows_of_hopper(problem, listed) <= most
+
+
+def residual_plan(
+    problem: Problem, nbits: int, n_centroids: int, centroids: torch.dtype, tokens_met: int, listed: bool
+) -> ForwardPlan:
+    """Choose the kernel, the tile and the grid of a call with residual codes.
+
+    Every query meets `tokens_met`, about; `listed`: of a list of candidates of its own.
+    """
+    kind, reason = problem.kind, "documents are residual codes"
+    if kind.quantize_queries:
+        few = listed or problem.n_queries <= tables.SHORT_MAX_QUERIES
+        if few and tokens_met >= tables.SHORT_TOKENS_PER_CENTROID * n_centroids and short_takes(problem, nbits):
+            return short_plan(problem, nbits, "listed" if listed else "split", reason)
+    copied = _decoded_by_copies(problem, centroids, listed)
+    if not (copied and centroids == torch.float16):
+        # Otherwise, query rows keep their type.
+        kind = replaced(kind, "quantize_queries", False)
+    # Residuals lie one after the other.
+    problem = problem._replace(kind=kind, document_strides=(0, 0, 0))
+    if copied:
+        reason += ON_HOPPER + STREAMED
+        return hopper_plan(problem, tables.RESIDUAL_COPIED_TILE, reason, stream=True, nbits=nbits)
+    item = problem.dtype.itemsize
+    capability, _ = tables.architecture(kind.device)
+    rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(stacked_rows(problem)))
+    blocks, tile = config.residual_blocks(kind), tables.RESIDUAL_FEW_ROWS
+    if rows > tile.rows and item == 2:
+        tile = tables.RESIDUAL_TILE._replace(rows=rows)
+    tile = config.fitted(tile, capability, blocks.held * item, blocks.split)
+    per_sm, registers = tables.RESIDUAL_PER_SM[tile.num_warps], None
+    if capability == 9 and item == 2 and not blocks.split:
+        # Left alone, ptxas takes a few registers more than leave room for so many programs.
+        registers = registers_of(per_sm, tile.num_warps)
+    shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_SPLIT)
+    return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)

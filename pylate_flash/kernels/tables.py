@@ -121,6 +121,12 @@ HOPPER_NARROW = HopperTile(128, 64, 2, 6)
 HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
+# Of float32, in pairs of float16: tiles, elements of an embedding at most, and similarities from which on it serves.
+PAIRS = HopperTile(128, 64, 2, 5)
+PAIRS_NARROW = HopperTile(64, 64, 1, 5)
+PAIRS_WIDE = HopperTile(256, 64, 4, 5)
+PAIRS_MAX_SIZE = 128
+PAIRS_LEAST = 1 << 20
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory. With more query
 # rows, projecting to memory first is faster.
 FUSED_ROWS = 256

@@ -17,8 +17,8 @@ from ..kernels.config import INT32_MAX
 from ..kernels.described import look
 from ..kernels.forward import Codes, maxsim_forward, quantized_forward, residual_forward, soft_forward, sparse_forward
 from ..kernels.losses import ChunkedLoss, rescale
-from ..kernels.plan import decompressed_tokens
 from ..kernels.plan_backward import Chunks, chunks_of, halved
+from ..kernels.plan_operations import decompressed_tokens
 from ..kernels.rows import (
     Norms,
     active_tokens,

@@ -288,7 +288,8 @@ def test_packed_documents(dtype: torch.dtype, loss: str) -> None:
 
 
 def test_statistics() -> None:
-    queries, documents = unit(60, 32, 64).requires_grad_(), unit(70, 50, 64, seed=1)
+    # In bfloat16, of which every kernel gives the same bits.
+    queries, documents = unit(60, 32, 64, dtype=HALF).requires_grad_(), unit(70, 50, 64, dtype=HALF, seed=1)
     exclude = random_mask((60, 70), 0.2)
     exclude.fill_diagonal_(False)
     scores = maxsim_reference(queries.detach().double(), documents.double())

@@ -83,7 +83,7 @@ def test_bits_of_documents_by_themselves(
     assert explain(*call, **options).forward.config.stream
     found = maxsim(*call, **options, empty_score=-2.0)
     repeated.forget()
-    monkeypatch.setattr(plan, "_is_streamed", lambda *_: False)
+    monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
     forward = explain(*call, **options).forward
     assert (forward.kernel, forward.config.stream) == ("hopper", False)
     alone = maxsim(*call, **options, empty_score=-2.0)

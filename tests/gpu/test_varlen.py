@@ -161,7 +161,7 @@ def test_a_stream_has_the_bits_of_documents_by_themselves(
     named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
     found = varlen_kernel(*call, **options)
     repeated.forget()
-    monkeypatch.setattr(plan, "_is_streamed", lambda *_: False)
+    monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
     forward = explain(*call[:2], **named, **options).forward
     assert (forward.kernel, forward.config.stream) == ("hopper", False)
     alone = varlen_kernel(*call, **options)

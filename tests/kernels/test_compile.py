@@ -48,7 +48,8 @@ def forward(tensors: Tensors, with_argmax: bool = False, **options: Any) -> Call
 
 def tall(capability: int, dtype: torch.dtype = BF16, size: int = 128) -> str:
     """The kernel that serves the rows of several queries."""
-    return "hopper" if capability == 90 and dtype != F32 and size <= 384 and size % 8 == 0 else "stacked"
+    most, unit = (128, 4) if dtype == F32 else (384, 8)
+    return "hopper" if capability == 90 and size <= most and size % unit == 0 else "stacked"
 
 
 @pytest.mark.parametrize(
@@ -89,11 +90,12 @@ def test_strides_that_are_no_multiples_of_16(
 ) -> None:
     """Embeddings are still loaded by as many bytes as they begin at multiples of, up to 16."""
     name = "single" if n_queries == 1 else tall(capability, dtype, size)
-    launch = forward(inputs((n_queries, 32, size), (40, 180, size), dtype))
+    launch = forward(inputs((n_queries, 32, size), (100, 180, size), dtype))
     ptx = compiled(launch, name, capability)[name].asm["ptx"]
     found = {copied or loaded for copied, loaded in _LOADS.findall(ptx)}
     assert found
-    assert found <= widths
+    # A warp loads a row of float32 together, of up to 64 elements two a lane.
+    assert found <= (widths | {".v2.b32"} if dtype == F32 and name == "hopper" else widths)
 
 
 ARGMAX = {"with_argmax": True}
@@ -225,7 +227,9 @@ def test_packed_documents_are_loaded_by_16_bytes(
         unit, offsets = 16 // dtype.itemsize if aligned else 1, torch.zeros(n_short + 1, dtype=torch.int64)
         kind = replaced(problem.kind, "offset_unit", unit)
         problem = problem._replace(kind=kind, n_tokens=n_tokens, aligned=aligned)
-    name = "single" if n_queries == 1 else tall(capability, dtype, size) if aligned and longest == 40 else "stacked"
+    # Of float32, the Hopper kernel takes no few tokens.
+    streamed = aligned and longest == 40 and dtype != F32
+    name = "single" if n_queries == 1 else tall(capability, dtype, size) if streamed else "stacked"
     names = f"{name} merge" if longest == 9000 else name
     ptx = compiled(partial(maxsim_forward, problem, tensors, offsets), names, capability)[name].asm["ptx"]
     copies = {copied for copied, _ in _LOADS.findall(ptx)} - {""}

@@ -252,17 +252,18 @@ def allocated_in_ptx(ptx: str) -> int:
 # Type of packed documents, embedding size, queries of 32 tokens, and whether their programs quantize rows.
 STREAMS = [
     *[(BF16, size, 8, False) for size in (16, 32, 48, 96, 128, 192, 256, 320, 384)],
-    (F16, 128, 3, False),
+    (F16, 128, 3, False), *[(F32, size, n_queries, False) for size in (36, 64, 100, 128) for n_queries in (1, 3, 8)],
     (INT8, 64, 3, False), (INT8, 128, 8, True), (INT8, 256, 5, False), (FP8, 32, 8, True), (FP8, 96, 8, False),
     (FP8, 128, 3, True), (UINT8, 16, 8, False), (UINT8, 64, 8, False), (UINT8, 128, 8, False), (UINT8, 256, 5, False),
 ]  # fmt: skip
 PADDED_STREAMS = [
-    (BF16, 48, 8, False), (BF16, 128, 8, False), (F16, 384, 9, False), (INT8, 128, 8, True), (FP8, 256, 5, False),
+    (BF16, 48, 8, False), (BF16, 128, 8, False), (F16, 384, 9, False), (F32, 128, 8, False), (INT8, 128, 8, True),
+    (FP8, 256, 5, False),
     (UINT8, 128, 8, False),
 ]  # fmt: skip
 LAYOUTS_OF_STREAMS = [
     *[(*stream, "packed") for stream in STREAMS],
-    *[(*stream, "padded") for stream in PADDED_STREAMS[:3]],
+    *[(*stream, "padded") for stream in PADDED_STREAMS[:4]],
     *[(*stream, masking) for stream in PADDED_STREAMS for masking in ("exclude", "zero")],
 ]
 
@@ -275,12 +276,14 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
 ) -> None:
     """Copies take 16 bytes, but of scales, and every product has its first operand in registers.
 
-    `layout`: packed or padded documents, or the masking of padded ones.
+    Of float32, nothing is copied: every warp loads tokens, and waits for no other. `layout`: packed or padded
+    documents, or the masking of padded ones.
     """
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 1 << 60 if own else 0)
     monkeypatch.setattr(tables, "STREAM_LEAST", 0)
     monkeypatch.setattr(tables, "STREAM_LEAST_ALIKE", 0)
-    given = dtype if dtype in (BF16, F16) else BF16
+    monkeypatch.setattr(tables, "PAIRS_LEAST", 0)
+    given = dtype if dtype in (BF16, F16, F32) else BF16
     options = {"max_document_length": 100, "normalize": normalize}
     if layout == "packed":
         tensors = inputs((n_queries, 32, size), (400, size), given)._replace(documents_cu_seqlens=torch.arange(5) * 100)
@@ -302,7 +305,15 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
         ("m64n64", "{")
     }
     scaled = normalize or dtype != given
-    assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
+    if dtype == F32:
+        assert not re.search(_COPIES, code.asm["ptx"])
+        (loads,) = [part for part in re.split(r"setmaxnreg\.", code.asm["ptx"]) if "redux.sync.max.u32" in part]
+        loads = loads[loads.index("prefetch.global.L2") : loads.rindex("redux.sync.max.u32")]
+        assert not re.search(r"bar\.sync|barrier\.sync|shfl", loads)
+        widths = set(re.findall(r"ld\.global\.(v\d|b32)", loads)) - {"b32"}
+        assert widths == {"v4" if size > 64 else "v2"}
+    else:
+        assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
     # Those of Triton 3.8 spill what a partition begins with.
     assert get_sass(code.asm["cubin"]).count("LDL") <= (0 if triton_version() <= (3, 6) else 8)
 

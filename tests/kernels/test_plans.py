@@ -100,6 +100,9 @@ def test_tiles_of_8_bits_are_as_short_as_documents(size: int, length: int | None
         (48, (960, 48, 48), 1, True),
         (40, (480, 48, 48), 1, False),
         (48, (1120, 56, 56), 1, False),
+        (40, (400, 40, 40), 4, True),
+        (44, (440, 44, 44), 4, True),
+        (42, (420, 42, 42), 4, False),
     ],
 )
 def test_what_is_copied_16_bytes_at_a_time(size: int, strides: tuple[int, ...], item: int, copied: bool) -> None:
@@ -159,6 +162,9 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (forward_plan, problem((1, 300, 256), (40, 180, 256))),
     (forward_plan, problem((5, 32, 320), (40, 64, 320), BF16, True)),
     (forward_plan, problem((4, 150, 128), (4, 5, 180, 128))),
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32)),
+    (forward_plan, problem((2, 32, 44), (200, 180, 44), F32)),
+    (forward_plan, problem((4, 150, 64), (4, 20, 180, 64), F32)),
     (forward_plan, packed(16, 40)),
     (forward_plan, packed(16, 2048, True)),
     (soft_forward_plan, problem((16, 32, 128), (40, 180, 128))),
@@ -176,7 +182,10 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
 ]
 # What the others serve there, and a word of the reason.
 OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
-    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32), "stacked", "half precision"),
+    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", "half precision"),
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", "half precision"),
+    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", "half precision"),
+    (forward_plan, problem((1, 32, 128), (150, 180, 128), F32), "single", "one query"),
     (forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
     (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
     (forward_plan, packed(16, 9000), "stacked", "in segments"),
@@ -342,7 +351,9 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
     assert served(tensors, longest=5000) == "single"
     assert served(tensors, with_argmax=True) == "single"
     assert served(tensors, normalize=True) == "single"
-    assert served(tensors._replace(queries=tensors.queries.float(), documents=documents.float())) == "single"
+    wide = tensors._replace(queries=tensors.queries.float(), documents=documents.float())
+    assert served(wide) == ("hopper" if capability == 90 and size <= 128 else "single")
+    assert served(wide, longest=60_000) == "single", "a document may be one that takes segments"
 
 
 @pytest.mark.parametrize(

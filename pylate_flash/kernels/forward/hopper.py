@@ -33,8 +33,9 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_barriers import address_of, stream_memory
+from .hopper_barriers import address_of, converts, stream_memory
 from .hopper_codes import decode_stream, pair_table, staging_bytes
+from .hopper_pairs import pair_stream
 from .hopper_parts import (
     add_exponentials,
     copy_documents,
@@ -42,6 +43,7 @@ from .hopper_parts import (
     document_range,
     first_maximum,
     log_sums_of_lanes,
+    scales_tokens,
     split_by_lane,
     unscaled,
 )
@@ -75,7 +77,7 @@ def _slots(config, bits):
     on top: so tiles are to be more by themselves. (A ring of 64 elements in 8 bits is 32 KB.)
     """
     tile = config.tile.columns * config.blocks.first * bits // 8
-    slots = config.tile.num_stages + -(-staging_bytes(config) // tile)
+    slots = config.tile.num_stages * (2 if config.pairs else 1) + -(-staging_bytes(config) // tile)
     return max(slots, _UNASKED // tile + 1) if config.stream else slots
 
 
@@ -100,7 +102,7 @@ def _document_cost(config):
 @gluon.constexpr_function
 def _copied_thread_by_thread(config):
     """Whether a slot is full when what every thread copies has arrived."""
-    return config.nbits == 0 and not config.affine
+    return not (converts(config) or config.affine)
 
 
 @gluon.jit
@@ -259,6 +261,15 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         execute(AWAIT_TURN[PART])
 
 
+@gluon.jit
+def _convert_stream(arguments, coded, walked, config: gl.constexpr):
+    if config.nbits > 0:
+        decode_stream(arguments, coded, walked, config)
+    else:
+        _codes, _centroids, ahead, tiles_at = coded
+        pair_stream(arguments, tiles_at, ahead, walked, config)
+
+
 @kernel(follows=True, jit=gluon.jit)
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
@@ -274,7 +285,7 @@ def _hopper_kernel(
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
     STAGES: gl.constexpr = config.tile.num_stages
     PARTS: gl.constexpr = config.tile.parts
-    SCALED: gl.constexpr = config.normalize or config.values
+    SCALED: gl.constexpr = scales_tokens(config)
     wait_for_previous_kernel()
     stride_query *= config.query_unit
     stride_query_token *= config.query_unit
@@ -295,7 +306,8 @@ def _hopper_kernel(
 
     # Of quantized documents, or of what codes stand for, where query rows are brought to that.
     operand_ptr = centroids_ptr if in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
-    dtype: gl.constexpr = gl.int8 if config.affine else operand_ptr.dtype.element_ty
+    element: gl.constexpr = gl.float16 if config.pairs else operand_ptr.dtype.element_ty
+    dtype: gl.constexpr = gl.int8 if config.affine else element
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     SLOTS: gl.constexpr = _slots(config, dtype.primitive_bitwidth)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
@@ -316,7 +328,7 @@ def _hopper_kernel(
             mbarrier.init(full.index(stage), count=128 if _copied_thread_by_thread(config) else 1)
             mbarrier.init(empty.index(stage), count=PARTS * 128 if in_turn(config) else PARTS)
     scales = tiles
-    if SCALED:
+    if SCALED and not config.pairs:
         by_token: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
     token_offsets = scales
@@ -340,11 +352,15 @@ def _hopper_kernel(
         stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     if config.stream:
-        if config.nbits > 0:
-            coded = codes_ptr, centroids_ptr, pair_table(weights_ptr, config.nbits), address_of(tiles, full)
+        if converts(config):
+            # Of pairs, whether no other program reads the same tokens.
+            special = n_row_blocks == 1
+            if config.nbits > 0:
+                special = pair_table(weights_ptr, config.nbits)
+            coded = codes_ptr, centroids_ptr, special, address_of(tiles, full)
             gl.warp_specialize(
                 [
-                    (decode_stream, (copied, coded, walked, config)),
+                    (_convert_stream, (copied, coded, walked, config)),
                     (score_stream, (arguments, config)),
                     (add_maxima, (arguments, config, gl.constexpr(0))),
                     (add_maxima, (arguments, config, gl.constexpr(1))),
@@ -354,7 +370,7 @@ def _hopper_kernel(
                 [4 * PARTS, 1, 1, 1, 1],
                 # With less than 160 registers, what multiplies spills, and with less than 64, what decompresses, which
                 # has what is left.
-                [160, 32, 32, 32, 32],
+                [96 if PARTS == 4 else 160, 32, 32, 32, 32],
             )
         else:
             gl.warp_specialize(

@@ -34,15 +34,21 @@ def warps_of_product(config):
 
 
 @gluon.constexpr_function
+def converts(config):
+    """Whether what is copied becomes something else on its way, by eight warps, which need the registers of others."""
+    return config.nbits > 0 or config.pairs
+
+
+@gluon.constexpr_function
 def summing_workers(config):
-    """How many take turns to sum the maxima of a document. Of codes, other warps need the registers of more."""
-    return 3 if config.nbits > 0 else 2
+    """How many take turns to sum the maxima of a document."""
+    return 3 if converts(config) else 2
 
 
 @gluon.constexpr_function
 def warps_of_sums(config):
     """The warps of each of these."""
-    return 1 if config.nbits > 0 else 2
+    return 1 if converts(config) else 2
 
 
 @gluon.constexpr_function
@@ -62,8 +68,9 @@ class Offsets(NamedTuple):
     full_spans: int
     empty_spans: int
     # Two words of every span, and one of every slot: after which eights of its columns documents end, as bits; below 0,
-    # after all.
+    # after all. In between, of pairs, what similarities of a slot's tokens are multiplied by.
     words_of_spans: int
+    scales_of_slots: int
     ends_of_slots: int
     # Where maxima [rows, 4] of documents wait to be summed.
     ring_of_maxima: int
@@ -72,8 +79,10 @@ class Offsets(NamedTuple):
 @gluon.constexpr_function
 def offsets(config):
     slots, places, spanned = config.tile.num_stages, RING.value, spans(config)
+    scales = 4 * config.tile.columns * slots if config.pairs else 0
+    of_barriers = 8 * slots, 8 * slots, 8 * places, 8 * places, 8 * spanned, 8 * spanned
     begins = [0]
-    for nbytes in (8 * slots, 8 * slots, 8 * places, 8 * places, 8 * spanned, 8 * spanned, 8 * spanned, 4 * slots):
+    for nbytes in (*of_barriers, 8 * spanned, scales, 4 * slots):
         begins.append(begins[-1] + nbytes)
     begins[-1] = -(-begins[-1] // 16) * 16
     return Offsets(*begins)
@@ -86,9 +95,9 @@ def _allocation(config, copying_threads):
     Tiles come behind, of which the tensor cores expect that they begin at multiples of 1024 bytes.
     """
     stages, multiplying = config.tile.num_stages, warps_of_product(config)
-    counts = [4 + copying_threads] * stages + [multiplying] * stages
+    counts = [(8 if config.pairs else 4) + copying_threads] * stages + [multiplying] * stages
     counts += [multiplying] * RING.value + [warps_of_sums(config)] * RING.value
-    counts += [1] * spans(config) + [8 if config.nbits > 0 else 4] * spans(config)
+    counts += [1] * spans(config) + [8 if converts(config) else 4] * spans(config)
     nbytes = offsets(config).ring_of_maxima + RING.value * 16 * config.tile.rows
     lines = [
         ".reg .pred first;",

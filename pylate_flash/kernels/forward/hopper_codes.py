@@ -255,7 +255,7 @@ def scaled_rows(rows, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _bits_of_thread(FIRST: gl.constexpr, NUMBER: gl.constexpr):
+def bits_of_thread(FIRST: gl.constexpr, NUMBER: gl.constexpr):
     """So many bits of a thread's number, from one on: an integer that is each thread's own."""
     PTX: gl.constexpr = "{ .reg .b32 thread; mov.u32 thread, %tid.x; bfe.u32 $0, thread, $1, $2; }"
     return execute_ptx(PTX, "=r,r,r", [gl.to_tensor(FIRST), gl.to_tensor(NUMBER)])
@@ -299,9 +299,9 @@ def decode_stream(arguments, coded, walked, config: gl.constexpr):
     EMBEDDING: gl.constexpr = None if config.scale_rows else tiles.dtype
     DECODE: gl.constexpr = _decode_of(UNITS, config.nbits, centroids_ptr.dtype.element_ty, EMBEDDING)
 
-    lane = _bits_of_thread(0, 5)
-    warp = _bits_of_thread(5, 2)
-    worker = _bits_of_thread(7, 1)
+    lane = bits_of_thread(0, 5)
+    warp = bits_of_thread(5, 2)
+    worker = bits_of_thread(7, 1)
     # A lane's unit, and which of the tokens of a pass it is of; rows of tiles are swizzled.
     unit = lane % UNITS
     neighbour = lane // UNITS

@@ -26,12 +26,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..gluon import add, copy_to_shared, next_slot
 from ..reductions import larger, log_sums, relative_to
 from ..rows import inverse_norm
-from .hopper_barriers import arrive, arrive_when_copied, offsets, rows_of_product, warps_of_product, warps_of_sums
+from .hopper_barriers import (
+    arrive,
+    arrive_when_copied,
+    offsets,
+    rows_of_product,
+    warps_of_product,
+    warps_of_sums,
+)
 from .quantized_rows import largest_magnitudes, rounded, scales_of, squares_of
 
 # The bits of 1.0: |x| stays below 2**23 in products of up to 512 elements.
 _BITS_OF_ONE = gl.constexpr(0x3F800000)
 _INTEGER_UNIT = gl.constexpr(2.0**23)
+
+
+@gluon.constexpr_function
+def scales_tokens(config):
+    """Whether similarities are multiplied by something of their token's."""
+    return config.normalize or config.values or config.pairs
 
 
 @gluon.constexpr_function

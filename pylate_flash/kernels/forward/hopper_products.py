@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gluon import execute, next_slot
 from .hopper_barriers import arrive, await_barrier, load_word, offsets, rows_of_product, warps_of_product
 from .hopper_codes import scaled_rows
+from .hopper_pairs import float16_pairs, scales_of_slot
 from .hopper_parts import (
     query_rows,
     rounded_in_registers,
@@ -25,6 +26,7 @@ from .hopper_parts import (
     rows_of,
     scaled,
     scaled_affine,
+    scales_tokens,
     sums_of,
 )
 
@@ -54,7 +56,13 @@ def product_layout(config, item, columns):
 @gluon.constexpr_function
 def makes_scales(config):
     """Whether query rows get scales where they are loaded."""
-    return in_type_of_centroids(config) or config.quantize_rows
+    return in_type_of_centroids(config) or config.quantize_rows or config.pairs
+
+
+@gluon.constexpr_function
+def loads_scales(config):
+    """Whether they have scales in memory."""
+    return (config.normalize or config.values) and not (in_type_of_centroids(config) or config.quantize_rows)
 
 
 @gluon.jit
@@ -80,20 +88,22 @@ def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, P
     SUM: gl.constexpr = gl.int32 if tiles.dtype == gl.int8 else gl.float32
     if in_turn(config):
         execute(AWAIT_TURN[PART])
-    similarities = warpgroup_mma(
-        _as_operand(query_tile, operand),
-        _first(tiles.index(slot), COLUMNS).permute((1, 0)),
-        gl.zeros([ROWS, COLUMNS], SUM, mma),
-        use_acc=False,
-        is_async=True,
-    )
-    if config.blocks.second > 0:
-        similarities = warpgroup_mma(
-            _as_operand(second_query_tile, operand),
-            _first(second_tiles.index(slot), COLUMNS).permute((1, 0)),
-            similarities,
-            is_async=True,
-        )
+    tile = _first(tiles.index(slot), COLUMNS).permute((1, 0))
+    query_tile = _as_operand(query_tile, operand)
+    similarities = gl.zeros([ROWS, COLUMNS], SUM, mma)
+    if config.blocks.second > 0 or config.pairs:
+        second_slot = slot + config.tile.num_stages if config.pairs else slot
+        second_tile = _first(second_tiles.index(second_slot), COLUMNS).permute((1, 0))
+        second_query_tile = _as_operand(second_query_tile, operand)
+    if config.pairs:
+        # Small ones first.
+        similarities = warpgroup_mma(second_query_tile, tile, similarities, use_acc=False, is_async=True)
+        similarities = warpgroup_mma(query_tile, second_tile, similarities, is_async=True)
+        similarities = warpgroup_mma(query_tile, tile, similarities, is_async=True)
+    else:
+        similarities = warpgroup_mma(query_tile, tile, similarities, use_acc=False, is_async=True)
+        if config.blocks.second > 0:
+            similarities = warpgroup_mma(second_query_tile, second_tile, similarities, is_async=True)
     return similarities
 
 
@@ -111,12 +121,14 @@ def finish_product(
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     PARTS: gl.constexpr = config.tile.parts
     IN_TURN: gl.constexpr = in_turn(config)
-    SCALED: gl.constexpr = config.normalize or config.values
+    SCALED: gl.constexpr = scales_tokens(config)
     # Loads of scales while a product is under way come between its instructions. Those of 8 bits are too short for it:
     # with int8 0.250 in place of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
     SCALES_LAST: gl.constexpr = ITEM == 1
     mma: gl.constexpr = product_layout(config, ITEM, COLUMNS)
-    if SCALED and not SCALES_LAST:
+    if config.pairs:
+        scale = scales_of_slot(full, slot, gl.SliceLayout(0, mma), config)
+    elif SCALED and not SCALES_LAST:
         scale = _first(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
     # While the product is under way, see to the next tile: of this document or another, or the one at the end.
     read = slot
@@ -192,16 +204,21 @@ def query_operands(queries, share, numbers, tiles, config: gl.constexpr, PART: g
         query_tile, row_scale = scaled_rows(query_tile, tiles.dtype)
     elif config.quantize_rows:
         query_tile, row_scale = rounded_in_registers(query_tile, tiles.dtype, config)
+    elif config.pairs:
+        query_tile, second_query_tile, row_scale = float16_pairs(query_tile)
     row_sums = gl.to_tensor(0)
     if config.affine:
         row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
     query_tile = _to_operand(query_tile, operand, config)
-    second_query_tile = query_tile
-    if SECOND > 0:
+    if config.pairs:
+        second_query_tile = _to_operand(second_query_tile, operand, config)
+    elif SECOND > 0:
         second_query_tile = query_rows(queries_ptr, first_row, layout, config.blocks.first, SECOND, config)
         if config.affine:
             row_sums += row_sums_of(second_query_tile, gl.SliceLayout(1, mma))
         second_query_tile = _to_operand(second_query_tile, operand, config)
+    else:
+        second_query_tile = query_tile
     return (query_tile, second_query_tile, row_sums), row_scale
 
 
@@ -224,7 +241,7 @@ def rows_from(
     if config.has_queries_mask:
         weight = gl.load(queries_mask_ptr + global_row, mask=exists, other=0)
         active = active & (weight != 0)
-    if (config.normalize or config.values) and not makes_scales(config):
+    if loads_scales(config):
         row_scale = gl.load(queries_scale_ptr + global_row, mask=exists, other=0.0)
     return exists, active, weight, row_scale, query.to(gl.int64) * query_length + token
 

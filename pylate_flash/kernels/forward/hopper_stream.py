@@ -38,8 +38,15 @@ from .hopper_barriers import (
     summing_workers,
     warps_of_sums,
 )
-from .hopper_parts import announce, announce_last, split_by_lane, tile_positions, unscaled
+from .hopper_parts import (
+    announce,
+    announce_last,
+    split_by_lane,
+    tile_positions,
+    unscaled,
+)
 from .hopper_products import (
+    loads_scales,
     makes_scales,
     product,
     product_layout,
@@ -213,7 +220,7 @@ def add_maxima(arguments, config: gl.constexpr, WORKER: gl.constexpr):
             if config.zero_masked:
                 first_masked = gl.load(bounds_ptr + 2 * (group.to(gl.int64) * n_documents + document) + 1)
                 row_best = gl.where((row_best < 0.0) & (first_masked < document_length), 0.0, row_best)
-            if (config.normalize or config.values) and not makes_scales(config):
+            if loads_scales(config):
                 row_best *= row_scale
             store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS, config)
         if length > 0:

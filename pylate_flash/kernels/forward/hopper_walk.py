@@ -48,8 +48,8 @@ def walk_memory(config: gl.constexpr):
 
 @gluon.jit
 def of_tile(words, tile, positions, config: gl.constexpr):
-    """What a span has of the columns of a tile, counted over all spans, as these `positions` lie."""
-    COLUMNS: gl.constexpr = config.tile.columns
+    """What a span has of the columns of a tile, or part of one, counted over all spans, as these `positions` lie."""
+    COLUMNS: gl.constexpr = positions.shape[0]
     SPANS: gl.constexpr = spans(config)
     by_column: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return (

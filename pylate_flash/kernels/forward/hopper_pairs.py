@@ -1,0 +1,312 @@
+"""float32 embeddings in the Hopper kernel: taken apart into pairs of float16 on their way to shared memory.
+
+What is nearest to an element in float16, and what is nearest to the rest, together have 22 of its 24 bits. Three
+products of such halves take the tensor cores half the time that three products of TF32 take, and the fourth is as small
+as what is rounded. float16 has few exponents: a row is divided by a power of 2 first, by which its similarities are
+multiplied.
+
+Tokens pass through registers, those of two tiles at a time, as shared memory has no bandwidth for them: the tensor
+cores take half of it. A warp has rows alone, and waits for no other, which is why stores are PTX here (`hopper_codes`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..gluon import next_slot
+from ..reductions import larger
+from .hopper_barriers import arrive, await_barrier, execute_ptx, offsets, spans, store_word
+from .hopper_codes import bits_of_thread
+from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
+
+# Exponents of float32, as bits: those of powers of 2 that rows are divided by, at least and at most, that of rows with
+# an infinite element, of which the others keep what lies between 2**-31 and 2**7; and what largest elements become, so
+# that what float16 leaves of an element is none of its small numbers.
+_SMALLEST, _LARGEST, _OF_INFINITE, _INFINITE, _UNIT = 14 << 23, 253 << 23, 133 << 23, 255 << 23, 13 << 23
+# Rows whose largest elements lie between these need no power of 2, as floats in PTX: from 2**-4, so that lower halves
+# are not small numbers of float16 where it matters, up to 2**15.
+_LEAST_PLAIN, _MOST_PLAIN = "0f3D800000", "0f47000000"
+# Warps that take documents apart, and rows that each has of half a tile.
+_WARPS, _ROWS = 8, 4
+
+
+@gluon.constexpr_function
+def _exponent_ptx(bits: str) -> list[str]:
+    """PTX that makes of the bits of a row's largest element those of the power of 2 that the row is divided by."""
+    return [
+        f"and.b32 {bits}, {bits}, {_INFINITE};",
+        f"setp.eq.u32 infinite, {bits}, {_INFINITE};",
+        f"max.u32 {bits}, {bits}, {_SMALLEST};",
+        f"min.u32 {bits}, {bits}, {_LARGEST};",
+        f"@infinite mov.b32 {bits}, {_OF_INFINITE};",
+        f"sub.u32 {bits}, {bits}, {_UNIT};",
+    ]
+
+
+@gluon.constexpr_function
+def _halves_ptx(elements: tuple[str, str], inverse: str | None, halves: tuple[str, str]) -> list[str]:
+    """PTX that makes the upper and the lower halves of two elements, times `inverse`, if any.
+
+    Of an infinite one, only the lower half is infinite: the upper one is to meet what may be 0 of a finite element.
+    """
+    first, second = elements
+    upper, lower = halves
+    lines = []
+    if inverse is not None:
+        lines = [f"mul.f32 a, {first}, {inverse};", f"mul.f32 b, {second}, {inverse};"]
+        first, second = "a", "b"
+    return [
+        *lines,
+        f"cvt.rn.satfinite.f16x2.f32 {upper}, {second}, {first};",
+        f"mov.b32 {{of_a, of_b}}, {upper};",
+        "cvt.f32.f16 rounded, of_a;",
+        f"sub.f32 a, {first}, rounded;",
+        "cvt.f32.f16 rounded, of_b;",
+        f"sub.f32 b, {second}, rounded;",
+        f"cvt.rn.f16x2.f32 {lower}, b, a;",
+    ]
+
+
+_REGISTERS = ".reg .pred infinite, first; .reg .b16 of_a, of_b; .reg .f32 a, b, rounded, inverse, scale;"
+_EXPONENT = gl.constexpr("{\n" + "\n".join([_REGISTERS, "mov.b32 $0, $1;", *_exponent_ptx("$0")]) + "\n}")
+_HALVES = gl.constexpr("{\n" + "\n".join([_REGISTERS, *_halves_ptx(("$2", "$3"), "$4", ("$0", "$1"))]) + "\n}")
+# From the bits of a power of 2 to those of its inverse.
+_INVERSE = gl.constexpr(254 << 23)
+
+
+@gluon.constexpr_function
+def _store_row_ptx(values: tuple[str, ...], inverse: str | None, at: str, lower: int) -> list[str]:
+    """PTX that stores the halves of a row's elements, the lower ones so many bytes further on."""
+    lines = []
+    pairs = range(len(values) // 2)
+    for pair in pairs:
+        lines += _halves_ptx((values[2 * pair], values[2 * pair + 1]), inverse, (f"upper{pair}", f"lower{pair}"))
+    width = "v2.b32" if len(pairs) == 2 else "b32"
+    for half, further in (("upper", 0), ("lower", lower)):
+        stored = ", ".join(f"{half}{pair}" for pair in pairs)
+        lines.append(f"st.shared.{width} [{at} + {further}], {{{stored}}};")
+    return lines
+
+
+@gluon.constexpr_function
+def _store_ptx(elements: int, lower: int, normalize: bool) -> str:
+    """PTX that stores what a lane has of half a tile: some elements of rows that its warp has alone.
+
+    Halves go to $at, and what similarities are multiplied by to $scale. Where all rows are as float16 likes them, as
+    those of norm 1 are, they stay as they are.
+    """
+    count = _ROWS * elements
+    rows = range(_ROWS)
+    values = [tuple(f"${count + row * elements + element}" for element in range(elements)) for row in rows]
+    ats = [f"${2 * count} + {128 * _WARPS * row}" for row in rows]
+    scales = [f"${3 * count} + {4 * _WARPS * row}" for row in rows]
+    factors = [f"${4 * count + row * elements}" for row in rows]
+    lines = [
+        _REGISTERS,
+        ".reg .pred fits, plain, has_large;",
+        f".reg .b32 lane, bits, inverse_bits, upper<2>, lower<2>, largest_bits<{_ROWS}>;",
+        f".reg .f32 all, largest<{_ROWS}>;",
+        "mov.u32 lane, %laneid;",
+        "setp.eq.u32 first, lane, 0;",
+    ]
+    for row in rows:
+        lines.append(f"abs.f32 largest{row}, {values[row][0]};")
+        for value in values[row][1:]:
+            lines += [f"abs.f32 b, {value};", f"max.NaN.f32 largest{row}, largest{row}, b;"]
+    lines.append("mov.f32 all, largest0;")
+    lines += [f"max.NaN.f32 all, all, largest{row};" for row in rows[1:]]
+    lines += [f"setp.lt.f32 fits, all, {_MOST_PLAIN};", "vote.sync.all.pred plain, fits, -1;"]
+    for row in rows:
+        lines += [
+            f"setp.ge.f32 has_large, largest{row}, {_LEAST_PLAIN};",
+            "vote.sync.any.pred has_large, has_large, -1;",
+            "and.pred plain, plain, has_large;",
+        ]
+    lines.append("@!plain bra.uni scaled;")
+    for row in rows:
+        lines += _store_row_ptx(values[row], None, ats[row], lower)
+        scale = factors[row] if normalize else "0f3F800000"
+        lines.append(f"@first st.shared.f32 [{scales[row]}], {scale};")
+    lines += ["bra.uni stored;", "scaled:"]
+    for row in rows:
+        lines += [f"mov.b32 bits, largest{row};", "redux.sync.max.u32 bits, bits, -1;", *_exponent_ptx("bits")]
+        lines += [f"sub.u32 inverse_bits, {_INVERSE.value}, bits;", "mov.b32 inverse, inverse_bits;"]
+        lines += _store_row_ptx(values[row], "inverse", ats[row], lower)
+        lines.append("mov.b32 scale, bits;")
+        if normalize:
+            lines.append(f"mul.f32 scale, scale, {factors[row]};")
+        lines.append(f"@first st.shared.f32 [{scales[row]}], scale;")
+    # After what is read: the registers may be the same.
+    lines += ["stored:", *(f"mov.b32 ${number}, 0;" for number in range(count))]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.constexpr_function
+def _elements(config):
+    """Elements of a token that a lane has."""
+    return config.blocks.first // 32
+
+
+@gluon.constexpr_function
+def _tile_bytes(config):
+    return 2 * config.tile.columns * config.blocks.first
+
+
+@gluon.constexpr_function
+def _store_of(config):
+    return _store_ptx(_elements(config), config.tile.num_stages * _tile_bytes(config), config.normalize)
+
+
+@gluon.constexpr_function
+def _store_operands(config):
+    count = _ROWS * _elements(config)
+    return ",".join(["=r"] * count + ["f"] * count + ["r"] * 2 * count + ["f"] * count * config.normalize)
+
+
+@gluon.jit
+def float16_pairs(rows):
+    """Two blocks of float16 that together are the rows [ROWS, dims], float32, divided by powers of 2, which follow."""
+    largest = gl.reduce(gl.abs(rows), 1, larger).to(gl.int32, bitcast=True)
+    bits = gl.inline_asm_elementwise(_EXPONENT, "=r,r", [largest], dtype=gl.int32, is_pure=True, pack=1)
+    inverse, _ = gl.broadcast((_INVERSE - bits).to(gl.float32, bitcast=True)[:, None], rows)
+    upper, lower = gl.inline_asm_elementwise(
+        _HALVES, "=&r,=&r,f,f,f,f", [rows, inverse], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )
+    return upper, lower, bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def scales_of_slot(memory, slot, LAYOUT: gl.constexpr, config: gl.constexpr):
+    """What similarities of the tokens in a slot are multiplied by."""
+    AT: gl.constexpr = offsets(config)
+    columns = gl.arange(0, config.tile.columns, layout=LAYOUT)
+    at = memory + AT.scales_of_slots + 4 * (config.tile.columns * slot + columns)
+    PTX: gl.constexpr = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    return gl.inline_asm_elementwise(PTX, "=f,=f,r,r", [at], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _rows(documents, place, walked, HALF: gl.constexpr, config: gl.constexpr):
+    """Where half the tokens of the tile at a place lie, which are on their way to the L2 cache then."""
+    base, step, _, positions, _, ahead = documents
+    tokens, places = walked
+    span, _, number, _, _ = place
+    # After the last tile, whatever lies there.
+    TILES: gl.constexpr = SPAN // config.tile.columns
+    half = 2 * (TILES * span + gl.minimum(number, TILES - 1)) + HALF
+    rows = of_tile(places if config.offset_unit > 0 else tokens, half, positions, config)
+    NBYTES: gl.constexpr = 4 * _elements(config)
+    if ahead:
+        of_lane = gl.minimum(bits_of_thread(0, 5) * NBYTES, 4 * config.size - NBYTES)
+        at = (base + rows * step).to(gl.int64) + of_lane
+        execute_ptx("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at])
+    return rows
+
+
+@gluon.jit
+def _load(documents, rows, config: gl.constexpr):
+    """These tokens, and what their similarities are multiplied by where these have norms."""
+    base, step, scale_ptr, _, dims, _ = documents
+    values = gl.load(base + (rows[:, None] * step + dims[None, :]), mask=(dims < config.size)[None, :], other=0.0)
+    factors = values
+    if config.normalize:
+        factors, _ = gl.broadcast(gl.load(scale_ptr + rows)[:, None], values)
+    return values, factors
+
+
+@gluon.jit
+def _store(loaded, at, scale_at, config: gl.constexpr):
+    values, factors = loaded
+    at = gl.full(values.shape, at, gl.int32, values.type.layout)
+    scale_at = gl.full(values.shape, scale_at, gl.int32, values.type.layout)
+    operands = [values, at, scale_at]
+    if config.normalize:
+        operands = [values, at, scale_at, factors]
+    PACK: gl.constexpr = 4 * _elements(config)
+    PTX: gl.constexpr = _store_of(config)
+    OPERANDS: gl.constexpr = _store_operands(config)
+    gl.inline_asm_elementwise(PTX, OPERANDS, operands, dtype=gl.int32, is_pure=False, pack=PACK)
+
+
+@gluon.jit
+def _next_place(place, memory, config: gl.constexpr):
+    """Span, phase and number there of the next tile, which may not exist, and what is known of the span."""
+    AT: gl.constexpr = offsets(config)
+    span, phase, number, eights, ended_in_span = place
+    number += 1
+    if (number == SPAN // config.tile.columns) & (eights == SPAN // 8):
+        arrive(memory, AT.empty_spans, span)
+        span, phase = next_slot(span, phase, spans(config))
+        eights, ended_in_span = await_span(memory, span, phase, config)
+        number = 0
+    return span, phase, number, eights, ended_in_span
+
+
+@gluon.jit
+def _ended(place, config: gl.constexpr):
+    """After which eights of the tile at a place documents end, as bits; below 0 if there is none."""
+    _, _, number, eights, ended_in_span = place
+    number_there = gl.minimum(number, SPAN // config.tile.columns - 1)
+    return gl.where(8 * eights > config.tile.columns * number, ended_of(ended_in_span, number_there, config), -1)
+
+
+@gluon.jit
+def pair_stream(arguments, tiles_at, ahead, walked, config: gl.constexpr):
+    """As `hopper_stream.copy_stream`, of documents in float32, by eight warps."""
+    AT: gl.constexpr = offsets(config)
+    (
+        documents_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, _, _, _, _, memory, _, group, first, _, n_documents,
+        document_length, _, _, stride_token,
+    ) = arguments  # fmt: skip
+    BLOCK: gl.constexpr = config.blocks.first
+    COLUMNS: gl.constexpr = config.tile.columns
+    ELEMENTS: gl.constexpr = _elements(config)
+    layout: gl.constexpr = gl.BlockedLayout([1, ELEMENTS], [1, 32], [8, 1], [1, 0])
+    positions = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
+    run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)
+    step = stride_token
+    if config.offset_unit > 0:
+        step = config.offset_unit
+    else:
+        documents_ptr += run_start.to(gl.int64) * stride_token
+    if config.normalize:
+        scale_ptr += run_start
+    documents = documents_ptr, step, scale_ptr, positions, dims, ahead
+    # Where a lane's elements of its warp's first row go; rows of tiles are swizzled, by units of 8 elements.
+    lane, warp = bits_of_thread(0, 5), bits_of_thread(5, 3)
+    unit = lane * ELEMENTS // 8
+    at = tiles_at + unit // 8 * (128 * COLUMNS) + 128 * warp + 16 * (unit % 8 ^ warp) + 2 * (lane * ELEMENTS % 8)
+    scale_at = memory + AT.scales_of_slots + 4 * warp
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    none = gl.to_tensor(0)
+    eights, ended_in_span = await_span(memory, none, none, config)
+    place = none, none, none, eights, ended_in_span
+    ended = _ended(place, config)
+    first_half = _load(documents, _rows(documents, place, walked, 0, config), config)
+    second_half = _load(documents, _rows(documents, place, walked, 1, config), config)
+    place = _next_place(place, memory, config)
+    next_ended = _ended(place, config)
+    first_rows = _rows(documents, place, walked, 0, config)
+    second_rows = _rows(documents, place, walked, 1, config)
+    while ended >= 0:
+        place = _next_place(place, memory, config)
+        await_barrier(memory, AT.empty_slots, slot, phase)
+        store_word(memory, AT.ends_of_slots, slot, ended)
+        to = at + slot * _tile_bytes(config)
+        scale_to = scale_at + slot * (4 * COLUMNS)
+        _store(first_half, to, scale_to, config)
+        first_half = _load(documents, first_rows, config)
+        first_rows = _rows(documents, place, walked, 0, config)
+        _store(second_half, to + 64 * COLUMNS, scale_to + 2 * COLUMNS, config)
+        second_half = _load(documents, second_rows, config)
+        second_rows = _rows(documents, place, walked, 1, config)
+        arrive(memory, AT.full_slots, slot)
+        ended = next_ended
+        next_ended = _ended(place, config)
+        slot, phase = next_slot(slot, phase, config.tile.num_stages)
+    await_barrier(memory, AT.empty_slots, slot, phase)
+    store_word(memory, AT.ends_of_slots, slot, -1)
+    arrive(memory, AT.full_slots, slot)

@@ -1,0 +1,122 @@
+"""float32 in pairs of float16 on a Hopper GPU, against the definition in float64 on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pylate_flash import explain, maxsim
+from pylate_flash.kernels import tables
+from pylate_flash.ops import maxsim_varlen
+from pylate_flash.ops.operator import repeated
+from tests.gpu.test_varlen import STREAMS
+from tests.gpu.tools import CAPABILITY, random_mask, unit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0"),
+]
+# One query, tiles of 64, 128 and 256 rows, several of them, and queries whose rows end within one.
+QUERIES = [(1, 32), (3, 32), (5, 77), (70, 1), (32, 32)]
+# Of two elements for each lane of a warp, and of four, with padding and without.
+SIZES = [4, 40, 64, 100, 128]
+
+
+@pytest.fixture(autouse=True)
+def _of_any_number(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few similarities are served too."""
+    monkeypatch.setattr(tables, "PAIRS_LEAST", 0)
+    repeated.forget()
+    yield
+    repeated.forget()
+
+
+def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
+    """The same bits each time, and those of the definition, within what 22 bits leave of the largest score."""
+    asked = {name: value for name, value in options.items() if name != "empty_score"}
+    assert explain(queries, documents, **asked).forward.config.pairs
+    found = maxsim(queries, documents, **options)
+    for _ in range(10):
+        torch.testing.assert_close(maxsim(queries, documents, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+    expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
+    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=1, keepdim=True)
+    divided = largest.where(largest > 0, 1.0)
+    torch.testing.assert_close(found.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("lengths", STREAMS.values(), ids=STREAMS.keys())
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("n_queries", "query_length"), QUERIES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_packed(lengths: list[int], size: int, n_queries: int, query_length: int, normalize: bool) -> None:
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    documents, queries = unit(max(1, int(bounds[-1])), size), unit(n_queries * query_length, size, seed=1)
+    # Similarities of all signs, and below 0 only.
+    documents[::3] = -queries[: len(documents[::3])].sum(dim=0) / query_length
+    documents[len(documents) // 2, 3] = torch.nan
+    of_queries = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
+    options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": max(1, *lengths)}
+    named = {"queries_cu_seqlens": of_queries, "documents_cu_seqlens": bounds}
+    assert explain(queries, documents, **named, **options).forward.config.pairs
+    options["empty_score"] = -2.0
+    found = maxsim_varlen(queries, documents, of_queries, bounds, **options)
+    for _ in range(20):
+        again = maxsim_varlen(queries, documents, of_queries, bounds, **options)
+        torch.testing.assert_close(again, found, rtol=0.0, atol=0.0, equal_nan=True)
+    double = queries.double(), documents.double(), of_queries, bounds
+    expected = maxsim_varlen(*double, **options, implementation="blocked")
+    # Similarities of the largest norm, about, may cancel.
+    largest = documents.double().norm(dim=1).nan_to_num(0.0).max().clamp(min=1.0).item()
+    atol = query_length * largest * 2**-21
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=atol, equal_nan=True)
+    assert (found[:, bounds.diff() == 0] == -2.0).all()
+
+
+@pytest.mark.parametrize("shape", [(9000, 1), (500, 65), (20, 1000)], ids=str)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("n_queries", [1, 2, 33])
+@pytest.mark.parametrize("masking", [None, "exclude", "zero"])
+@pytest.mark.parametrize("own", [False, True])
+def test_padded(shape: tuple[int, int], size: int, n_queries: int, masking: str | None, own: bool) -> None:
+    documents = unit(*((n_queries,) if own else ()), *shape, size)
+    options: dict[str, Any] = {"empty_score": -2.0}
+    if masking is not None:
+        mask = random_mask(tuple(documents.shape[:-1]))
+        mask[..., 0, :] = False
+        options |= {"documents_mask": mask, "masking": masking, "queries_mask": random_mask((n_queries, 32))}
+    assert_scores(unit(n_queries, 32, size, seed=1), documents, **options)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("scale", ["large", "small", "of each token", "of each element"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_of_any_scale(size: int, scale: str, normalize: bool) -> None:
+    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
+    if scale == "large":
+        # Squares, of which norms are made, stay in float32's range.
+        queries, documents = queries * 1e4, documents * (1e15 if normalize else 1e30)
+    elif scale == "small":
+        queries, documents = queries * 1e-6, documents * 1e-30
+    else:
+        shape = (300, 70, 1) if scale == "of each token" else (300, 70, size)
+        documents = documents * torch.exp2((6 if normalize else 20) * torch.randn(shape, device="cuda"))
+        documents[:, 3] = 0.0
+    assert_scores(queries, documents, normalize=normalize)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("infinite", ["queries", "documents", "both"])
+def test_infinities(size: int, infinite: str) -> None:
+    """Products with 0 and sums of both signs are NaN, and all others as infinite as in the definition."""
+    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
+    if infinite != "documents":
+        queries[2, 3, 7], queries[4, 1, 2] = torch.inf, -torch.inf
+    if infinite != "queries":
+        documents[::3, 5, 7], documents[1::5, 9, 3] = torch.inf, -torch.inf
+        documents[::7, 11, 7], documents[::7, 11, 9] = torch.inf, -torch.inf
+        queries[5, 5, 7] = 0.0
+    assert_scores(queries, documents)
