@@ -123,12 +123,16 @@ def config_of(
 
 
 def precision_of(kind: Kind) -> str:
-    """Triton's name for the precision of products; those of half embeddings are exact in any."""
+    """Triton's name for the precision of products; those of half embeddings are exact in any.
+
+    On Hopper, of float32 three products of TF32, which leave 22 of 24 bits: by FFMA, the rows and columns of `stacked`
+    reach 14 TFLOP/s, and 3.40 ms in place of 1.01 at 32 x 1024, 32 x 180. Elsewhere none was measured.
+    """
     if kind.dtype != torch.float32:
         return "ieee"
     if kind.float32_precision == "tf32":
         return "tf32"
-    return "tf32x3" if tables.architecture(kind.device)[0] in tables.TF32X3_CAPABILITIES else "ieee"
+    return "tf32x3" if tables.architecture(kind.device)[0] == 9 else "ieee"
 
 
 def planned_length(problem: Problem, least: int = 0) -> int:

@@ -219,6 +219,7 @@ _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 ON_HOPPER = ", on a Hopper GPU"
 STREAMED = ", documents as one stream"
 _IN_PAIRS = ", float32 as pairs of float16"
+_FEW_FLOATS = f", and float32 of at most {tables.PAIRS_MAX_SIZE}, for {tables.PAIRS_LEAST:,} similarities and no argmax"
 UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
@@ -284,6 +285,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     if wide is None:
         if capability == 9:
             why += f"; the Hopper kernel takes half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
+            why += _FEW_FLOATS * (item == 4)
     elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
         why += f"; {UNCOPIED}"
     else:

@@ -37,6 +37,7 @@ PADDED = [
     ("hopper", (16, 32, 128), (50, 70, 128), HALF),
     ("hopper", (3, 300, 128), (20, 70, 128), HALF),
     ("hopper", (4, 150, 64), (4, 5, 70, 64), HALF),
+    ("hopper", (16, 32, 128), (50, 70, 128), FLOAT),
 ]
 # Kernel, whether documents are in segments, lengths of queries and of documents, candidates, type.
 SHORT, LONG = [40, 0, 3, 90, 0, 17], [40, 0, 9000, 90, 0, 17, 5000]

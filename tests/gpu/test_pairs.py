@@ -109,6 +109,16 @@ def test_of_any_scale(size: int, scale: str, normalize: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("n_queries", [1, 3, 32])
+def test_bits_do_not_depend_on_other_documents(size: int, n_queries: int) -> None:
+    queries, documents = unit(n_queries, 32, size, seed=1), unit(400, 5, size)
+    others = documents.clone()
+    others[1::2] *= 1e20
+    others[3::8] = torch.inf
+    assert torch.equal(maxsim(queries, others)[:, ::2], maxsim(queries, documents)[:, ::2])
+
+
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("infinite", ["queries", "documents", "both"])
 def test_infinities(size: int, infinite: str) -> None:
     """Products with 0 and sums of both signs are NaN, and all others as infinite as in the definition."""

@@ -182,9 +182,9 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
 ]
 # What the others serve there, and a word of the reason.
 OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
-    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", "half precision"),
-    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", "half precision"),
-    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", "half precision"),
+    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", "float32 of at most 128, for"),
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", "float32 of at most 128, for"),
+    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", "float32 of at most 128, for"),
     (forward_plan, problem((1, 32, 128), (150, 180, 128), F32), "single", "one query"),
     (forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
     (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),

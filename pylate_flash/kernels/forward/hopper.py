@@ -1,10 +1,10 @@
 """The stacked forward on Hopper (compute capability 9.0), in Gluon: operands, copies and products placed by hand.
 
 It computes what `stacked._stacked_kernel` computes, from the same arguments, of embeddings of 16 bits, of both operands
-in int8 or fp8, of affine uint8 that the copying warps give signs, or of residual codes that they decompress
-(`hopper_codes`). What plain Triton leaves unused there is the tensor cores' time: it reads both operands of every
-product from shared memory, whose bandwidth a tile of 64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16
-product), and it takes the row maxima while the tensor cores wait. Here
+in int8 or fp8, of affine uint8 that the copying warps give signs, of residual codes that they decompress
+(`hopper_codes`), or of float32 that they take apart (`hopper_pairs`). What plain Triton leaves unused there is the
+tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a tile of 64 tokens then
+exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the tensor cores wait. Here
 
 - the query rows stay in registers for as long as the program runs, and only document tokens come from shared memory,
   in one block or two (as in `stacked`);

@@ -3,10 +3,12 @@
 What is nearest to an element in float16, and what is nearest to the rest, together have 22 of its 24 bits. Three
 products of such halves take the tensor cores half the time that three products of TF32 take, and the fourth is as small
 as what is rounded. float16 has few exponents: a row is divided by a power of 2 first, by which its similarities are
-multiplied.
+multiplied. That power follows from the row alone, so that a document scores the same whatever is beside it.
 
-Tokens pass through registers, those of two tiles at a time, as shared memory has no bandwidth for them: the tensor
-cores take half of it. A warp has rows alone, and waits for no other, which is why stores are PTX here (`hopper_codes`).
+Half a tile is in registers while the other half is on its way there; shared memory has no bandwidth for it, as products
+take half of that. Where no other program reads the same tokens, those of the next tile are fetched to the L2 cache:
+0.048 ms in place of 0.052 at 4 x 1024, 32 x 180; with 32 queries it would take 0.295 in place of 0.265. A warp has rows
+alone, and waits for no other, which is why stores are PTX here (`hopper_codes`): 0.265 ms there in place of 0.319.
 """
 
 from __future__ import annotations
@@ -24,9 +26,6 @@ from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 # an infinite element, of which the others keep what lies between 2**-31 and 2**7; and what largest elements become, so
 # that what float16 leaves of an element is none of its small numbers.
 _SMALLEST, _LARGEST, _OF_INFINITE, _INFINITE, _UNIT = 14 << 23, 253 << 23, 133 << 23, 255 << 23, 13 << 23
-# Rows whose largest elements lie between these need no power of 2, as floats in PTX: from 2**-4, so that lower halves
-# are not small numbers of float16 where it matters, up to 2**15.
-_LEAST_PLAIN, _MOST_PLAIN = "0f3D800000", "0f47000000"
 # Warps that take documents apart, and rows that each has of half a tile.
 _WARPS, _ROWS = 8, 4
 
@@ -45,25 +44,22 @@ def _exponent_ptx(bits: str) -> list[str]:
 
 
 @gluon.constexpr_function
-def _halves_ptx(elements: tuple[str, str], inverse: str | None, halves: tuple[str, str]) -> list[str]:
-    """PTX that makes the upper and the lower halves of two elements, times `inverse`, if any.
+def _halves_ptx(elements: tuple[str, str], inverse: str, halves: tuple[str, str]) -> list[str]:
+    """PTX that makes the upper and the lower halves of two elements times `inverse`.
 
     Of an infinite one, only the lower half is infinite: the upper one is to meet what may be 0 of a finite element.
     """
     first, second = elements
     upper, lower = halves
-    lines = []
-    if inverse is not None:
-        lines = [f"mul.f32 a, {first}, {inverse};", f"mul.f32 b, {second}, {inverse};"]
-        first, second = "a", "b"
     return [
-        *lines,
-        f"cvt.rn.satfinite.f16x2.f32 {upper}, {second}, {first};",
+        f"mul.f32 a, {first}, {inverse};",
+        f"mul.f32 b, {second}, {inverse};",
+        f"cvt.rn.satfinite.f16x2.f32 {upper}, b, a;",
         f"mov.b32 {{of_a, of_b}}, {upper};",
         "cvt.f32.f16 rounded, of_a;",
-        f"sub.f32 a, {first}, rounded;",
+        "sub.f32 a, a, rounded;",
         "cvt.f32.f16 rounded, of_b;",
-        f"sub.f32 b, {second}, rounded;",
+        "sub.f32 b, b, rounded;",
         f"cvt.rn.f16x2.f32 {lower}, b, a;",
     ]
 
@@ -76,69 +72,36 @@ _INVERSE = gl.constexpr(254 << 23)
 
 
 @gluon.constexpr_function
-def _store_row_ptx(values: tuple[str, ...], inverse: str | None, at: str, lower: int) -> list[str]:
-    """PTX that stores the halves of a row's elements, the lower ones so many bytes further on."""
-    lines = []
-    pairs = range(len(values) // 2)
-    for pair in pairs:
-        lines += _halves_ptx((values[2 * pair], values[2 * pair + 1]), inverse, (f"upper{pair}", f"lower{pair}"))
-    width = "v2.b32" if len(pairs) == 2 else "b32"
-    for half, further in (("upper", 0), ("lower", lower)):
-        stored = ", ".join(f"{half}{pair}" for pair in pairs)
-        lines.append(f"st.shared.{width} [{at} + {further}], {{{stored}}};")
-    return lines
-
-
-@gluon.constexpr_function
 def _store_ptx(elements: int, lower: int, normalize: bool) -> str:
     """PTX that stores what a lane has of half a tile: some elements of rows that its warp has alone.
 
-    Halves go to $at, and what similarities are multiplied by to $scale. Where all rows are as float16 likes them, as
-    those of norm 1 are, they stay as they are.
+    Halves go to $at, the lower ones so many bytes further on, and what similarities are multiplied by to $scale.
     """
     count = _ROWS * elements
-    rows = range(_ROWS)
-    values = [tuple(f"${count + row * elements + element}" for element in range(elements)) for row in rows]
-    ats = [f"${2 * count} + {128 * _WARPS * row}" for row in rows]
-    scales = [f"${3 * count} + {4 * _WARPS * row}" for row in rows]
-    factors = [f"${4 * count + row * elements}" for row in rows]
-    lines = [
-        _REGISTERS,
-        ".reg .pred fits, plain, has_large;",
-        f".reg .b32 lane, bits, inverse_bits, upper<2>, lower<2>, largest_bits<{_ROWS}>;",
-        f".reg .f32 all, largest<{_ROWS}>;",
-        "mov.u32 lane, %laneid;",
-        "setp.eq.u32 first, lane, 0;",
-    ]
-    for row in rows:
-        lines.append(f"abs.f32 largest{row}, {values[row][0]};")
-        for value in values[row][1:]:
-            lines += [f"abs.f32 b, {value};", f"max.NaN.f32 largest{row}, largest{row}, b;"]
-    lines.append("mov.f32 all, largest0;")
-    lines += [f"max.NaN.f32 all, all, largest{row};" for row in rows[1:]]
-    lines += [f"setp.lt.f32 fits, all, {_MOST_PLAIN};", "vote.sync.all.pred plain, fits, -1;"]
-    for row in rows:
-        lines += [
-            f"setp.ge.f32 has_large, largest{row}, {_LEAST_PLAIN};",
-            "vote.sync.any.pred has_large, has_large, -1;",
-            "and.pred plain, plain, has_large;",
-        ]
-    lines.append("@!plain bra.uni scaled;")
-    for row in rows:
-        lines += _store_row_ptx(values[row], None, ats[row], lower)
-        scale = factors[row] if normalize else "0f3F800000"
-        lines.append(f"@first st.shared.f32 [{scales[row]}], {scale};")
-    lines += ["bra.uni stored;", "scaled:"]
-    for row in rows:
-        lines += [f"mov.b32 bits, largest{row};", "redux.sync.max.u32 bits, bits, -1;", *_exponent_ptx("bits")]
+    at, scale, factor = 2 * count, 3 * count, 4 * count
+    pairs = range(elements // 2)
+    width = "v2.b32" if elements == 4 else "b32"
+    registers = ".reg .b32 lane, bits, inverse_bits, upper<2>, lower<2>;"
+    lines = [_REGISTERS, registers, "mov.u32 lane, %laneid;", "setp.eq.u32 first, lane, 0;"]
+    for row in range(_ROWS):
+        values = [f"${count + row * elements + element}" for element in range(elements)]
+        lines.append(f"abs.f32 a, {values[0]};")
+        for value in values[1:]:
+            lines += [f"abs.f32 b, {value};", "max.NaN.f32 a, a, b;"]
+        lines += ["mov.b32 bits, a;", "redux.sync.max.u32 bits, bits, -1;", *_exponent_ptx("bits")]
         lines += [f"sub.u32 inverse_bits, {_INVERSE.value}, bits;", "mov.b32 inverse, inverse_bits;"]
-        lines += _store_row_ptx(values[row], "inverse", ats[row], lower)
+        for pair in pairs:
+            two = values[2 * pair], values[2 * pair + 1]
+            lines += _halves_ptx(two, "inverse", (f"upper{pair}", f"lower{pair}"))
+        for half, further in (("upper", 0), ("lower", lower)):
+            stored = ", ".join(f"{half}{pair}" for pair in pairs)
+            lines.append(f"st.shared.{width} [${at} + {128 * _WARPS * row + further}], {{{stored}}};")
         lines.append("mov.b32 scale, bits;")
         if normalize:
-            lines.append(f"mul.f32 scale, scale, {factors[row]};")
-        lines.append(f"@first st.shared.f32 [{scales[row]}], scale;")
+            lines.append(f"mul.f32 scale, scale, ${factor + row * elements};")
+        lines.append(f"@first st.shared.f32 [${scale} + {4 * _WARPS * row}], scale;")
     # After what is read: the registers may be the same.
-    lines += ["stored:", *(f"mov.b32 ${number}, 0;" for number in range(count))]
+    lines += [f"mov.b32 ${number}, 0;" for number in range(count)]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -188,7 +151,7 @@ def scales_of_slot(memory, slot, LAYOUT: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def _rows(documents, place, walked, HALF: gl.constexpr, config: gl.constexpr):
-    """Where half the tokens of the tile at a place lie, which are on their way to the L2 cache then."""
+    """Where half the tokens of the tile at a place lie, which are on their way to the L2 cache then if `ahead`."""
     base, step, _, positions, _, ahead = documents
     tokens, places = walked
     span, _, number, _, _ = place
@@ -197,7 +160,7 @@ def _rows(documents, place, walked, HALF: gl.constexpr, config: gl.constexpr):
     half = 2 * (TILES * span + gl.minimum(number, TILES - 1)) + HALF
     rows = of_tile(places if config.offset_unit > 0 else tokens, half, positions, config)
     NBYTES: gl.constexpr = 4 * _elements(config)
-    if ahead:
+    if ahead and config.tile.parts < 4:
         of_lane = gl.minimum(bits_of_thread(0, 5) * NBYTES, 4 * config.size - NBYTES)
         at = (base + rows * step).to(gl.int64) + of_lane
         execute_ptx("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at])
@@ -253,7 +216,7 @@ def _ended(place, config: gl.constexpr):
 
 @gluon.jit
 def pair_stream(arguments, tiles_at, ahead, walked, config: gl.constexpr):
-    """As `hopper_stream.copy_stream`, of documents in float32, by eight warps."""
+    """As `hopper_stream.copy_stream`, of documents in float32, by eight warps; whether they fetch tokens `ahead`."""
     AT: gl.constexpr = offsets(config)
     (
         documents_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, _, _, _, _, memory, _, group, first, _, n_documents,
@@ -263,6 +226,7 @@ def pair_stream(arguments, tiles_at, ahead, walked, config: gl.constexpr):
     COLUMNS: gl.constexpr = config.tile.columns
     ELEMENTS: gl.constexpr = _elements(config)
     layout: gl.constexpr = gl.BlockedLayout([1, ELEMENTS], [1, 32], [8, 1], [1, 0])
+    gl.static_assert(COLUMNS // 2 == 8 * 4, "rows of half a tile are those of _store_ptx")
     positions = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
     run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)

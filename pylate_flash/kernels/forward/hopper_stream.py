@@ -5,12 +5,13 @@ several short documents, or parts of two, and a document has 7 columns at most t
 product, a lane has two columns of every 8, whose maximum belongs to one document: to which, is the same for all lanes.
 
 - One warp finds out which tokens the columns are, and where documents end (`hopper_walk`).
-- Four warps copy these tokens, and say with a tile after which eights of columns documents end. Of codes, eight warps
-  do, which decompress them as well (`hopper_codes`).
+- Four warps copy these tokens, and say with a tile after which eights of columns documents end. Of codes and
+  float32, eight warps do, which decompress these (`hopper_codes`), or take them apart (`hopper_pairs`).
 - One partition multiplies the rows of all queries with every tile. It takes the maxima of 8 columns after those before,
   and where a document ends, leaves the four that it has of a row in shared memory, begins anew, and knows nothing else
   of documents. Its groups of four warps do not wait for each other (`hopper_barriers`).
-- Two workers, of codes three, in turn bring the four together, weight them and sum them over the rows of a query.
+- Two workers, of codes and float32 three, in turn bring the four together, weight them and sum them over the rows of a
+  query.
 
 What multiplies, if it takes sums too, as in `hopper`, spends two fifths of its time at the ends of documents of 24 to
 112 tokens: shuffles wait for each other, and masks of columns take the ALU. 32 queries and 80,000 documents then took
@@ -38,13 +39,7 @@ from .hopper_barriers import (
     summing_workers,
     warps_of_sums,
 )
-from .hopper_parts import (
-    announce,
-    announce_last,
-    split_by_lane,
-    tile_positions,
-    unscaled,
-)
+from .hopper_parts import announce, announce_last, split_by_lane, tile_positions, unscaled
 from .hopper_products import (
     loads_scales,
     makes_scales,
