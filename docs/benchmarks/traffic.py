@@ -113,8 +113,9 @@ def expected(problem: Problem, argmax: torch.Tensor | None = None) -> dict[str, 
         If other kernels serve the problem than those that are counted here.
     """
     plan = forward_plan(problem)
-    if plan.kernel != "hopper":
-        raise ValueError(f"problem must be one of the Hopper kernel's, got one of the kernel {plan.kernel!r}")
+    if plan.kernel != "hopper" or plan.config.pairs:
+        served = f"one of the kernel {plan.kernel!r} in {problem.dtype}"
+        raise ValueError(f"problem must be one of the Hopper kernel's in half precision, got {served}")
     found = {"_hopper_kernel": _forward(problem, plan)}
     if argmax is not None:
         found["_gather_kernel"] = _gather(problem, argmax)

@@ -22,6 +22,7 @@ from pylate_flash import (
     soft_maxsim,
     xtr_scores,
 )
+from pylate_flash.kernels.config import precision_of
 from pylate_flash.ops import (
     cross_entropy_reference,
     kl_divergence_reference,
@@ -182,7 +183,7 @@ def test_the_newer_setting_of_float32_products_is_followed(precision: str) -> No
         maxsim_cross_entropy(queries, documents).backward()
         scores = maxsim(queries, documents)
         cast = [Tensors(queries.to(dtype), documents.to(dtype)) for dtype in (torch.float32, torch.float16)]
-        precisions = [problem_of(tensors, options).kind.precision for tensors in cast]
+        precisions = [precision_of(problem_of(tensors, options).kind) for tensors in cast]
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     torch.testing.assert_close(scores, maxsim_reference(queries, documents))
