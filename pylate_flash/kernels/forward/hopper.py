@@ -369,8 +369,8 @@ def _hopper_kernel(
                 ],
                 [4 * PARTS, 1, 1, 1, 1],
                 # With less than 160 registers, what multiplies spills, and with less than 64, what decompresses, which
-                # has what is left.
-                [96 if PARTS == 4 else 160, 32, 32, 32, 32],
+                # has what is left. Of float32, the latter needs 80, and the former no more than 144.
+                [96 if PARTS == 4 else 144 if config.pairs else 160, 32, 32, 32, 32],
             )
         else:
             gl.warp_specialize(
