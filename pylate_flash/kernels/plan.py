@@ -219,7 +219,7 @@ _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 ON_HOPPER = ", on a Hopper GPU"
 STREAMED = ", documents as one stream"
 _IN_PAIRS = ", float32 as pairs of float16"
-_FEW_FLOATS = f", and float32 of at most {tables.PAIRS_MAX_SIZE}, for {tables.PAIRS_LEAST:,} similarities and no argmax"
+_FEW_FLOATS = f", and float32 of at most {tables.PAIRS_MAX_SIZE} and no argmax"
 UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
@@ -251,15 +251,14 @@ def _single_plan(problem: Problem) -> ForwardPlan:
 def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     """The plan for float32 as a stream that the Hopper kernel takes apart, or None where it serves none."""
     kind, (capability, _) = problem.kind, tables.architecture(problem.device)
-    if capability != 9 or config.precision_of(kind) != "tf32x3" or not has_gluon():
+    short = capability == 9 and kind.size <= tables.PAIRS_MAX_SIZE
+    if not short or config.precision_of(kind) != "tf32x3" or not has_gluon():
+        return None
+    copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
+    if problem.has_candidates or not (copied and is_streamed(problem, problem.document_strides[-1])):
         return None
     unpadded = _unpadded(problem)
-    rows = stacked_rows(problem, unpadded)
-    many = rows * problem.n_tokens >= tables.PAIRS_LEAST and kind.size <= tables.PAIRS_MAX_SIZE
-    copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
-    if problem.has_candidates or not (many and copied and is_streamed(problem, problem.document_strides[-1])):
-        return None
-    tile, blocks = config.pairs_tile(kind, rows), config.pair_blocks(kind.size)
+    tile, blocks = config.pairs_tile(kind, stacked_rows(problem, unpadded)), config.pair_blocks(kind.size)
     reason = _ONE_MATRIX + ON_HOPPER + STREAMED + _IN_PAIRS
     special = {"stream": True, "pairs": True}
     plan = tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)

@@ -121,14 +121,13 @@ HOPPER_NARROW = HopperTile(128, 64, 2, 6)
 HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
-# Of float32, in pairs of float16: tiles, elements of an embedding at most, and similarities from which on it serves, in
-# milliseconds by `SINGLE` and by it 0.0177 and 0.0175 at 1 x 200 (32 x 180), 0.0147 and 0.0154 at 1 x 100; and by
-# `STACKED` 0.0209 and 0.0148 at 4 x 50. The wide one takes 0.149, the other 0.205 at 32 x 1024 (32 x 180), d = 64.
+# Of float32, in pairs of float16: tiles, and elements of an embedding at most. Milliseconds by `SINGLE` and by it:
+# 0.0131 and 0.0114 at 1 x 1 (32 x 180), 0.0149 and 0.0134 at 1 x 100; by `STACKED` 0.0230 and 0.0124 at 2 x 50. The
+# wide one takes 0.149, the other 0.205 at 32 x 1024 (32 x 180), d = 64.
 PAIRS = HopperTile(128, 64, 2, 5)
 PAIRS_NARROW = HopperTile(64, 64, 1, 5)
 PAIRS_WIDE = HopperTile(256, 64, 4, 5)
 PAIRS_MAX_SIZE = 128
-PAIRS_LEAST = 1 << 20
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory. With more query
 # rows, projecting to memory first is faster.
 FUSED_ROWS = 256

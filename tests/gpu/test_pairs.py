@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from torch import Tensor
 
 from pylate_flash import explain, maxsim
-from pylate_flash.kernels import tables
 from pylate_flash.ops import maxsim_varlen
-from pylate_flash.ops.operator import repeated
 from tests.gpu.test_varlen import STREAMS
 from tests.gpu.tools import CAPABILITY, random_mask, unit
 
@@ -24,15 +21,6 @@ pytestmark = [
 QUERIES = [(1, 32), (3, 32), (5, 77), (70, 1), (32, 32)]
 # Of two elements for each lane of a warp, and of four, with padding and without.
 SIZES = [4, 40, 64, 100, 128]
-
-
-@pytest.fixture(autouse=True)
-def _of_any_number(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Few similarities are served too."""
-    monkeypatch.setattr(tables, "PAIRS_LEAST", 0)
-    repeated.forget()
-    yield
-    repeated.forget()
 
 
 def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
@@ -116,6 +104,16 @@ def test_bits_do_not_depend_on_other_documents(size: int, n_queries: int) -> Non
     others[1::2] *= 1e20
     others[3::8] = torch.inf
     assert torch.equal(maxsim(queries, others)[:, ::2], maxsim(queries, documents)[:, ::2])
+
+
+@pytest.mark.parametrize("size", [48, 128])
+@pytest.mark.parametrize(("n_queries", "query_length"), [(1, 32), (1, 80), (3, 32), (32, 32)])
+def test_bits_do_not_depend_on_the_number_of_documents(size: int, n_queries: int, query_length: int) -> None:
+    """As where an index is scored block by block."""
+    queries, documents = unit(n_queries, query_length, size, seed=1), unit(4000, 50, size)
+    scores = maxsim(queries, documents)
+    for first, last in ((0, 1), (1, 8), (1000, 1300), (8, 4000)):
+        assert torch.equal(maxsim(queries, documents[first:last]), scores[:, first:last])
 
 
 @pytest.mark.parametrize("size", [64, 128])

@@ -282,7 +282,6 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 1 << 60 if own else 0)
     monkeypatch.setattr(tables, "STREAM_LEAST", 0)
     monkeypatch.setattr(tables, "STREAM_LEAST_ALIKE", 0)
-    monkeypatch.setattr(tables, "PAIRS_LEAST", 0)
     given = dtype if dtype in (BF16, F16, F32) else BF16
     options = {"max_document_length": 100, "normalize": normalize}
     if layout == "packed":

@@ -163,6 +163,7 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (forward_plan, problem((5, 32, 320), (40, 64, 320), BF16, True)),
     (forward_plan, problem((4, 150, 128), (4, 5, 180, 128))),
     (forward_plan, problem((16, 32, 128), (40, 180, 128), F32)),
+    (forward_plan, problem((2, 1, 128), (1, 1, 128), F32)),
     (forward_plan, problem((2, 32, 44), (200, 180, 44), F32)),
     (forward_plan, problem((4, 150, 64), (4, 20, 180, 64), F32)),
     (forward_plan, packed(16, 40)),
@@ -182,10 +183,10 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
 ]
 # What the others serve there, and a word of the reason.
 OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
-    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", "float32 of at most 128, for"),
-    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", "float32 of at most 128, for"),
-    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", "float32 of at most 128, for"),
-    (forward_plan, problem((1, 32, 128), (150, 180, 128), F32), "single", "one query"),
+    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", "float32 of at most 128 and no"),
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", "float32 of at most 128 and no"),
+    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", "float32 of at most 128 and no"),
+    (forward_plan, problem((1, 32, 128), (150, 180, 128), F32, True), "single", "one query"),
     (forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
     (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
     (forward_plan, packed(16, 9000), "stacked", "in segments"),
