@@ -71,7 +71,8 @@ class Config(str):
     starts_early: bool = False
     # Whether documents are one stream of tokens (`forward.hopper_stream`).
     stream: bool = False
-    # Whether elements are float32, which is taken apart into pairs of float16.
+    # Whether elements are float32, which is taken apart into pairs of float16; where products may be of TF32, the upper
+    # ones are all.
     pairs: bool = False
     # Of the single kernel: its two loops are one; columns are tokens chosen for each document; all queries meet these.
     flatten: bool = False
@@ -288,11 +289,13 @@ def streamed_tile(tile: HopperTile) -> HopperTile:
 def pairs_tile(kind: Kind, rows: int) -> HopperTile:
     """The tile of a stream of documents in float32, for so many query rows.
 
-    Those of 64 elements leave registers for twice as many, but not where what divides documents by norms takes more.
+    Those of 64 elements, or without lower halves of 128, leave registers for twice as many, but not where what divides
+    documents by norms takes more.
     """
     if rows <= tables.PAIRS_NARROW.rows:
         return tables.PAIRS_NARROW
-    wide = kind.size <= 64 and rows > tables.PAIRS.rows and not kind.normalize
+    most = 64 if precision_of(kind) == "tf32x3" else 128
+    wide = kind.size <= most and rows > tables.PAIRS.rows and not kind.normalize
     return tables.PAIRS_WIDE if wide else tables.PAIRS
 
 

@@ -218,7 +218,7 @@ _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 ON_HOPPER = ", on a Hopper GPU"
 STREAMED = ", documents as one stream"
-_IN_PAIRS = ", float32 as pairs of float16"
+_IN_PAIRS = {"tf32x3": ", float32 as pairs of float16", "tf32": ", float32 as float16 times powers of 2"}
 _FEW_FLOATS = f", and float32 of at most {tables.PAIRS_MAX_SIZE} and no argmax"
 UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
@@ -252,14 +252,18 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     """The plan for float32 as a stream that the Hopper kernel takes apart, or None where it serves none."""
     kind, (capability, _) = problem.kind, tables.architecture(problem.device)
     short = capability == 9 and kind.size <= tables.PAIRS_MAX_SIZE
-    if not short or config.precision_of(kind) != "tf32x3" or not has_gluon():
+    precision = config.precision_of(kind)
+    if not short or precision == "ieee" or not has_gluon():
         return None
     copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
     if problem.has_candidates or not (copied and is_streamed(problem, problem.document_strides[-1])):
         return None
     unpadded = _unpadded(problem)
-    tile, blocks = config.pairs_tile(kind, stacked_rows(problem, unpadded)), config.pair_blocks(kind.size)
-    reason = _ONE_MATRIX + ON_HOPPER + STREAMED + _IN_PAIRS
+    rows = stacked_rows(problem, unpadded)
+    if precision == "tf32" and (rows < tables.PAIRS_TF32_ROWS or kind.size <= tables.PAIRS_TF32_SIZE):
+        return None
+    tile, blocks = config.pairs_tile(kind, rows), config.pair_blocks(kind.size)
+    reason = _ONE_MATRIX + ON_HOPPER + STREAMED + _IN_PAIRS[precision]
     special = {"stream": True, "pairs": True}
     plan = tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)
     return plan if not problem.packed or config.planned_length(problem) <= plan.splits.whole else None
@@ -284,7 +288,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     if wide is None:
         if capability == 9:
             why += f"; the Hopper kernel takes half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
-            why += _FEW_FLOATS * (item == 4)
+            why += _FEW_FLOATS * (config.precision_of(kind) == "tf32x3")
     elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
         why += f"; {UNCOPIED}"
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pylate_flash import explain, maxsim
 from pylate_flash.ops import maxsim_varlen
 from tests.gpu.test_varlen import STREAMS
-from tests.gpu.tools import CAPABILITY, random_mask, unit
+from tests.gpu.tools import CAPABILITY, products_in, random_mask, unit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,3 +128,28 @@ def test_infinities(size: int, infinite: str) -> None:
         documents[::7, 11, 7], documents[::7, 11, 9] = torch.inf, -torch.inf
         queries[5, 5, 7] = 0.0
     assert_scores(queries, documents)
+
+
+@pytest.mark.parametrize("size", [68, 128])
+@pytest.mark.parametrize(("n_queries", "query_length"), [(3, 32), (5, 77), (32, 32)])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("masking", [None, "exclude", "zero"])
+def test_where_products_may_be_of_tf32(
+    size: int, n_queries: int, query_length: int, normalize: bool, masking: str | None
+) -> None:
+    """Both elements of a product have 11 bits, and a score depends on no other document."""
+    queries, documents = unit(n_queries, query_length, size, seed=1), unit(700, 90, size)
+    scales = 10.0 ** torch.randint(-15, 15, (700, 90, 1), device="cuda") if normalize else 1.0
+    options: dict[str, Any] = {"normalize": normalize}
+    if masking is not None:
+        options |= {"documents_mask": random_mask(700, 90), "masking": masking}
+    given = documents * scales
+    expected = maxsim(queries.double(), given.double(), **options, implementation="blocked")
+    with products_in("high"):
+        assert explain(queries, given, **options).forward.config.pairs
+        found = maxsim(queries, given, **options)
+        assert torch.equal(maxsim(queries, given, **options), found)
+        if masking is None:
+            assert torch.equal(maxsim(queries, given[5:50], **options), found[:, 5:50])
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1.01 * query_length * 2.0**-10)
+    assert (found - maxsim(queries, given, **options)).abs().max() > 0.0

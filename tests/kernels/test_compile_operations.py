@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -249,21 +250,23 @@ def allocated_in_ptx(ptx: str) -> int:
     return int(nbytes)
 
 
-# Type of packed documents, embedding size, queries of 32 tokens, and whether their programs quantize rows.
+# Type of packed documents, embedding size, queries of 32 tokens, and whether their programs quantize rows. Of float32
+# whose products may be of TF32, there are upper halves alone.
+TF32 = "tf32"
 STREAMS = [
     *[(BF16, size, 8, False) for size in (16, 32, 48, 96, 128, 192, 256, 320, 384)],
     (F16, 128, 3, False), *[(F32, size, n_queries, False) for size in (36, 64, 100, 128) for n_queries in (1, 3, 8)],
+    *[(TF32, size, n_queries, False) for size in (68, 128) for n_queries in (3, 8)],
     (INT8, 64, 3, False), (INT8, 128, 8, True), (INT8, 256, 5, False), (FP8, 32, 8, True), (FP8, 96, 8, False),
     (FP8, 128, 3, True), (UINT8, 16, 8, False), (UINT8, 64, 8, False), (UINT8, 128, 8, False), (UINT8, 256, 5, False),
 ]  # fmt: skip
 PADDED_STREAMS = [
-    (BF16, 48, 8, False), (BF16, 128, 8, False), (F16, 384, 9, False), (F32, 128, 8, False), (INT8, 128, 8, True),
-    (FP8, 256, 5, False),
-    (UINT8, 128, 8, False),
+    (BF16, 48, 8, False), (BF16, 128, 8, False), (F16, 384, 9, False), (F32, 128, 8, False), (TF32, 128, 8, False),
+    (INT8, 128, 8, True), (FP8, 256, 5, False), (UINT8, 128, 8, False),
 ]  # fmt: skip
 LAYOUTS_OF_STREAMS = [
     *[(*stream, "packed") for stream in STREAMS],
-    *[(*stream, "padded") for stream in PADDED_STREAMS[:4]],
+    *[(*stream, "padded") for stream in PADDED_STREAMS[:5]],
     *[(*stream, masking) for stream in PADDED_STREAMS for masking in ("exclude", "zero")],
 ]
 
@@ -272,7 +275,7 @@ LAYOUTS_OF_STREAMS = [
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("dtype", "size", "n_queries", "own", "layout"), LAYOUTS_OF_STREAMS, ids=str)
 def test_streams_of_documents_fit_and_spill_nothing_in_loops(
-    dtype: torch.dtype, size: int, n_queries: int, own: bool, layout: str, normalize: bool, capability: int, monkeypatch
+    dtype: Any, size: int, n_queries: int, own: bool, layout: str, normalize: bool, capability: int, monkeypatch
 ) -> None:
     """Copies take 16 bytes, but of scales, and every product has its first operand in registers.
 
@@ -282,6 +285,10 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 1 << 60 if own else 0)
     monkeypatch.setattr(tables, "STREAM_LEAST", 0)
     monkeypatch.setattr(tables, "STREAM_LEAST_ALIKE", 0)
+    rounded = dtype == TF32
+    if rounded:
+        monkeypatch.setattr("pylate_flash.problem.float32_precision", lambda: TF32)
+        dtype = F32
     given = dtype if dtype in (BF16, F16, F32) else BF16
     options = {"max_document_length": 100, "normalize": normalize}
     if layout == "packed":
@@ -314,9 +321,9 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
     else:
         assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
     # Those of Triton 3.8 spill what a partition begins with. What takes float32 apart has a tile in its registers, and
-    # ptxas keeps a word or two of the rest in local memory.
-    most = 4 if dtype == F32 else 0
-    assert get_sass(code.asm["cubin"]).count("LDL") <= (most if triton_version() <= (3, 6) else 8)
+    # ptxas keeps a word or two of the rest in local memory; of 256 rows of 128 elements, four words of these.
+    most = 2 * rounded + (4 if dtype == F32 else 0)
+    assert get_sass(code.asm["cubin"]).count("LDL") <= (most if triton_version() <= (3, 6) else 8 + 2 * rounded)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

@@ -228,6 +228,20 @@ def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capab
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("n_queries", "size", "served"),
+    [(1, 128, "single"), (2, 128, "stacked"), (3, 128, "hopper"), (3, 68, "hopper"), (32, 64, "stacked")],
+)
+def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, capability: int, monkeypatch) -> None:
+    """Upper halves of many rows and long embeddings are faster, however few the documents are."""
+    monkeypatch.setattr("pylate_flash.problem.float32_precision", lambda: "tf32")
+    for n_documents in (1, 3000):
+        plan = forward_plan(problem((n_queries, 32, size), (n_documents, 180, size), F32))
+        assert plan.kernel == served
+        assert plan.config.precision == "tf32"
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(("plan_of", "served", "kernel", "reason"), OTHERS)
 def test_what_other_kernels_serve(
     plan_of: Callable, served: Problem, kernel: str, reason: str, capability: int

@@ -33,7 +33,7 @@ from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
 from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
-from .hopper_barriers import address_of, converts, stream_memory
+from .hopper_barriers import address_of, converts, has_lower, stream_memory
 from .hopper_codes import decode_stream, pair_table, staging_bytes
 from .hopper_pairs import pair_stream
 from .hopper_parts import (
@@ -77,7 +77,7 @@ def _slots(config, bits):
     on top: so tiles are to be more by themselves. (A ring of 64 elements in 8 bits is 32 KB.)
     """
     tile = config.tile.columns * config.blocks.first * bits // 8
-    slots = config.tile.num_stages * (2 if config.pairs else 1) + -(-staging_bytes(config) // tile)
+    slots = config.tile.num_stages * (2 if has_lower(config) else 1) + -(-staging_bytes(config) // tile)
     return max(slots, _UNASKED // tile + 1) if config.stream else slots
 
 
@@ -92,6 +92,18 @@ def _copying_registers(config, bits):
     if config.affine:
         return 96 if of_64_rows else 80
     return 72 if of_64_rows else 56
+
+
+@gluon.constexpr_function
+def _multiplying_registers(config):
+    """Registers of a thread that multiplies, where what is copied becomes something else: that has what is left.
+
+    With less than 160, it spills, and with less than 64, what decompresses. Of float32, what takes it apart needs 80,
+    and it no more than 144; with 256 rows of 128 elements and no lower halves, each lacks a few.
+    """
+    if config.tile.parts == 4:
+        return 96 if has_lower(config) or config.nbits > 0 else 88
+    return 144 if config.pairs else 160
 
 
 @gluon.constexpr_function
@@ -368,9 +380,7 @@ def _hopper_kernel(
                     (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
                 ],
                 [4 * PARTS, 1, 1, 1, 1],
-                # With less than 160 registers, what multiplies spills, and with less than 64, what decompresses, which
-                # has what is left. Of float32, the latter needs 80, and the former no more than 144.
-                [96 if PARTS == 4 else 144 if config.pairs else 160, 32, 32, 32, 32],
+                [_multiplying_registers(config), 32, 32, 32, 32],
             )
         else:
             gl.warp_specialize(

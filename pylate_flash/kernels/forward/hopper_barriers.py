@@ -40,6 +40,12 @@ def converts(config):
 
 
 @gluon.constexpr_function
+def has_lower(config):
+    """Whether what float16 leaves of an element of float32 is multiplied too."""
+    return config.pairs and config.precision == "tf32x3"
+
+
+@gluon.constexpr_function
 def summing_workers(config):
     """How many take turns to sum the maxima of a document."""
     return 3 if converts(config) else 2

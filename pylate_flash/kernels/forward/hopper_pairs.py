@@ -5,6 +5,8 @@ products of such halves take the tensor cores half the time that three products 
 as what is rounded. float16 has few exponents: a row is divided by a power of 2 first, by which its similarities are
 multiplied. That power follows from the row alone, so that a document scores the same whatever is beside it.
 
+Where torch's products of float32 may be of TF32, upper halves are multiplied alone: they have its 11 bits.
+
 Half a tile is in registers while the other half is on its way there; shared memory has no bandwidth for it, as products
 take half of that. Where no other program reads the same tokens, those of the next tile are fetched to the L2 cache:
 0.048 ms in place of 0.052 at 4 x 1024, 32 x 180; with 32 queries it would take 0.295 in place of 0.265. A warp has rows
@@ -18,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon import next_slot
 from ..reductions import larger
-from .hopper_barriers import arrive, await_barrier, execute_ptx, offsets, spans, store_word
+from .hopper_barriers import arrive, await_barrier, execute_ptx, has_lower, offsets, spans, store_word
 from .hopper_codes import bits_of_thread
 from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 
@@ -44,16 +46,17 @@ def _exponent_ptx(bits: str) -> list[str]:
 
 
 @gluon.constexpr_function
-def _halves_ptx(elements: tuple[str, str], inverse: str, halves: tuple[str, str]) -> list[str]:
-    """PTX that makes the upper and the lower halves of two elements times `inverse`.
+def _halves_ptx(elements: tuple[str, str], inverse: str, upper: str, lower: str | None) -> list[str]:
+    """PTX that makes the upper and, if they have a place, the lower halves of two elements times `inverse`.
 
     Of an infinite one, only the lower half is infinite: the upper one is to meet what may be 0 of a finite element.
     """
     first, second = elements
-    upper, lower = halves
+    scaled = [f"mul.f32 a, {first}, {inverse};", f"mul.f32 b, {second}, {inverse};"]
+    if lower is None:
+        return [*scaled, f"cvt.rn.f16x2.f32 {upper}, b, a;"]
     return [
-        f"mul.f32 a, {first}, {inverse};",
-        f"mul.f32 b, {second}, {inverse};",
+        *scaled,
         f"cvt.rn.satfinite.f16x2.f32 {upper}, b, a;",
         f"mov.b32 {{of_a, of_b}}, {upper};",
         "cvt.f32.f16 rounded, of_a;",
@@ -66,16 +69,18 @@ def _halves_ptx(elements: tuple[str, str], inverse: str, halves: tuple[str, str]
 
 _REGISTERS = ".reg .pred infinite, first; .reg .b16 of_a, of_b; .reg .f32 a, b, rounded, inverse, scale;"
 _EXPONENT = gl.constexpr("{\n" + "\n".join([_REGISTERS, "mov.b32 $0, $1;", *_exponent_ptx("$0")]) + "\n}")
-_HALVES = gl.constexpr("{\n" + "\n".join([_REGISTERS, *_halves_ptx(("$2", "$3"), "$4", ("$0", "$1"))]) + "\n}")
+_HALVES = gl.constexpr("{\n" + "\n".join([_REGISTERS, *_halves_ptx(("$2", "$3"), "$4", "$0", "$1")]) + "\n}")
+_UPPER = gl.constexpr("{\n" + "\n".join([_REGISTERS, *_halves_ptx(("$1", "$2"), "$3", "$0", None)]) + "\n}")
 # From the bits of a power of 2 to those of its inverse.
 _INVERSE = gl.constexpr(254 << 23)
 
 
 @gluon.constexpr_function
-def _store_ptx(elements: int, lower: int, normalize: bool) -> str:
+def _store_ptx(elements: int, lower: int | None, normalize: bool) -> str:
     """PTX that stores what a lane has of half a tile: some elements of rows that its warp has alone.
 
-    Halves go to $at, the lower ones so many bytes further on, and what similarities are multiplied by to $scale.
+    Halves go to $at, the lower ones so many bytes further on, where there are any, and what similarities are multiplied
+    by to $scale.
     """
     count = _ROWS * elements
     at, scale, factor = 2 * count, 3 * count, 4 * count
@@ -92,10 +97,11 @@ def _store_ptx(elements: int, lower: int, normalize: bool) -> str:
         lines += [f"sub.u32 inverse_bits, {_INVERSE.value}, bits;", "mov.b32 inverse, inverse_bits;"]
         for pair in pairs:
             two = values[2 * pair], values[2 * pair + 1]
-            lines += _halves_ptx(two, "inverse", (f"upper{pair}", f"lower{pair}"))
+            lines += _halves_ptx(two, "inverse", f"upper{pair}", None if lower is None else f"lower{pair}")
         for half, further in (("upper", 0), ("lower", lower)):
-            stored = ", ".join(f"{half}{pair}" for pair in pairs)
-            lines.append(f"st.shared.{width} [${at} + {128 * _WARPS * row + further}], {{{stored}}};")
+            if further is not None:
+                stored = ", ".join(f"{half}{pair}" for pair in pairs)
+                lines.append(f"st.shared.{width} [${at} + {128 * _WARPS * row + further}], {{{stored}}};")
         lines.append("mov.b32 scale, bits;")
         if normalize:
             lines.append(f"mul.f32 scale, scale, ${factor + row * elements};")
@@ -118,7 +124,8 @@ def _tile_bytes(config):
 
 @gluon.constexpr_function
 def _store_of(config):
-    return _store_ptx(_elements(config), config.tile.num_stages * _tile_bytes(config), config.normalize)
+    lower = config.tile.num_stages * _tile_bytes(config) if has_lower(config) else None
+    return _store_ptx(_elements(config), lower, config.normalize)
 
 
 @gluon.constexpr_function
@@ -128,14 +135,23 @@ def _store_operands(config):
 
 
 @gluon.jit
-def float16_pairs(rows):
-    """Two blocks of float16 that together are the rows [ROWS, dims], float32, divided by powers of 2, which follow."""
+def float16_pairs(rows, LOWER: gl.constexpr):
+    """Two blocks of float16 that together are the rows [ROWS, dims], float32, divided by powers of 2, which follow.
+
+    Without `LOWER`, the first is nearest to them, and the second is the same.
+    """
     largest = gl.reduce(gl.abs(rows), 1, larger).to(gl.int32, bitcast=True)
     bits = gl.inline_asm_elementwise(_EXPONENT, "=r,r", [largest], dtype=gl.int32, is_pure=True, pack=1)
     inverse, _ = gl.broadcast((_INVERSE - bits).to(gl.float32, bitcast=True)[:, None], rows)
-    upper, lower = gl.inline_asm_elementwise(
-        _HALVES, "=&r,=&r,f,f,f,f", [rows, inverse], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-    )
+    if LOWER:
+        upper, lower = gl.inline_asm_elementwise(
+            _HALVES, "=&r,=&r,f,f,f,f", [rows, inverse], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+        )
+    else:
+        upper = gl.inline_asm_elementwise(
+            _UPPER, "=&r,f,f,f,f", [rows, inverse], dtype=gl.float16, is_pure=True, pack=2
+        )
+        lower = upper
     return upper, lower, bits.to(gl.float32, bitcast=True)
 
 

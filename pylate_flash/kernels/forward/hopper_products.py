@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon import execute, next_slot
-from .hopper_barriers import arrive, await_barrier, load_word, offsets, rows_of_product, warps_of_product
+from .hopper_barriers import arrive, await_barrier, has_lower, load_word, offsets, rows_of_product, warps_of_product
 from .hopper_codes import scaled_rows
 from .hopper_pairs import float16_pairs, scales_of_slot
 from .hopper_parts import (
@@ -91,11 +91,11 @@ def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, P
     tile = _first(tiles.index(slot), COLUMNS).permute((1, 0))
     query_tile = _as_operand(query_tile, operand)
     similarities = gl.zeros([ROWS, COLUMNS], SUM, mma)
-    if config.blocks.second > 0 or config.pairs:
+    if config.blocks.second > 0 or has_lower(config):
         second_slot = slot + config.tile.num_stages if config.pairs else slot
         second_tile = _first(second_tiles.index(second_slot), COLUMNS).permute((1, 0))
         second_query_tile = _as_operand(second_query_tile, operand)
-    if config.pairs:
+    if has_lower(config):
         # Small ones first.
         similarities = warpgroup_mma(second_query_tile, tile, similarities, use_acc=False, is_async=True)
         similarities = warpgroup_mma(query_tile, second_tile, similarities, is_async=True)
@@ -205,12 +205,12 @@ def query_operands(queries, share, numbers, tiles, config: gl.constexpr, PART: g
     elif config.quantize_rows:
         query_tile, row_scale = rounded_in_registers(query_tile, tiles.dtype, config)
     elif config.pairs:
-        query_tile, second_query_tile, row_scale = float16_pairs(query_tile)
+        query_tile, second_query_tile, row_scale = float16_pairs(query_tile, has_lower(config))
     row_sums = gl.to_tensor(0)
     if config.affine:
         row_sums = row_sums_of(query_tile, gl.SliceLayout(1, mma))
     query_tile = _to_operand(query_tile, operand, config)
-    if config.pairs:
+    if has_lower(config):
         second_query_tile = _to_operand(second_query_tile, operand, config)
     elif SECOND > 0:
         second_query_tile = query_rows(queries_ptr, first_row, layout, config.blocks.first, SECOND, config)
