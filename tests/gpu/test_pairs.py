@@ -142,7 +142,7 @@ def test_where_products_may_be_of_tf32(
     scales = 10.0 ** torch.randint(-15, 15, (700, 90, 1), device="cuda") if normalize else 1.0
     options: dict[str, Any] = {"normalize": normalize}
     if masking is not None:
-        options |= {"documents_mask": random_mask(700, 90), "masking": masking}
+        options |= {"documents_mask": random_mask((700, 90)), "masking": masking}
     given = documents * scales
     expected = maxsim(queries.double(), given.double(), **options, implementation="blocked")
     with products_in("high"):

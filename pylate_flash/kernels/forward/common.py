@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..launch import Region
+from ..launch import Region, kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..tables import SUMMED_EMBEDDING as _SUMMED
@@ -139,9 +140,36 @@ def document_range(
     return documents_ptr + offset, document_length
 
 
+# Sums that are loaded at once, and scores of a program.
+_AT_ONCE, _SCORES = 8, 128
+
+
+@kernel
+def _sums_kernel(sums_ptr, scores_ptr, n_sums, n_columns, AT_ONCE: tl.constexpr, SCORES: tl.constexpr):
+    """Scores [rows, n_columns] from sums [rows, n_sums, n_columns].
+
+    They are added in an order that is the same for any number of scores, which torch's depends on. Grid: blocks of
+    columns x rows.
+    """
+    blocks = tl.cdiv(n_columns, SCORES)
+    row = tl.program_id(0).to(tl.int64) // blocks
+    column = (tl.program_id(0) % blocks).to(tl.int64) * SCORES + tl.arange(0, SCORES)
+    total = tl.zeros((SCORES,), tl.float32)
+    for start in tl.range(0, n_sums, AT_ONCE):
+        part = tl.zeros((SCORES,), tl.float32)
+        for number in tl.static_range(AT_ONCE):
+            at = (row * n_sums + start + number) * n_columns + column
+            part += tl.load(sums_ptr + at, mask=(column < n_columns) & (start + number < n_sums), other=0.0)
+        total += part
+    tl.store(scores_ptr + row * n_columns + column, total, mask=column < n_columns)
+
+
 def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
     """The scores, from the sums that a kernel has left of each."""
-    if plan.kernel == "single":
-        return sums.sum(dim=0)
-    # The stacked ones leave [queries, n_sums, n_documents].
-    return sums.view(-1, plan.n_sums, problem.n_documents).sum(dim=1).view(problem.scores_shape)
+    scores = torch.empty(*problem.scores_shape, dtype=torch.float32, device=sums.device)
+    # The stacked ones leave [queries, n_sums, n_documents], the single one its sums first of all.
+    n_columns = scores.numel() if plan.kernel == "single" else problem.n_documents
+    programs = scores.numel() // n_columns * -(-n_columns // _SCORES)
+    numbers = plan.n_sums, n_columns
+    _sums_kernel((programs, 1, 1), (sums, scores), numbers, (), (_AT_ONCE, _SCORES), (4, 1, None))
+    return scores
