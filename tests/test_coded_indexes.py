@@ -244,7 +244,7 @@ def _die_at(step: int) -> None:
 @pytest.mark.parametrize(("dtype", "least"), [("residual4", 0.93), ("residual2", 0.75)])
 def test_the_best_hundred_of_cranfield(cranfield: Path, dtype: str, least: float) -> None:
     texts, queries, _ = load_beir_folder(cranfield)
-    words = [[*document["text"].lower().split(), "."][:40] for document in texts]
+    words = [[*document["text"].lower().split(), "."][:60] for document in texts]
     asked = [text.lower().split() for text in list(queries.values())[::9]]
     number = {word: i for i, word in enumerate(sorted({word for own in [*words, *asked] for word in own}))}
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ class Collection:
     def __init__(self, folder: Path) -> None:
         documents, queries, _ = load_beir_folder(folder)
         self.ids = [document["id"] for document in documents]
-        words = [WORD.findall(text.lower()) for text in [*(d["text"] for d in documents), *list(queries.values())[::8]]]
+        words = [WORD.findall(text.lower()) for text in [*(d["text"] for d in documents), *list(queries.values())[::5]]]
         number = {word: i for i, word in enumerate(sorted(set(sum(words, []))))}
         vectors = torch.randint(-2, 3, (len(number), SIZE), generator=torch.Generator().manual_seed(0)).float()
         tokens = [vectors[[number[word] for word in own]] if own else vectors[:0] for own in words]

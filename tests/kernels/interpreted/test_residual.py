@@ -149,8 +149,7 @@ def test_bucket_weights_are_as_near_as_8_bits_come() -> None:
     assert (scores[0] - weights).square().mean().sqrt() <= weights.abs().max() / 127 / 12**0.5
 
 
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 20))
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.integers(1, 20))
 def test_more_codes_than_are_decompressed_at_a_time(lengths: list[int], most: int) -> None:
     """Documents in blocks: of several, of one that is longer, of none with a token."""
     documents = residual_codes(lengths, 24, 2)
