@@ -251,9 +251,9 @@ def _single_plan(problem: Problem) -> ForwardPlan:
 def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     """The plan for float32 as a stream that the Hopper kernel takes apart, or None where it serves none."""
     kind, (capability, _) = problem.kind, tables.architecture(problem.device)
-    short = capability == 9 and kind.size <= tables.PAIRS_MAX_SIZE
+    served = capability == 9 and kind.size <= tables.PAIRS_MAX_SIZE
     precision = config.precision_of(kind)
-    if not short or precision == "ieee" or not has_gluon():
+    if not served or precision == "ieee" or not has_gluon():
         return None
     copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
     if problem.has_candidates or not (copied and is_streamed(problem, problem.document_strides[-1])):

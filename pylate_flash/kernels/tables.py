@@ -122,7 +122,7 @@ HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
 # Of float32, in pairs of float16: tiles, and elements of an embedding at most. Milliseconds by `SINGLE` and by it:
-# 0.0131 and 0.0114 at 1 x 1 (32 x 180), 0.0149 and 0.0134 at 1 x 100; by `STACKED` 0.0230 and 0.0124 at 2 x 50. The
+# 0.0130 and 0.0114 at 1 x 1 (32 x 180), 0.0149 and 0.0134 at 1 x 100; by `STACKED` 0.0230 and 0.0124 at 2 x 50. The
 # wide one takes 0.149, the other 0.205 at 32 x 1024 (32 x 180), d = 64.
 PAIRS = HopperTile(128, 64, 2, 5)
 PAIRS_NARROW = HopperTile(64, 64, 1, 5)

@@ -120,9 +120,10 @@ def recorded() -> Iterator[dict[str, list[Launch]]]:
 def compiled(call: Callable[[], object], names: str, capability: int) -> dict[str, Any]:
     """Compile what `call` launches last of each kernel, by name: of the kernels of these names, and of no others.
 
-    But for that which adds up the sums of scores that have several.
+    But for that which adds up the sums of scores, where these have several.
     """
     with recorded() as launches:
         call()
     assert set(launches) - {"sums"} == set(names.split())
+    assert all(launch.arguments[2] > 1 for launch in launches.get("sums", []))
     return {name: of_kernel[-1].compile(capability) for name, of_kernel in launches.items()}

@@ -181,11 +181,12 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (quantized_plan, quantized((4, 150, 16), (4, 5, 180, 16))),
     (quantized_plan, packed_quantized()),
 ]
+FEW_FLOATS = "float32 of at most 128 and no argmax"
 # What the others serve there, and a word of the reason.
 OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
-    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", "float32 of at most 128 and no"),
-    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", "float32 of at most 128 and no"),
-    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", "float32 of at most 128 and no"),
+    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", FEW_FLOATS),
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", FEW_FLOATS),
+    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", FEW_FLOATS),
     (forward_plan, problem((1, 32, 128), (150, 180, 128), F32, True), "single", "one query"),
     (forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
     (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),

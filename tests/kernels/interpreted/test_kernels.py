@@ -6,12 +6,14 @@ float16 and float32 only: the interpreter multiplies the raw bits of bfloat16.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 
 from pylate_flash.kernels import forward, plan, rows, tables
+from pylate_flash.kernels.forward.common import add_sums
 from pylate_flash.ops import kernel_calls, maxsim, maxsim_operator, maxsim_reference, maxsim_varlen, pack, quantize
 from pylate_flash.ops.compute import compute
 from pylate_flash.ops.varlen import maxsim_varlen_reference
@@ -341,3 +343,21 @@ def test_how_many_candidates_a_query_has_is_a_guess(
 
     monkeypatch.setattr(maxsim_operator, "longest", guessed)
     assert torch.equal(call(), expected)
+
+
+@pytest.mark.parametrize("n_sums", [2, 8, 9, 33])
+@pytest.mark.parametrize("kernel_name", ["single", "stacked"])
+def test_sums_are_added_in_an_order_that_no_size_changes(kernel_name: str, n_sums: int) -> None:
+    drawn = torch.randn(n_sums, 3, 300)
+
+    def added(sums: torch.Tensor) -> torch.Tensor:
+        """The scores [Nq, Nd] of sums [n_sums, Nq, Nd], as the kernel of that name leaves them."""
+        shape = tuple(sums.shape[1:])
+        served = SimpleNamespace(scores_shape=shape, n_documents=shape[1])
+        left = sums if kernel_name == "single" else sums.transpose(0, 1)
+        return add_sums(served, SimpleNamespace(kernel=kernel_name, n_sums=n_sums), left.contiguous())
+
+    found = added(drawn)
+    torch.testing.assert_close(found.double(), drawn.double().sum(dim=0), rtol=0.0, atol=n_sums * 2.0**-20)
+    for queries, documents in ((slice(3), slice(1)), (slice(1, 2), slice(100, 300)), (slice(2, 3), slice(7, 9))):
+        assert torch.equal(added(drawn[:, queries, documents]), found[queries, documents])
