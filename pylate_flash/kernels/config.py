@@ -185,6 +185,8 @@ def embedding_blocks(capability: int, size: int, item: int) -> Blocks:
 @functools.lru_cache(maxsize=1024)
 def hopper_blocks(size: int, item: int = 2) -> Blocks:
     """How the Hopper kernel holds embeddings of `size` elements, of 2 bytes or of 1."""
+    if size > tables.HOPPER_MAX_SIZE:
+        return Blocks(tables.SPLIT_ROW_BYTES // item, 0, True)
     # Rows of 32 bytes are the narrowest that its tensor cores take.
     least = 32 // item
     whole = max(least, tables.power_of_two(size))
@@ -266,13 +268,12 @@ def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
     Of packed or masked documents, which have lengths of their own (None), half leave no more than the widest takes.
     Longer embeddings leave less of their time to what follows a product.
     """
-    if tile not in (tables.HOPPER, tables.HOPPER_NARROW):
-        return 0
-    if document_length is None:
-        return tables.HOPPER_TAILS[-1]
+    tails = tables.HOPPER_TAILS.get(tile, ())
+    if document_length is None or not tails:
+        return tails[-1] if tails else 0
     left = document_length % tile.columns
     columns = document_length - left + tile.columns
-    tail = next((tail for tail in tables.HOPPER_TAILS if 0 < left <= tail), 0)
+    tail = next((tail for tail in tails if 0 < left <= tail), 0)
     return tail if tile.columns - tail >= tables.HOPPER_TAIL_SAVES * columns else 0
 
 

@@ -258,11 +258,11 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
     if problem.has_candidates or not (copied and is_streamed(problem, problem.document_strides[-1])):
         return None
-    unpadded = _unpadded(problem)
-    rows = stacked_rows(problem, unpadded)
-    if precision == "tf32" and (rows < tables.PAIRS_TF32_ROWS or kind.size <= tables.PAIRS_TF32_SIZE):
+    if precision == "tf32" and kind.size <= tables.PAIRS_TF32_SIZE:
         return None
-    tile, blocks = config.pairs_tile(kind, rows), config.pair_blocks(kind.size)
+    unpadded = _unpadded(problem)
+    tile = config.pairs_tile(kind, stacked_rows(problem, unpadded))
+    blocks = config.pair_blocks(kind.size)
     reason = _ONE_MATRIX + ON_HOPPER + STREAMED + _IN_PAIRS[precision]
     special = {"stream": True, "pairs": True}
     plan = tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)
@@ -284,17 +284,21 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     rows = stacked_rows(problem, unpadded)
     streamed = is_streamed(problem, problem.document_strides[-1]) and (packed or _stream_pays(problem, rows))
     wide = config.hopper_tile(capability, kind.size, item, rows <= tables.HOPPER_NARROW_ROWS, kind.with_argmax)
-    why = _ONE_MATRIX
+    why, why_not = _ONE_MATRIX, _not_in_blocks(problem, rows)
+    if in_blocks := why_not is None:
+        wide = tables.HOPPER_BLOCKS if kind.size <= tables.SUMMED_EMBEDDING else tables.HOPPER_BLOCKS_SUMMED
+        streamed = False
     if wide is None:
-        if capability == 9:
-            why += f"; the Hopper kernel takes half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
+        why += why_not or ""
+        if capability == 9 and item == 4:
+            why += "; the Hopper kernel takes half precision"
             why += _FEW_FLOATS * (config.precision_of(kind) == "tf32x3")
     elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
         why += f"; {UNCOPIED}"
     else:
         # The argmax is found in a whole tile.
         alike = not packed and kind.documents_mask is None
-        tail = 0 if kind.with_argmax else config.hopper_tail(wide, length if alike else None)
+        tail = 0 if kind.with_argmax and not in_blocks else config.hopper_tail(wide, length if alike else None)
         special = {"stream": True} if streamed else {"tail": tail}
         wide = config.streamed_tile(wide) if streamed else wide
         plan = hopper_plan(problem, wide, why + ON_HOPPER + STREAMED * streamed, unpadded, **special)
@@ -304,6 +308,26 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     tile = config.stacked_tile(capability, kind.size, item, min(rows, 256), kind.with_argmax)
     blocks = config.embedding_blocks(capability, kind.size, item)
     return tall_plan(problem, "stacked", tile, blocks, tables.STACKED_SHARES, why, unpadded)
+
+
+def _not_in_blocks(problem: Problem, rows: int) -> str | None:
+    """Why the Hopper kernel does not take embeddings in blocks (`forward.hopper_long`), None where it does.
+
+    It counts elements from the first query of a tile, and from the first token of a padded document, in 32 bits.
+    """
+    kind = problem.kind
+    if tables.architecture(kind.device)[0] != 9 or kind.dtype.itemsize != 2 or not has_gluon():
+        return ""
+    if kind.size <= tables.HOPPER_MAX_SIZE:
+        return ""
+    if rows < tables.HOPPER_BLOCKS_MIN_ROWS:
+        return f"; fewer than {tables.HOPPER_BLOCKS_MIN_ROWS} query tokens meet documents of so many dimensions"
+    if not config.copied_by_16_bytes(kind.size, problem.query_strides):
+        return "; queries cannot be copied 16 bytes at a time"
+    farthest = tables.HOPPER_BLOCKS.rows * problem.query_strides[0]
+    if not problem.packed:
+        farthest = max(farthest, problem.document_length * problem.document_strides[-1])
+    return None if farthest <= config.INT32_MAX else "; embeddings lie too far apart to count elements in 32 bits"
 
 
 def is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> bool:

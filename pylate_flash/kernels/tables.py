@@ -108,11 +108,6 @@ STREAM_LEAST_ALIKE = 1 << 19
 # any 0.0681 and 0.0759 with 1111 of 180.
 STREAM_COLUMNS = 64
 STREAM_QUANTIZED_MEAN_LENGTH = 192
-# Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
-# at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3
-# instead of 19.2 at 200 x 50000, 32 x 64..192; where all have 128 tokens and no tail, 2.64 instead of 2.59.
-HOPPER_TAILS = (16, 32)
-HOPPER_TAIL_SAVES = 1 / 8
 # Fewer rows leave half of the tile empty, and are bound by memory. Microseconds by `STACKED`, and by this narrow one:
 #   3 x 2000, 32 x 333, d = 96: 51 and 46    2 x 4000, 32 x 180: 58 and 56    4 x 2000, 32 x 180, argmax: 48 and 36.
 # Tiles of longer embeddings have so many rows anyway: 74 and 59 at 2 x 2000, 32 x 180, d = 256, and 156 and 135 at
@@ -121,6 +116,21 @@ HOPPER_NARROW = HopperTile(128, 64, 2, 6)
 HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
+# Of longer ones, in blocks, from so many query rows on. Of sums that lie in shared memory, which leave room for a slot
+# less.
+HOPPER_BLOCKS = HopperTile(128, 256, 2, 4)
+HOPPER_BLOCKS_SUMMED = HopperTile(128, 256, 2, 3)
+HOPPER_BLOCKS_MIN_ROWS = 65
+# Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
+# at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3
+# instead of 19.2 at 200 x 50000, 32 x 64..192; where all have 128 tokens and no tail, 2.64 instead of 2.59.
+HOPPER_TAILS = {
+    HOPPER: (16, 32),
+    HOPPER_NARROW: (16, 32),
+    HOPPER_BLOCKS: (128,),
+    HOPPER_BLOCKS_SUMMED: (128,),
+}
+HOPPER_TAIL_SAVES = 1 / 8
 # Of float32, in pairs of float16: tiles, and elements of an embedding at most. Milliseconds by `SINGLE` and by it:
 # 0.0130 and 0.0114 at 1 x 1 (32 x 180), 0.0149 and 0.0134 at 1 x 100; by `STACKED` 0.0230 and 0.0124 at 2 x 50. The
 # wide one takes 0.149, the other 0.205 at 32 x 1024 (32 x 180), d = 64.
@@ -128,10 +138,9 @@ PAIRS = HopperTile(128, 64, 2, 5)
 PAIRS_NARROW = HopperTile(64, 64, 1, 5)
 PAIRS_WIDE = HopperTile(256, 64, 4, 5)
 PAIRS_MAX_SIZE = 128
-# In place of products of TF32, from so many query rows, and of more elements than these. Milliseconds of those and by
-# it, of 32 x 180: 0.377 and 0.399 at 1 x 10000 (of 300), 0.059 and 0.039 at 4 x 1024, 0.382 and 0.153 at 32 x 1024, but
-# 0.090 and 0.111 there with d = 64.
-PAIRS_TF32_ROWS = 65
+# In place of products of TF32, of more elements than these. Milliseconds of those and by it, of 32 x 180: 0.059 and
+# 0.039 at 4 x 1024, 0.382 and 0.153 at 32 x 1024, but 0.090 and 0.111 there with d = 64. One query takes 0.377 and
+# 0.399 at 1 x 10000 (of 300), and has the scores then that it has among others.
 PAIRS_TF32_SIZE = 64
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory. With more query
 # rows, projecting to memory first is faster.

@@ -31,6 +31,7 @@ from ..kernels.rows import (
     through_normalized_rows,
 )
 from ..kernels.soft import soft_backward
+from ..kernels.tables import HOPPER_MAX_SIZE
 from ..kernels.xtr import SearchTensors, retrieve
 from ..kernels.xtr_scores import score_retrieved
 from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
@@ -358,9 +359,10 @@ def for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
     if documents.stride(-1) != 1:
         documents = documents.contiguous()
         problem = problem._replace(document_strides=(*(0, 0, *documents.stride())[-4:-1],), aligned=True)
-    # Within a query, kernels count elements in 32 bits.
-    if queries.stride(-1) != 1 or problem.query_length * queries.stride(-2) > INT32_MAX:
-        queries = queries.contiguous()
+    # Within a query, kernels count elements in 32 bits. Of long embeddings, query rows are copied 16 bytes at a time.
+    unaligned = problem.size > HOPPER_MAX_SIZE and queries.data_ptr() % 16
+    if unaligned or queries.stride(-1) != 1 or problem.query_length * queries.stride(-2) > INT32_MAX:
+        queries = queries.clone(memory_format=torch.contiguous_format)
         # Of dimensions of one element, strides are still anything.
         query_strides = queries.stride()[:2]
         if queries.dim() == 2:

@@ -48,7 +48,7 @@ def forward(tensors: Tensors, with_argmax: bool = False, **options: Any) -> Call
 
 def tall(capability: int, dtype: torch.dtype = BF16, size: int = 128) -> str:
     """The kernel that serves the rows of several queries."""
-    most, unit = (128, 4) if dtype == F32 else (384, 8)
+    most, unit = (128, 4) if dtype == F32 else (4096, 8)
     return "hopper" if capability == 90 and size <= most and size % unit == 0 else "stacked"
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language._core import builtin
 import make_layouts
 from pylate_flash.kernels import tables
 from pylate_flash.kernels.config import config_of
-from pylate_flash.kernels.forward import hopper, hopper_parts
+from pylate_flash.kernels.forward import hopper, hopper_parts, hopper_reductions
 from pylate_flash.kernels.tables import Blocks
 from pylate_flash.problem import kind_of
 
@@ -51,7 +51,7 @@ def _stored_kernel(values_ptr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr, SIZE:
 @gluon.jit
 def _register_layout_kernel(ROWS: gl.constexpr, TOKENS: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    see(hopper_parts.split_by_lane(gl.zeros([ROWS, TOKENS], gl.float32, mma), ROWS, TOKENS).type.layout)
+    see(hopper_reductions.split_by_lane(gl.zeros([ROWS, TOKENS], gl.float32, mma), ROWS, TOKENS).type.layout)
 
 
 def seen(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):

@@ -117,6 +117,13 @@ def problem(
     )
 
 
+def far_apart(document_length: int) -> Problem:
+    """Documents of so many tokens of 1024 elements, which take no memory."""
+    documents = torch.empty(1, 1, 1024).bfloat16().expand(2, 1, 1024)
+    found = problem_of(Tensors(torch.empty(16, 32, 1024).bfloat16(), documents), Options())
+    return found._replace(document_length=document_length)
+
+
 def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bool = False) -> Problem:
     queries, documents = torch.empty(n_queries, 64, 96).bfloat16(), torch.empty(longest + 30, 96).bfloat16()
     bounds, owned = torch.tensor([0, 10, 20, 30, longest + 30]), torch.tensor([0, 3, 4]) if candidates else None
@@ -166,6 +173,9 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (forward_plan, problem((2, 1, 128), (1, 1, 128), F32)),
     (forward_plan, problem((2, 32, 44), (200, 180, 44), F32)),
     (forward_plan, problem((4, 150, 64), (4, 20, 180, 64), F32)),
+    (forward_plan, problem((3, 32, 392), (40, 7, 392))),
+    (forward_plan, problem((1, 1024, 4096), (4, 300, 4096), F16, True)),
+    (forward_plan, far_apart((1 << 21) - 1)),
     (forward_plan, packed(16, 40)),
     (forward_plan, packed(16, 2048, True)),
     (soft_forward_plan, problem((16, 32, 128), (40, 180, 128))),
@@ -188,7 +198,9 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", FEW_FLOATS),
     (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", FEW_FLOATS),
     (forward_plan, problem((1, 32, 128), (150, 180, 128), F32, True), "single", "one query"),
-    (forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
+    (forward_plan, problem((2, 32, 512), (40, 180, 512)), "stacked", "fewer than 65 query tokens"),
+    (forward_plan, problem((16, 32, 420), (40, 180, 420)), "stacked", "queries cannot be copied 16 bytes at a time"),
+    (forward_plan, far_apart(1 << 21), "stacked", "too far apart"),
     (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
     (forward_plan, packed(16, 9000), "stacked", "in segments"),
     (forward_plan, problem((1, 32, 128), (40, 180, 128)), "single", "one query"),
@@ -231,7 +243,7 @@ def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capab
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
     ("n_queries", "size", "served"),
-    [(1, 128, "single"), (2, 128, "stacked"), (3, 128, "hopper"), (3, 68, "hopper"), (32, 64, "stacked")],
+    [(1, 128, "hopper"), (2, 68, "hopper"), (3, 128, "hopper"), (1, 64, "single"), (32, 64, "stacked")],
 )
 def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, capability: int, monkeypatch) -> None:
     """Upper halves of many rows and long embeddings are faster, however few the documents are."""

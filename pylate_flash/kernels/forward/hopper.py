@@ -31,22 +31,13 @@ from ..gluon import execute, find_document
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
-from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
+from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST, SUMMED_EMBEDDING
 from .common import ForwardTensors, numbers_of
 from .hopper_barriers import address_of, converts, has_lower, stream_memory
 from .hopper_codes import decode_stream, pair_table, staging_bytes
+from .hopper_long import blocks_memory, copy_blocks, product_of_blocks
 from .hopper_pairs import pair_stream
-from .hopper_parts import (
-    add_exponentials,
-    copy_documents,
-    differ,
-    document_range,
-    first_maximum,
-    log_sums_of_lanes,
-    scales_tokens,
-    split_by_lane,
-    unscaled,
-)
+from .hopper_parts import copy_documents, document_range, scales_tokens, unscaled
 from .hopper_products import (
     AWAIT_TURN,
     GIVE_TURN,
@@ -61,6 +52,13 @@ from .hopper_products import (
     start_product,
     store_sums,
     sums_from,
+)
+from .hopper_reductions import (
+    add_exponentials,
+    differ,
+    log_sums_of_lanes,
+    split_by_lane,
+    with_first_maximum,
 )
 from .hopper_stream import add_maxima, copy_stream, score_stream
 from .hopper_walk import walk_memory, walk_stream
@@ -88,6 +86,8 @@ def _copying_registers(config, bits):
     With 64 rows, tiles of 8 bits may be of long embeddings, of which a thread copies 16 parts. Of affine ones, it has a
     tile at a time.
     """
+    if config.blocks.split:
+        return 64 if config.size > SUMMED_EMBEDDING else 80
     of_64_rows = bits == 8 and config.tile.rows == 64 * config.tile.parts
     if config.affine:
         return 96 if of_64_rows else 80
@@ -141,7 +141,9 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     TAIL: gl.constexpr = config.tail
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
     mma: gl.constexpr = product_layout(config, ITEM, BLOCK_TOKENS)
-    query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, PART)
+    query_tiles, row_scale = tiles, gl.to_tensor(0)
+    if not config.blocks.split:
+        query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, PART)
     operands = (query_tiles, tiles, second_tiles, scales, token_offsets, full, empty)
 
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
@@ -173,9 +175,10 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         execute(GIVE_TURN[PART - PARTS // 2])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    mbarrier.wait(full.index(slot), phase)
-    # The copies are ordinary writes, and the tensor cores read past the path of those.
-    fence_async_shared()
+    if not config.blocks.split:
+        mbarrier.wait(full.index(slot), phase)
+        # The copies are ordinary writes, and the tensor cores read past the path of those.
+        fence_async_shared()
     # Where a document lies is loaded while the one before is scored.
     next_one = gl.minimum(first, n_documents - 1)
     next_flat = group.to(gl.int64) * n_documents + next_one
@@ -206,27 +209,30 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             begin += BLOCK_TOKENS
             in_tiles = gl.maximum(in_tiles, BLOCK_TOKENS)
         for start in range(begin, in_tiles, BLOCK_TOKENS):
-            similarities, slot, phase, _ended = product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
+            if config.blocks.split:
+                similarities, slot, phase = product_of_blocks(operands, slot, phase, config, BLOCK_TOKENS, PART)
+            else:
+                similarities, slot, phase, _ended = product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
             if config.soft:
                 best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
             elif config.with_argmax:
-                tile_best, column = first_maximum(similarities, ROWS)
-                tile_best = gl.convert_layout(tile_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
-                column = gl.convert_layout(column, gl.SliceLayout(2, by_lane), assert_trivial=True)
-                before = best
-                best = larger(best, tile_best)
-                key = gl.where(differ(best, before), start + column, key)
+                best, key = with_first_maximum(similarities, start, best, key, ROWS)
             else:
                 best = larger(best, gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger))
 
         if TAIL > 0:
             # Once or not at all: a loop, as a condition crashes ptxas 12.8 at 256 elements.
             for start in range(in_tiles, length, TAIL):
-                of_tail, slot, phase, _ended = product(operands, slot, phase, one, config, TAIL, PART)
+                if config.blocks.split:
+                    of_tail, slot, phase = product_of_blocks(operands, slot, phase, config, TAIL, PART)
+                else:
+                    of_tail, slot, phase, _ended = product(operands, slot, phase, one, config, TAIL, PART)
                 if config.soft:
                     columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, of_tail.type.layout))
                     of_tail = gl.where((start + columns < length)[None, :], of_tail, float("-inf"))
                     best, total = add_exponentials(of_tail, row_factor, best, total, ROWS, TAIL)
+                elif config.with_argmax:
+                    best, key = with_first_maximum(of_tail, start, best, key, ROWS)
                 else:
                     tail_best = gl.reduce(split_by_lane(of_tail, ROWS, TAIL), 2, larger)
                     tail_best = gl.convert_layout(tail_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
@@ -324,7 +330,10 @@ def _hopper_kernel(
     SLOTS: gl.constexpr = _slots(config, dtype.primitive_bitwidth)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
-    if SECOND > 0:
+    if config.blocks.split:
+        # Of query rows as well, and of sums.
+        second_tiles = blocks_memory(dtype, config)
+    elif SECOND > 0:
         second_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, SECOND], dtype)
         second_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, SECOND], second_layout)
     if config.stream:
@@ -406,6 +415,16 @@ def _hopper_kernel(
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 40],
+        )
+    elif config.blocks.split:
+        gl.warp_specialize(
+            [
+                (_score, (arguments, config, gl.constexpr(0))),
+                (_score, (arguments, config, gl.constexpr(1))),
+                (copy_blocks, (arguments, copied, config, SCALED)),
+            ],
+            [4, 4],
+            [280 - COPYING, COPYING],
         )
     else:
         gl.warp_specialize(

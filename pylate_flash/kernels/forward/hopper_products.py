@@ -38,7 +38,7 @@ GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for 
 @gluon.constexpr_function
 def in_turn(config):
     """Whether parts start their products in turn: where what follows a product takes as long as it does."""
-    return config.with_argmax or config.soft
+    return (config.with_argmax or config.soft) and not config.blocks.split
 
 
 @gluon.constexpr_function
@@ -72,7 +72,7 @@ def _as_operand(rows, layout: gl.constexpr):
 
 
 @gluon.jit
-def _first(tile, COLUMNS: gl.constexpr):
+def first_rows(tile, COLUMNS: gl.constexpr):
     return tile if tile.shape[0] == COLUMNS else tile.slice(0, COLUMNS)
 
 
@@ -88,12 +88,12 @@ def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, P
     SUM: gl.constexpr = gl.int32 if tiles.dtype == gl.int8 else gl.float32
     if in_turn(config):
         execute(AWAIT_TURN[PART])
-    tile = _first(tiles.index(slot), COLUMNS).permute((1, 0))
+    tile = first_rows(tiles.index(slot), COLUMNS).permute((1, 0))
     query_tile = _as_operand(query_tile, operand)
     similarities = gl.zeros([ROWS, COLUMNS], SUM, mma)
     if config.blocks.second > 0 or has_lower(config):
         second_slot = slot + config.tile.num_stages if config.pairs else slot
-        second_tile = _first(second_tiles.index(second_slot), COLUMNS).permute((1, 0))
+        second_tile = first_rows(second_tiles.index(second_slot), COLUMNS).permute((1, 0))
         second_query_tile = _as_operand(second_query_tile, operand)
     if has_lower(config):
         # Small ones first.
@@ -129,7 +129,7 @@ def finish_product(
     if config.pairs:
         scale = scales_of_slot(full, slot, gl.SliceLayout(0, mma), config)
     elif SCALED and not SCALES_LAST:
-        scale = _first(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
+        scale = first_rows(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
     # While the product is under way, see to the next tile: of this document or another, or the one at the end.
     read = slot
     slot, phase = next_slot(slot, phase, config.tile.num_stages)
@@ -142,9 +142,9 @@ def finish_product(
     fence_async_shared()
     similarities = warpgroup_mma_wait(0, deps=[similarities])
     if SCALED and SCALES_LAST:
-        scale = _first(scales.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
+        scale = first_rows(scales.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
     if config.affine:
-        offset = _first(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
+        offset = first_rows(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
     if config.stream:
         arrive(empty, AT.empty_slots, read)
     elif IN_TURN:

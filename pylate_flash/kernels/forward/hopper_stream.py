@@ -39,7 +39,7 @@ from .hopper_barriers import (
     summing_workers,
     warps_of_sums,
 )
-from .hopper_parts import announce, announce_last, split_by_lane, tile_positions, unscaled
+from .hopper_parts import announce, announce_last, tile_positions, unscaled
 from .hopper_products import (
     loads_scales,
     makes_scales,
@@ -50,6 +50,7 @@ from .hopper_products import (
     store_sums,
     sums_from,
 )
+from .hopper_reductions import split_by_lane
 from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 
 

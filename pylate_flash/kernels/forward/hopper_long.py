@@ -1,0 +1,184 @@
+"""Embeddings that are too long for registers, in the Hopper kernel: both operands of a product come block by block.
+
+A slot holds a block of 64 elements of all query rows, and of a tile of tokens, copied together. A part sums products of
+its rows over the blocks of a tile, in registers. Tensor cores truncate what they add, so after 1024 elements
+(`tables.SUMMED_EMBEDDING`) sums go to others, which are rounded: for the first half of the columns these lie in
+registers too, for the second half, for which there are none, in shared memory.
+
+A wide tile is what counts. For each element of it, 128 x 256 products read 48 KB of 64 elements out of L2, which has
+8 TB/s for all SMs; of 128 x 128, it is half as many again.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..gluon import copy_to_shared, next_slot
+from ..tables import SUMMED_EMBEDDING as _SUMMED
+from .hopper_parts import (
+    document_base,
+    document_range,
+    scales_tokens,
+    tile_positions,
+    tokens_of,
+    tokens_read,
+)
+from .hopper_products import first_rows, product_layout
+from .hopper_reductions import columns_in_two
+
+SUMMED_EMBEDDING = gl.constexpr(_SUMMED)
+
+
+@gluon.jit
+def blocks_memory(dtype: gl.constexpr, config: gl.constexpr):
+    """Slots for blocks of the query rows, and where the second half of the sums of each part waits, if any does."""
+    ROWS: gl.constexpr = config.tile.rows
+    BLOCK: gl.constexpr = config.blocks.first
+    PARTS: gl.constexpr = config.tile.parts
+    HALF: gl.constexpr = config.tile.columns // 2
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], dtype)
+    query_slots = gl.allocate_shared_memory(dtype, [config.tile.num_stages, ROWS, BLOCK], layout)
+    totals = query_slots
+    if config.size > SUMMED_EMBEDDING:
+        sums_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // PARTS, HALF], gl.float32)
+        totals = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS // PARTS, HALF], sums_layout)
+    return query_slots, totals
+
+
+@gluon.jit
+def _sums_of_products(
+    operands, begin, end, slot, phase, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr
+):
+    """Sums of products of a part's rows and tokens, over at most 1024 elements, and the slot after those read."""
+    _query_tiles, tiles, blocks, _scales, _offsets, full, empty = operands
+    query_slots, _totals = blocks
+    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
+    products = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(config, 2, COLUMNS))
+    for _ in range(begin, end, config.blocks.first):
+        mbarrier.wait(full.index(slot), phase)
+        # The copies are ordinary writes, and the tensor cores read past the path of those.
+        fence_async_shared()
+        rows = query_slots.index(slot).slice(PART * ROWS, ROWS)
+        tile = first_rows(tiles.index(slot), COLUMNS).permute((1, 0))
+        products = warpgroup_mma(rows, tile, products, is_async=True)
+        products = warpgroup_mma_wait(0, deps=[products])
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = next_slot(slot, phase, config.tile.num_stages)
+    return products, slot, phase
+
+
+@gluon.jit
+def _halves(sums, config: gl.constexpr):
+    """The first and the second half of the columns, in the layout of a product of as many."""
+    layout: gl.constexpr = product_layout(config, 2, sums.shape[1] // 2)
+    first, second = columns_in_two(sums, sums.shape[0])
+    first = gl.convert_layout(first, layout, assert_trivial=True)
+    return first, gl.convert_layout(second, layout, assert_trivial=True)
+
+
+@gluon.jit
+def product_of_blocks(operands, slot, phase, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
+    """Similarities of a part's rows and the first COLUMNS tokens of the next tile, and the slot after it."""
+    # The elements before those that are summed last.
+    BEFORE: gl.constexpr = (config.size - 1) // SUMMED_EMBEDDING * SUMMED_EMBEDDING
+    STEP: gl.constexpr = min(SUMMED_EMBEDDING, max(BEFORE // 2, 64))
+    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
+    IN_REGISTERS: gl.constexpr = COLUMNS <= 128
+    layout: gl.constexpr = product_layout(config, 2, COLUMNS)
+    half: gl.constexpr = product_layout(config, 2, COLUMNS // 2)
+    _, waiting = operands[2]
+    if BEFORE > 0:
+        total = gl.zeros([ROWS, COLUMNS // 2], gl.float32, half)
+        if IN_REGISTERS:
+            total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        for begin in range(0, BEFORE, STEP):
+            products, slot, phase = _sums_of_products(operands, begin, begin + STEP, slot, phase, config, COLUMNS, PART)
+            if IN_REGISTERS:
+                total += products
+            else:
+                first, second = _halves(products, config)
+                total += first
+                if begin > 0:
+                    second += waiting.index(PART).load(half)
+                waiting.index(PART).store(second)
+    similarities, slot, phase = _sums_of_products(operands, BEFORE, config.size, slot, phase, config, COLUMNS, PART)
+    if BEFORE > 0:
+        if IN_REGISTERS:
+            similarities += total
+        else:
+            first, second = _halves(similarities, config)
+            joined = gl.permute(gl.join(first + total, second + waiting.index(PART).load(half)), (0, 2, 1))
+            similarities = gl.convert_layout(gl.reshape(joined, [ROWS, COLUMNS]), layout, assert_trivial=True)
+    if scales_tokens(config):
+        similarities *= first_rows(operands[3].index(0), COLUMNS).load(gl.SliceLayout(0, layout))[None, :]
+    return similarities, slot, phase
+
+
+@gluon.jit
+def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
+    """Copy the blocks of the query rows and of the tokens of the run's documents, tile by tile, as slots get empty."""
+    queries, _, _, share, numbers, _ = arguments
+    queries_ptr, _, _, stride_query, stride_query_token = queries
+    row_block, group, first, last = share
+    n_queries, query_length, padded_query_length, n_documents, document_length, _ = numbers
+    (
+        documents_ptr, active_ptr, bounds_ptr, scale_ptr, _, cu_seqlens_ptr, offsets_ptr, tiles, blocks_of_queries,
+        scales, _, full, empty, _, _, _, _, _, stride_group, stride_document, stride_token,
+    ) = copied  # fmt: skip
+    query_slots, _ = blocks_of_queries
+    SIZE: gl.constexpr = config.size
+    BLOCK: gl.constexpr = config.blocks.first
+    COLUMNS: gl.constexpr = config.tile.columns
+    UNIT: gl.constexpr = 8
+    # Scales of a tile come with its last block, which takes the slot of another one of the tile: by then, those of the
+    # tile before have been read.
+    gl.static_assert(BLOCK * config.tile.num_stages < SIZE)
+    positions, dims, _, _, scale_positions = tile_positions(UNIT, config)
+    first_row = row_block * config.tile.rows
+    rows = first_row + gl.arange(0, config.tile.rows, layout=positions.type.layout)
+    # Rows past the end are those of the last query, or token: no sum takes them.
+    first_query = gl.minimum(first_row // padded_query_length, n_queries - 1)
+    query = gl.minimum(rows // padded_query_length, n_queries - 1)
+    token = gl.minimum(rows % padded_query_length, query_length - 1)
+    of_rows = ((query - first_query) * stride_query + token * stride_query_token)[:, None] + dims[None, :]
+    queries_ptr += (group * n_queries + first_query).to(gl.int64) * stride_query
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for document in range(first, last):
+        flat_document = group.to(gl.int64) * n_documents + document
+        first_token, length = document_range(
+            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
+        )
+        strides = stride_group, stride_document, stride_token
+        base = document_base(documents_ptr, offsets_ptr, group, document, first_token, strides, config)
+        for start in range(0, length, COLUMNS):
+            tokens = tokens_of(active_ptr, first_token, positions, start, length, config)
+            of_tokens = ((tokens - start) * stride_token)[:, None] + dims[None, :]
+            tile_base = base + gl.cast(start, gl.int64) * stride_token
+            read = (positions < tokens_read(start, length - start, COLUMNS, config.tail, config))[:, None]
+            for dim in range(0, SIZE, BLOCK):
+                mbarrier.wait(empty.index(slot), phase)
+                inside = (dim + dims < SIZE)[None, :]
+                if SIZE % BLOCK == 0:
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows)
+                else:
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows, mask=inside)
+                if SIZE % BLOCK == 0 and config.tail == 0:
+                    copy_to_shared(tiles.index(slot), tile_base + dim + of_tokens)
+                elif SIZE % BLOCK == 0:
+                    copy_to_shared(tiles.index(slot), tile_base + dim + of_tokens, mask=read)
+                else:
+                    copy_to_shared(tiles.index(slot), tile_base + dim + of_tokens, mask=read & inside)
+                if SCALED and dim + BLOCK >= SIZE:
+                    of_scales = tokens_of(active_ptr, first_token, scale_positions, start, length, config)
+                    copy_to_shared(scales.index(0), scale_ptr + first_token + of_scales)
+                async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+                slot, phase = next_slot(slot, phase, config.tile.num_stages)

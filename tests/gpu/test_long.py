@@ -1,0 +1,123 @@
+"""Long embeddings, which the Hopper kernel takes in blocks, against the definition in float64 on the same inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pylate_flash import explain, maxsim
+from pylate_flash.ops import maxsim_varlen
+from tests.gpu.tools import CAPABILITY, HALF, exact, random_mask, unit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0"),
+]
+# Of several blocks, a last one with padding, several sums of blocks, and a last sum of one block with padding.
+SIZES = [392, 512, 1024, 1048, 2048, 3080, 4096]
+# A tile of rows with room, several of them, queries whose rows end within one, and rows that are sums by themselves.
+QUERIES = [(3, 32), (32, 32), (5, 77), (1, 129), (70, 1)]
+# Tokens of documents: none, one, a product of half a tile, a whole one, one more, two, two and a half.
+LENGTHS = [256, 0, 1, 128, 129, 257, 512, 640, 0, 3, 70]
+
+
+def assert_close(found: Tensor, expected: Tensor, size: int) -> None:
+    """Within 2e-6 of the largest score, or of five standard deviations of a random similarity, where sums cancel."""
+    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=1, keepdim=True)
+    divided = largest.clamp(min=5 / size**0.5)
+    torch.testing.assert_close(found.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
+
+
+def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
+    """The same bits each time, and those of the definition."""
+    plan = explain(queries, documents, **{k: v for k, v in options.items() if k != "empty_score"}).forward
+    assert (plan.kernel, plan.config.blocks.split) == ("hopper", True)
+    found = maxsim(queries, documents, **options)
+    for _ in range(5):
+        torch.testing.assert_close(maxsim(queries, documents, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+    expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
+    assert_close(found, expected, queries.shape[-1])
+
+
+@pytest.mark.parametrize("length", [1, 70, 128, 256, 300, 513])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("n_queries", "query_length"), QUERIES)
+def test_padded(n_queries: int, query_length: int, size: int, length: int) -> None:
+    documents = unit(40, length, size, dtype=HALF)
+    documents[3, length // 2, -1] = torch.nan
+    documents[4] = 0.0
+    documents[5, :, 7] = torch.inf
+    assert_scores(unit(n_queries, query_length, size, dtype=HALF, seed=1), documents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, HALF])
+@pytest.mark.parametrize("size", [520, 2048, 4096])
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_masks_and_norms(dtype: torch.dtype, size: int, masking: str, normalize: bool, own: bool) -> None:
+    documents = 3 * unit(*((6,) if own else ()), 30, 300, size, dtype=dtype)
+    mask = random_mask(tuple(documents.shape[:-1]))
+    mask[..., 0, :] = False
+    mask[..., 1, 100:] = False
+    options = {"documents_mask": mask, "queries_mask": random_mask((6, 80)), "masking": masking, "empty_score": -2.0}
+    assert_scores(unit(6, 80, size, dtype=dtype, seed=1), documents, normalize=normalize, **options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("n_queries", "query_length"), QUERIES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_packed(n_queries: int, query_length: int, size: int, normalize: bool) -> None:
+    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    of_queries = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
+    queries = unit(n_queries * query_length, size, dtype=HALF, seed=1)
+    documents = unit(int(bounds[-1]), size, dtype=HALF)
+    options = {"normalize": normalize, "empty_score": -2.0}
+    options |= {"max_query_length": query_length, "max_document_length": max(LENGTHS)}
+    found = maxsim_varlen(queries, documents, of_queries, bounds, **options)
+    double = queries.double(), documents.double(), of_queries, bounds
+    assert_close(found, maxsim_varlen(*double, **options, implementation="blocked"), size)
+    assert (found[:, bounds.diff() == 0] == -2.0).all()
+
+
+@pytest.mark.parametrize("size", [392, 1024, 4096])
+@pytest.mark.parametrize("length", [100, 256, 300, 1100])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients(size: int, length: int, masked: bool) -> None:
+    """All sums are exact in every type: the first of equal tokens has the gradient, and only its type rounds it."""
+    queries, documents = exact(8, 40, size, dtype=HALF), exact(20, length, size, dtype=HALF, seed=1)
+    # Of many tokens that are equal, one in every part of a tile.
+    documents[:, length // 2 :] = documents[:, : length - length // 2]
+    mask = random_mask((20, length)) if masked else None
+    upstream = exact(8, 20, dtype=torch.float32, seed=3)
+    found = []
+    for dtype, implementation in ((HALF, "triton"), (torch.float64, "blocked")):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (queries, documents)]
+        scores = maxsim(*inputs, documents_mask=mask, implementation=implementation)
+        found.append((scores, *torch.autograd.grad(scores, inputs, upstream.to(scores.dtype))))
+    for ours, right in zip(*found, strict=True):
+        assert torch.equal(ours, right.to(ours.dtype))
+
+
+def test_where_query_rows_begin_anywhere() -> None:
+    memory, documents = unit(1, 8 * 32 * 512 + 8, dtype=HALF)[0], unit(40, 100, 512, dtype=HALF, seed=1)
+    for offset in (1, 4, 8):
+        queries = memory[offset : offset + 8 * 32 * 512].view(8, 32, 512)
+        assert_scores(queries, documents)
+    apart = unit(8, 2 * 32, 512, dtype=HALF, seed=2)[:, ::2]
+    assert_scores(apart, documents)
+    assert_scores(apart.transpose(0, 1), documents)
+
+
+@pytest.mark.parametrize("with_argmax", [False, True])
+def test_bits_do_not_depend_on_other_documents(with_argmax: bool) -> None:
+    queries, documents = (
+        unit(4, 32, 2048, dtype=HALF, seed=1).requires_grad_(with_argmax),
+        unit(60, 300, 2048, dtype=HALF),
+    )
+    scores = maxsim(queries, documents)
+    for first, last in ((0, 1), (1, 8), (20, 53)):
+        assert torch.equal(maxsim(queries, documents[first:last]), scores[:, first:last])

@@ -1,0 +1,48 @@
+"""Long embeddings in the Hopper kernel, which takes them in blocks, compiled without a GPU."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from triton.tools.disasm import get_sass
+
+from pylate_flash.kernels import forward
+from pylate_flash.problem import Options, problem_of
+from tests.kernels.recorder import compiled
+from tests.kernels.test_compile import inputs
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize("size", [392, 1024, 1032, 2048, 4096])
+@pytest.mark.parametrize("layout", ["padded", "exclude", "zero", "packed"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("with_argmax", [False, True])
+def test_products_of_blocks_follow_each_other(
+    size: int, layout: str, normalize: bool, with_argmax: bool, capability: int
+) -> None:
+    """Both operands come from shared memory, copied 16 bytes at a time, but scales; a block is four products."""
+    masks = None, torch.bool if layout in ("exclude", "zero") else None
+    packed = layout == "packed"
+    tensors = inputs((6, 32, size), (400, size) if packed else (4, 300, size), masks=masks)
+    if packed:
+        tensors = tensors._replace(documents_cu_seqlens=torch.arange(5) * 100)
+    options = Options(max_document_length=100, normalize=normalize, masking="zero" if layout == "zero" else "exclude")
+    names = "hopper" + " rows" * normalize + " active_tokens" * (masks[1] is not None)
+    call = partial(forward.maxsim_forward, problem_of(tensors, options, with_argmax), tensors)
+    code = compiled(call, names, capability)["hopper"]
+    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+?)k\S+ \{[^}]*\}, (\S)", code.asm["ptx"])
+    # The last product of 300 tokens, or of who knows how many, is of half a tile.
+    assert set(products) == {("m64n256", "%"), ("m64n128", "%")}
+    copies = set(re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)", code.asm["ptx"]))
+    assert copies == ({"0x10", "0x4"} if normalize else {"0x10"})
+    lines = [line for line in get_sass(code.asm["cubin"]).splitlines() if ";" in line]
+    at = [index for index, line in enumerate(lines) if "HGMMA" in line]
+    assert at
+    assert len(at) % 4 == 0
+    for first, last in zip(at[::4], at[3::4], strict=True):
+        block = "\n".join(lines[first : last + 1])
+        assert last - first < 40, "products wait for each other"
+        assert not re.search(r"LD[LS]|STL|SYNCS|BAR", block)
