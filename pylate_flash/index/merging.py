@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.tables import BEST_BITS, kernels_run_on
+
 __all__ = ["joined_best", "k_best", "k_best_of_runs"]
 
 # What one thread block of a GPU sorts in its shared memory.
@@ -15,10 +17,15 @@ _SORTED = 4096
 def k_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest scores of every row [N, columns], and their columns (int64), both [N, min(k, columns)].
 
-    The first of equal ones comes first, and NaN before all. They are in the `k` groups of neighbouring columns with the
-    largest maxima (the first of equal ones), so only these are sorted.
+    The first of equal ones comes first, and NaN before all. On a GPU, a kernel finds them. Elsewhere, they are in the
+    `k` groups of neighbouring columns with the largest maxima (the first of equal ones), so only these are sorted.
     """
     columns = scores.shape[1]
+    if scores.is_cuda and 2 * k <= 1 << BEST_BITS and kernels_run_on(scores.device, scores.dtype) is None:
+        # Triton may not be there on a CPU.
+        from ..kernels import best
+
+        return best.k_best(scores, min(k, columns))
     group = max(2, _SORTED // k)
     n_groups = columns // group
     if columns <= _SORTED or n_groups <= k:

@@ -206,11 +206,13 @@ def forward_plan(problem: Problem) -> ForwardPlan:
     pairs = _pairs_plan(problem)
     if pairs is not None:
         return pairs
-    if problem.groups == problem.n_queries and (
-        problem.query_length <= tables.SINGLE_MAX_QUERY_LENGTH or problem.has_candidates
-    ):
-        return _single_plan(problem)
-    return _stacked_plan(problem)
+    return _single_plan(problem) if _is_single(problem) else _stacked_plan(problem)
+
+
+def _is_single(problem: Problem) -> bool:
+    """Whether each query meets documents of its own, by the single kernel where no other serves."""
+    short = problem.query_length <= tables.SINGLE_MAX_QUERY_LENGTH
+    return problem.groups == problem.n_queries and (short or problem.has_candidates)
 
 
 _OWN_DOCUMENTS = "every query has documents of its own"
@@ -258,11 +260,14 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
     if problem.has_candidates or not (copied and is_streamed(problem, problem.document_strides[-1])):
         return None
-    if precision == "tf32" and kind.size <= tables.PAIRS_TF32_SIZE:
+    if kind.normalize and _is_single(problem):
+        # Which takes norms from the tokens that it multiplies, where a stream has them read once more.
         return None
     unpadded = _unpadded(problem)
-    tile = config.pairs_tile(kind, stacked_rows(problem, unpadded))
-    blocks = config.pair_blocks(kind.size)
+    rows = stacked_rows(problem, unpadded)
+    if precision == "tf32" and (rows < tables.PAIRS_TF32_ROWS or kind.size <= tables.PAIRS_TF32_SIZE):
+        return None
+    tile, blocks = config.pairs_tile(kind, rows), config.pair_blocks(kind.size)
     reason = _ONE_MATRIX + ON_HOPPER + STREAMED + _IN_PAIRS[precision]
     special = {"stream": True, "pairs": True}
     plan = tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)
@@ -284,7 +289,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     rows = stacked_rows(problem, unpadded)
     streamed = is_streamed(problem, problem.document_strides[-1]) and (packed or _stream_pays(problem, rows))
     wide = config.hopper_tile(capability, kind.size, item, rows <= tables.HOPPER_NARROW_ROWS, kind.with_argmax)
-    why, why_not = _ONE_MATRIX, _not_in_blocks(problem, rows)
+    why, why_not = _ONE_MATRIX, _not_in_blocks(problem)
     if in_blocks := why_not is None:
         wide = tables.HOPPER_BLOCKS if kind.size <= tables.SUMMED_EMBEDDING else tables.HOPPER_BLOCKS_SUMMED
         streamed = False
@@ -310,7 +315,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     return tall_plan(problem, "stacked", tile, blocks, tables.STACKED_SHARES, why, unpadded)
 
 
-def _not_in_blocks(problem: Problem, rows: int) -> str | None:
+def _not_in_blocks(problem: Problem) -> str | None:
     """Why the Hopper kernel does not take embeddings in blocks (`forward.hopper_long`), None where it does.
 
     It counts elements from the first query of a tile, and from the first token of a padded document, in 32 bits.
@@ -320,8 +325,6 @@ def _not_in_blocks(problem: Problem, rows: int) -> str | None:
         return ""
     if kind.size <= tables.HOPPER_MAX_SIZE:
         return ""
-    if rows < tables.HOPPER_BLOCKS_MIN_ROWS:
-        return f"; fewer than {tables.HOPPER_BLOCKS_MIN_ROWS} query tokens meet documents of so many dimensions"
     if not config.copied_by_16_bytes(kind.size, problem.query_strides):
         return "; queries cannot be copied 16 bytes at a time"
     farthest = tables.HOPPER_BLOCKS.rows * problem.query_strides[0]

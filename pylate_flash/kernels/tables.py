@@ -116,11 +116,12 @@ HOPPER_NARROW = HopperTile(128, 64, 2, 6)
 HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
-# Of longer ones, in blocks, from so many query rows on. Of sums that lie in shared memory, which leave room for a slot
-# less.
+# Of longer ones, in blocks; of those that are summed in several steps, which takes shared memory, with a slot less.
+# Milliseconds by `STACKED_SPLIT` and by it, of 4096 elements: 2.94 and 1.48 at 1 x 128, 1024 x 1024 (of 1024, 0.414 and
+# 0.348), 1.23 and 0.634 at 32 x 100, 32 x 300, 0.133 and 0.114 at 2 x 200, 32 x 180. Of 384 elements, by it and by
+# `HOPPER_LONGEST`, 0.146 and 0.135 at the first, 0.331 and 0.185 at 32 x 1000, 32 x 180.
 HOPPER_BLOCKS = HopperTile(128, 256, 2, 4)
 HOPPER_BLOCKS_SUMMED = HopperTile(128, 256, 2, 3)
-HOPPER_BLOCKS_MIN_ROWS = 65
 # Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
 # at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3
 # instead of 19.2 at 200 x 50000, 32 x 64..192; where all have 128 tokens and no tail, 2.64 instead of 2.59.
@@ -138,9 +139,10 @@ PAIRS = HopperTile(128, 64, 2, 5)
 PAIRS_NARROW = HopperTile(64, 64, 1, 5)
 PAIRS_WIDE = HopperTile(256, 64, 4, 5)
 PAIRS_MAX_SIZE = 128
-# In place of products of TF32, of more elements than these. Milliseconds of those and by it, of 32 x 180: 0.059 and
-# 0.039 at 4 x 1024, 0.382 and 0.153 at 32 x 1024, but 0.090 and 0.111 there with d = 64. One query takes 0.377 and
-# 0.399 at 1 x 10000 (of 300), and has the scores then that it has among others.
+# In place of products of TF32, from so many query rows, and of more elements than these. Milliseconds of those and by
+# it, of 32 x 180: 0.377 and 0.399 at 1 x 10000 (of 300), 0.059 and 0.039 at 4 x 1024, 0.382 and 0.153 at 32 x 1024, but
+# 0.090 and 0.111 there with d = 64.
+PAIRS_TF32_ROWS = 65
 PAIRS_TF32_SIZE = 64
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory. With more query
 # rows, projecting to memory first is faster.
@@ -424,6 +426,13 @@ XTR_COLLECTED_PER_TOKEN = 4
 # Places of a row for the tokens above its bound, at most. All but one column in a million has enough of them where half
 # as many tokens again as are retrieved lie above the bound.
 XTR_MOST_SLOTS = 8192
+
+# Of the best of many scores.
+
+# Columns of which one program sorts the scores, as a power of two: of several blocks, of the last one, and of a small
+# one; and of each warp of it.
+BEST_BITS, BEST_LAST_BITS, BEST_LEAST_BITS = 11, 12, 7
+BEST_WARP_BITS = 8
 
 # Of Chamfer distances.
 

@@ -8,11 +8,26 @@ from unittest import mock
 import pytest
 import torch
 
-from pylate_flash.index import resident, search
+from pylate_flash.index import merging, resident, search
 from pylate_flash.indexes import Flat
 from tests.test_index_exactness import Collection, assert_exact
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 7), (1, 5183), (32, 4096), (3, 100_000), (1, 1_000_000), (500, 9000)]
+)
+@pytest.mark.parametrize("k", [1, 10, 100, 1024, 1025])
+def test_the_best_are_those_of_a_stable_sort(rows: int, columns: int, k: int) -> None:
+    """By a kernel and, of more than half a block, by sorts."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    scores = torch.randint(-1000, 1000, (rows, columns), device="cuda", generator=generator) / 7
+    scores[:, ::5], scores[:, 1::9], scores[0, 3], scores[0, 2] = -torch.inf, -0.0, torch.nan, torch.inf
+    wanted, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    best, found = merging.k_best(scores, k)
+    torch.testing.assert_close(best, wanted[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
+    assert torch.equal(found, order[:, :k])
 
 
 # Nothing stays on the GPU, some, all that fits.

@@ -49,7 +49,8 @@ def test_packed(lengths: list[int], size: int, n_queries: int, query_length: int
     of_queries = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
     options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": max(1, *lengths)}
     named = {"queries_cu_seqlens": of_queries, "documents_cu_seqlens": bounds}
-    assert explain(queries, documents, **named, **options).forward.config.pairs
+    # One query takes norms from the tokens that it multiplies, by another kernel.
+    assert explain(queries, documents, **named, **options).forward.config.pairs == (n_queries > 1 or not normalize)
     options["empty_score"] = -2.0
     found = maxsim_varlen(queries, documents, of_queries, bounds, **options)
     for _ in range(20):
@@ -131,13 +132,13 @@ def test_infinities(size: int, infinite: str) -> None:
 
 
 @pytest.mark.parametrize("size", [68, 128])
-@pytest.mark.parametrize(("n_queries", "query_length"), [(1, 32), (3, 32), (5, 77), (32, 32)])
+@pytest.mark.parametrize(("n_queries", "query_length"), [(3, 32), (5, 77), (32, 32)])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("masking", [None, "exclude", "zero"])
 def test_where_products_may_be_of_tf32(
     size: int, n_queries: int, query_length: int, normalize: bool, masking: str | None
 ) -> None:
-    """Both elements of a product have 11 bits, and a score depends on no other document, and on no other query."""
+    """Both elements of a product have 11 bits, and a score depends on no other document."""
     queries, documents = unit(n_queries, query_length, size, seed=1), unit(700, 90, size)
     scales = 10.0 ** torch.randint(-15, 15, (700, 90, 1), device="cuda") if normalize else 1.0
     options: dict[str, Any] = {"normalize": normalize}
@@ -151,6 +152,5 @@ def test_where_products_may_be_of_tf32(
         assert torch.equal(maxsim(queries, given, **options), found)
         if masking is None:
             assert torch.equal(maxsim(queries, given[5:50], **options), found[:, 5:50])
-        assert torch.equal(maxsim(queries[-1:], given, **options), found[-1:])
     torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1.01 * query_length * 2.0**-10)
     assert (found - maxsim(queries, given, **options)).abs().max() > 0.0

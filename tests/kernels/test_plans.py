@@ -173,7 +173,7 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (forward_plan, problem((2, 1, 128), (1, 1, 128), F32)),
     (forward_plan, problem((2, 32, 44), (200, 180, 44), F32)),
     (forward_plan, problem((4, 150, 64), (4, 20, 180, 64), F32)),
-    (forward_plan, problem((3, 32, 392), (40, 7, 392))),
+    (forward_plan, problem((2, 1, 392), (40, 7, 392))),
     (forward_plan, problem((1, 1024, 4096), (4, 300, 4096), F16, True)),
     (forward_plan, far_apart((1 << 21) - 1)),
     (forward_plan, packed(16, 40)),
@@ -198,7 +198,6 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", FEW_FLOATS),
     (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", FEW_FLOATS),
     (forward_plan, problem((1, 32, 128), (150, 180, 128), F32, True), "single", "one query"),
-    (forward_plan, problem((2, 32, 512), (40, 180, 512)), "stacked", "fewer than 65 query tokens"),
     (forward_plan, problem((16, 32, 420), (40, 180, 420)), "stacked", "queries cannot be copied 16 bytes at a time"),
     (forward_plan, far_apart(1 << 21), "stacked", "too far apart"),
     (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
@@ -243,7 +242,7 @@ def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capab
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
     ("n_queries", "size", "served"),
-    [(1, 128, "hopper"), (2, 68, "hopper"), (3, 128, "hopper"), (1, 64, "single"), (32, 64, "stacked")],
+    [(1, 128, "single"), (2, 128, "stacked"), (3, 128, "hopper"), (3, 68, "hopper"), (32, 64, "stacked")],
 )
 def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, capability: int, monkeypatch) -> None:
     """Upper halves of many rows and long embeddings are faster, however few the documents are."""

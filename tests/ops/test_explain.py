@@ -42,7 +42,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ((10, 32, 128), (10, 100, 180, 128), "single", "compare_argmax"),
         ((64, 32, 128), (64, 180, 128), "hopper", "lists"),
         ((2, 20, 128), (64, 180, 128), "hopper", "compare_argmax"),
-        ((2, 20, 400), (64, 180, 400), "stacked", "compare_argmax"),
+        ((2, 20, 400), (64, 180, 400), "hopper", "compare_argmax"),
+        ((2, 20, 404), (64, 180, 404), "stacked", "compare_argmax"),
     ],
 )
 def test_of_kernels(queries: tuple, documents: tuple, kernel: str, backward: str, kernels: None) -> None:
