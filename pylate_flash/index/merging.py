@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.tables import BEST_BITS, kernels_run_on
+from ..kernels.tables import BEST_MOST, BEST_SCORES, kernels_run_on
 
 __all__ = ["joined_best", "k_best", "k_best_of_runs"]
 
@@ -17,11 +17,12 @@ _SORTED = 4096
 def k_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest scores of every row [N, columns], and their columns (int64), both [N, min(k, columns)].
 
-    The first of equal ones comes first, and NaN before all. On a GPU, a kernel finds them. Elsewhere, they are in the
+    The first of equal ones comes first, and NaN before all. On a GPU, a kernel finds few. Others are in the
     `k` groups of neighbouring columns with the largest maxima (the first of equal ones), so only these are sorted.
     """
     columns = scores.shape[1]
-    if scores.is_cuda and 2 * k <= 1 << BEST_BITS and kernels_run_on(scores.device, scores.dtype) is None:
+    few = k <= BEST_MOST and scores.numel() <= BEST_SCORES
+    if few and scores.is_cuda and kernels_run_on(scores.device, scores.dtype) is None:
         # Triton may not be there on a CPU.
         from ..kernels import best
 

@@ -1,4 +1,4 @@
-"""The best of many scores, by sorts in registers: some of every block of columns, and the best of these."""
+"""The best of many scores: what is above the least of them, digit by digit, in registers."""
 
 from __future__ import annotations
 
@@ -8,68 +8,88 @@ from torch import Tensor
 
 from . import tables
 from .launch import kernel
-from .reductions import keys_of, similarities_of, sorted_keys
+from .reductions import keys_of, similarities_of
 
+# Behind all keys of scores.
 _NO_KEY = tl.constexpr(2**63 - 1)
+_RANKED = tl.constexpr(64)
 
 
 @kernel
 def _best_kernel(
-    scores_ptr, keys_ptr, left_ptr, best_ptr, columns_ptr, n_columns, n_blocks, k, row_step,
-    FIRST: tl.constexpr, LAST: tl.constexpr, N_BITS: tl.constexpr,
+    scores_ptr, columns_ptr, best_ptr, found_ptr, n_columns, n_blocks, k, row_step, BLOCK: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """The k best of every block of 2**N_BITS columns of a row: keys [rows, n_blocks, k] or, of a LAST one, scores.
+    """The k best of every block of columns of a row of scores, in order: scores and columns [rows, n_blocks, k].
 
-    FIRST: of scores, where others are of keys, both `row_step` from one row to the next. A key has the score above its
-    column: so all are different, and those of equal scores in the order of the columns. Grid: rows x blocks.
+    `columns_ptr` says which columns the scores are of, where they are what is left of others; equal ones are in the
+    order of their columns. Grid: rows x blocks.
     """
     row = (tl.program_id(0) // n_blocks).to(tl.int64)
     block = tl.program_id(0) % n_blocks
-    ranks = tl.arange(0, 1 << N_BITS)
-    columns = (block << N_BITS) + ranks
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     exists = columns < n_columns
-    if FIRST:
-        scores = tl.load(scores_ptr + row * row_step + columns, mask=exists, other=0.0)
-        # The best is the least.
-        keys = (keys_of(scores) ^ -1).to(tl.int64) << 32 | columns
-        keys = tl.where(exists, keys, _NO_KEY)
-    else:
-        keys = tl.load(keys_ptr + row * row_step + columns, mask=exists, other=_NO_KEY)
-    keys = sorted_keys(keys, N_BITS)
-    at = (row * n_blocks + block) * k + ranks
-    if LAST:
-        tl.store(best_ptr + at, similarities_of((keys >> 32).to(tl.int32) ^ -1), mask=ranks < k)
-        tl.store(columns_ptr + at, keys & 0xFFFFFFFF, mask=ranks < k)
-    else:
-        # Of the last block, there may be fewer.
-        tl.store(left_ptr + at, keys, mask=ranks < k)
+    wanted = tl.minimum(k, n_columns - block * BLOCK)
+    keys = keys_of(tl.load(scores_ptr + row * row_step + columns, mask=exists, other=0.0))
+    # Those that may be the least wanted one have its digits of 8 bits so far, and so many of them are wanted.
+    equal, left = exists, wanted
+    above = columns < 0
+    digits = tl.arange(0, 256)
+    for step in tl.static_range(4):
+        # The sign tells the larger ones.
+        digit = ((keys ^ -0x80000000) >> (24 - 8 * step)) & 255
+        counts = tl.histogram(digit, 256, mask=equal)
+        larger = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+        here = (larger < left) & (left <= larger + counts)
+        least = tl.sum(tl.where(here, digits, 0), 0)
+        left -= tl.sum(tl.where(here, larger, 0), 0)
+        above = above | (equal & (digit > least))
+        equal = equal & (digit == least)
+    # Of those that equal it, the first ones.
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
+    places = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    found_ptr += (row * n_blocks + block) * k
+    best_ptr += (row * n_blocks + block) * k
+    # A key has the score above its place, the best first: so all are different.
+    tl.store(found_ptr + places, (keys ^ -1).to(tl.int64) << 32 | columns, mask=chosen)
+    tl.debug_barrier()
+    ranks = tl.arange(0, K)
+    own = tl.load(found_ptr + ranks, mask=ranks < wanted, other=_NO_KEY)
+    rank = tl.zeros([K], tl.int32)
+    for start in tl.range(0, wanted, _RANKED):
+        others = start + tl.arange(0, _RANKED)
+        others = tl.load(found_ptr + others, mask=others < wanted, other=_NO_KEY)
+        rank += tl.sum((others[None, :] < own[:, None]).to(tl.int32), axis=1)
+    column = own & 0xFFFFFFFF
+    if columns_ptr is not None:
+        column = tl.load(columns_ptr + row * row_step + column, mask=ranks < wanted, other=0)
+    tl.debug_barrier()
+    tl.store(best_ptr + rank, similarities_of((own >> 32).to(tl.int32) ^ -1), mask=ranks < wanted)
+    tl.store(found_ptr + rank, column, mask=ranks < wanted)
 
 
 def k_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest scores of every row [N, columns] (float32), and their columns (int64), both [N, k].
 
     The first of equal ones comes first, and NaN before all; -0.0 is 0.0. There are at least `k` columns, and `k` is at
-    most half of those of a block (2**`tables.BEST_BITS`).
+    most `tables.BEST_MOST`.
     """
     n_rows, n_columns = scores.shape
-    best = scores.new_empty(n_rows, k)
-    columns = torch.empty(n_rows, k, dtype=torch.int64, device=scores.device)
-    if not k or not n_rows:
-        return best, columns
     if scores.stride(1) != 1:
         scores = scores.contiguous()
-    keys, step = None, scores.stride(0)
+    columns, row_step = None, scores.stride(0)
+    ranked = tables.power_of_two(max(k, 64))
     while True:
-        last = n_columns <= 1 << tables.BEST_LAST_BITS
-        bits = max(tables.BEST_LEAST_BITS, (n_columns - 1).bit_length()) if last else tables.BEST_BITS
-        n_blocks = 1 if last else -(-n_columns >> bits)
-        left = None if last else torch.empty(n_rows, n_blocks * k, dtype=torch.int64, device=scores.device)
-        tensors = scores, keys, left, best, columns
-        warps = max(1, min(8, 1 << bits >> tables.BEST_WARP_BITS))
-        _best_kernel(
-            (n_rows * n_blocks, 1, 1), tensors, (n_columns, n_blocks, k, step), (), (keys is None, last, bits),
-            (warps, 1, None),
-        )  # fmt: skip
-        if last:
-            return best, columns
-        keys, n_columns, step = left, n_blocks * k, n_blocks * k
+        block = min(tables.BEST_BLOCK, max(tables.BEST_LEAST_BLOCK, tables.power_of_two(n_columns)))
+        n_blocks = -(-n_columns // block)
+        best = scores.new_empty(n_rows, n_blocks * k)
+        found = torch.empty(n_rows, n_blocks * k, dtype=torch.int64, device=scores.device)
+        if k and n_rows:
+            _best_kernel(
+                (n_rows * n_blocks, 1, 1), (scores, columns, best, found), (n_columns, n_blocks, k, row_step), (),
+                (block, ranked), (block // tables.BEST_PER_WARP, 1, None),
+            )  # fmt: skip
+        if n_blocks == 1:
+            return best, found
+        # Of the last block, there may be fewer.
+        n_columns = (n_blocks - 1) * k + min(k, n_columns - (n_blocks - 1) * block)
+        scores, columns, row_step = best, found, n_blocks * k

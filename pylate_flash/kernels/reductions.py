@@ -1,4 +1,4 @@
-"""Reductions of similarities: maxima that propagate NaN, which Triton's own drop, keys, sorts, sums of exponentials."""
+"""Reductions of similarities: maxima that propagate NaN, which Triton's own drop, keys, and sums of exponentials."""
 
 from __future__ import annotations
 
@@ -35,29 +35,6 @@ def keys_of(similarities):
     bits = tl.where(similarities == 0.0, 0.0, similarities).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(similarities != similarities, _HIGHEST_KEY, keys)
-
-
-@triton.jit
-def _bit(position: tl.constexpr, n_bits: tl.constexpr):
-    """One bit of the position of every element of a tensor of shape [2] * n_bits, broadcastable."""
-    return tl.reshape(tl.arange(0, 2), [1] * (n_bits - position - 1) + [2] + [1] * position)
-
-
-@triton.jit
-def sorted_keys(keys, N_BITS: tl.constexpr):
-    """Bitonic sort of 2**N_BITS different integers.
-
-    As `tl.sort`, which compares and selects; a minimum and a maximum take fewer instructions (1024 keys in one warp:
-    123 instead of 168 for each key). The partner of a key is the sum of both less the key, which compiles to nothing.
-    """
-    keys = tl.reshape(keys, [2] * N_BITS)
-    for stage in tl.static_range(1, N_BITS + 1):
-        descending = _bit(stage, N_BITS) if stage < N_BITS else 0
-        for step in tl.static_range(stage):
-            partners = tl.sum(keys, axis=N_BITS - stage + step, keep_dims=True) - keys
-            takes_larger = (descending ^ _bit(stage - 1 - step, N_BITS)) != 0
-            keys = tl.where(takes_larger, tl.maximum(keys, partners), tl.minimum(keys, partners))
-    return tl.reshape(keys, [1 << N_BITS])
 
 
 # From exponents of 2 to natural logarithms, and back.

@@ -21,10 +21,9 @@ from ...problem import Problem
 from .. import plan_backward, tables
 from ..launch import Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import GatherPlan, ListsPlan
-from ..reductions import sorted_keys
 from .common import BackwardTensors, Destination
 from .gather import gather_queries
-from .sorting import list_rows
+from .sorting import list_rows, sorted_keys
 from .sums import Lists, sum_lists
 
 # After all tokens.

@@ -29,9 +29,9 @@ def test_the_best_are_those_of_a_stable_sort(
     scores = VALUES[chosen][:, :columns]
     k = min(k, columns)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "BEST_BITS", 4)
-        patch.setattr(tables, "BEST_LAST_BITS", 5)
-        patch.setattr(tables, "BEST_LEAST_BITS", 3)
+        patch.setattr(tables, "BEST_BLOCK", 16)
+        patch.setattr(tables, "BEST_LEAST_BLOCK", 4)
+        patch.setattr(tables, "BEST_PER_WARP", 4)
         best, found = k_best(scores, k)
     wanted, order = torch.sort(scores, dim=1, descending=True, stable=True)
     torch.testing.assert_close(best, wanted[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
