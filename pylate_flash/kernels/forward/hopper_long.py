@@ -87,7 +87,7 @@ def _halves(sums, config: gl.constexpr):
 @gluon.jit
 def product_of_blocks(operands, slot, phase, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
     """Similarities of a part's rows and the first COLUMNS tokens of the next tile, and the slot after it."""
-    # The elements before those that are summed last.
+    # The elements before those that are summed last, and of a step. With one step, its loop is none, and ptxas spills.
     BEFORE: gl.constexpr = (config.size - 1) // SUMMED_EMBEDDING * SUMMED_EMBEDDING
     STEP: gl.constexpr = min(SUMMED_EMBEDDING, max(BEFORE // 2, 64))
     ROWS: gl.constexpr = config.tile.rows // config.tile.parts
