@@ -125,12 +125,8 @@ HOPPER_BLOCKS_SUMMED = HopperTile(128, 256, 2, 3)
 # Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
 # at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3
 # instead of 19.2 at 200 x 50000, 32 x 64..192; where all have 128 tokens and no tail, 2.64 instead of 2.59.
-HOPPER_TAILS = {
-    HOPPER: (16, 32),
-    HOPPER_NARROW: (16, 32),
-    HOPPER_BLOCKS: (128,),
-    HOPPER_BLOCKS_SUMMED: (128,),
-}
+HOPPER_TAILS = dict.fromkeys((HOPPER, HOPPER_NARROW), (16, 32))
+HOPPER_TAILS |= dict.fromkeys((HOPPER_BLOCKS, HOPPER_BLOCKS_SUMMED), (128,))
 HOPPER_TAIL_SAVES = 1 / 8
 # Of float32, in pairs of float16: tiles, and elements of an embedding at most. Milliseconds by `SINGLE` and by it:
 # 0.0130 and 0.0114 at 1 x 1 (32 x 180), 0.0149 and 0.0134 at 1 x 100; by `STACKED` 0.0230 and 0.0124 at 2 x 50. The
@@ -436,8 +432,7 @@ BEST_PER_WARP = 256
 # The best that it finds, and the scores that they are of, at most. Microseconds by torch's sorts and by it, of the 100
 # best: 90 and 27 of 1 x 5183, 88 and 41 of 1 x 50000, 144 and 95 of 1 x 1000000, 95 and 29 of 32 x 5183, 106 and 55 of
 # 128 x 5183, but 102 and 120 of 32 x 50000, 315 and 354 of 1000 x 5183.
-BEST_MOST = 256
-BEST_SCORES = 1 << 20
+BEST_MOST, BEST_SCORES = 256, 1 << 20
 
 # Of Chamfer distances.
 
