@@ -125,8 +125,8 @@ HOPPER_BLOCKS_SUMMED = HopperTile(128, 256, 2, 3)
 # Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
 # at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3
 # instead of 19.2 at 200 x 50000, 32 x 64..192; where all have 128 tokens and no tail, 2.64 instead of 2.59.
-HOPPER_TAILS = dict.fromkeys((HOPPER, HOPPER_NARROW), (16, 32))
-HOPPER_TAILS |= dict.fromkeys((HOPPER_BLOCKS, HOPPER_BLOCKS_SUMMED), (128,))
+HOPPER_TAILS: dict[HopperTile, tuple[int, ...]] = {HOPPER: (16, 32), HOPPER_NARROW: (16, 32)}
+HOPPER_TAILS |= {HOPPER_BLOCKS: (128,), HOPPER_BLOCKS_SUMMED: (128,)}
 HOPPER_TAIL_SAVES = 1 / 8
 # Of float32, in pairs of float16: tiles, and elements of an embedding at most. Milliseconds by `SINGLE` and by it:
 # 0.0130 and 0.0114 at 1 x 1 (32 x 180), 0.0149 and 0.0134 at 1 x 100; by `STACKED` 0.0230 and 0.0124 at 2 x 50. The
