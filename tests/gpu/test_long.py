@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pylate_flash import explain, maxsim
-from pylate_flash.ops import maxsim_varlen
+from pylate_flash.ops import maxsim_ragged, maxsim_varlen
 from tests.gpu.tools import CAPABILITY, HALF, exact, random_mask, unit
 
 pytestmark = [
@@ -81,6 +81,16 @@ def test_packed(n_queries: int, query_length: int, size: int, normalize: bool) -
     double = queries.double(), documents.double(), of_queries, bounds
     assert_close(found, maxsim_varlen(*double, **options, implementation="blocked"), size)
     assert (found[:, bounds.diff() == 0] == -2.0).all()
+
+
+@pytest.mark.parametrize("size", [392, 2048])
+def test_lists(size: int) -> None:
+    """Documents are read where they lie."""
+    queries = [unit(length, size, dtype=HALF, seed=length) for length in (32, 20, 31, 7)]
+    documents = [unit(length, size, dtype=HALF, seed=100 + length) for length in LENGTHS]
+    found = maxsim_ragged(queries, documents)
+    doubled = [[each.double() for each in some] for some in (queries, documents)]
+    assert_close(found, maxsim_ragged(*doubled, implementation="blocked"), size)
 
 
 @pytest.mark.parametrize("size", [392, 1024, 4096])

@@ -11,7 +11,7 @@ import torch
 from triton.tools.disasm import get_sass
 
 from pylate_flash.kernels import forward
-from pylate_flash.problem import Options, problem_of
+from pylate_flash.problem import DocumentOffsets, Options, problem_of
 from tests.kernels.recorder import compiled
 from tests.kernels.test_compile import inputs
 
@@ -20,20 +20,23 @@ CASES = [*product((1024, 4096), (False, True), (False, True)), (392, True, True)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
-@pytest.mark.parametrize("layout", ["padded", "exclude", "zero", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "exclude", "zero", "packed", "lists"])
 @pytest.mark.parametrize(("size", "normalize", "with_argmax"), CASES)
 def test_products_of_blocks_follow_each_other(
     size: int, layout: str, normalize: bool, with_argmax: bool, capability: int
 ) -> None:
     """Both operands come from shared memory, copied 16 bytes at a time, but scales; a block is four products."""
     masks = None, torch.bool if layout in ("exclude", "zero") else None
-    packed = layout == "packed"
+    packed, offsets = layout in ("packed", "lists"), None
     tensors = inputs((6, 32, size), (400, size) if packed else (4, 300, size), masks=masks)
     if packed:
         tensors = tensors._replace(documents_cu_seqlens=torch.arange(5) * 100)
+    if layout == "lists":
+        offsets = DocumentOffsets(torch.arange(4) * 200 * size // 8, 8, 400)
     options = Options(max_document_length=100, normalize=normalize, masking="zero" if layout == "zero" else "exclude")
     names = "hopper" + " rows" * normalize + " active_tokens" * (masks[1] is not None)
-    call = partial(forward.maxsim_forward, problem_of(tensors, options, with_argmax), tensors)
+    problem, starts = problem_of(tensors, options, with_argmax, offsets), None if offsets is None else offsets.starts
+    call = partial(forward.maxsim_forward, problem, tensors, starts)
     code = compiled(call, names, capability)["hopper"]
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+?)k\S+ \{[^}]*\}, (\S)", code.asm["ptx"])
     # The last product of 300 tokens, or of who knows how many, is of half a tile.

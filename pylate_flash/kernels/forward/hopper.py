@@ -32,7 +32,7 @@ from ..gluon import execute, find_document
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, larger
-from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST, SUMMED_EMBEDDING
+from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
 from .hopper_barriers import address_of, converts, has_lower, stream_memory
 from .hopper_codes import decode_stream, pair_table, staging_bytes
@@ -88,7 +88,7 @@ def _copying_registers(config, bits):
     tile at a time; of a block of query rows and tokens, 24 parts.
     """
     if config.blocks.split:
-        return 64 if config.size > SUMMED_EMBEDDING else 80
+        return 72
     of_64_rows = bits == 8 and config.tile.rows == 64 * config.tile.parts
     if config.affine:
         return 96 if of_64_rows else 80
@@ -425,7 +425,8 @@ def _hopper_kernel(
                 (copy_blocks, (arguments, copied, config, SCALED)),
             ],
             [4, 4],
-            [280 - COPYING, COPYING],
+            # Of 504, as many for either part: with fewer, products of some wait for each other.
+            [(504 - COPYING) // 2, COPYING],
         )
     else:
         gl.warp_specialize(
