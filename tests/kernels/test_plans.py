@@ -254,6 +254,16 @@ def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, cap
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(("n_queries", "kernel"), [(1, "single"), (2, "hopper")])
+def test_float32_that_is_normalised(n_queries: int, kernel: str, capability: int) -> None:
+    """One query takes norms from the tokens that it multiplies: a stream has them read once more."""
+    served = problem((n_queries, 32, 128), (3000, 180, 128), F32)
+    assert forward_plan(served).kernel == "hopper"
+    normalised = served._replace(kind=replaced(served.kind, "normalize", True))
+    assert forward_plan(normalised).kernel == kernel
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(("plan_of", "served", "kernel", "reason"), OTHERS)
 def test_what_other_kernels_serve(
     plan_of: Callable, served: Problem, kernel: str, reason: str, capability: int
