@@ -327,7 +327,8 @@ def _not_in_blocks(problem: Problem) -> str | None:
         return ""
     if not config.copied_by_16_bytes(kind.size, problem.query_strides):
         return "; queries cannot be copied 16 bytes at a time"
-    farthest = tables.HOPPER_BLOCKS.rows * problem.query_strides[0]
+    query, token = problem.query_strides
+    farthest = (tables.HOPPER_BLOCKS.rows // max(1, problem.query_length) + 1) * query + problem.query_length * token
     if not problem.packed:
         farthest = max(farthest, problem.document_length * problem.document_strides[-1])
     return None if farthest <= config.INT32_MAX else "; embeddings lie too far apart to count elements in 32 bits"

@@ -175,6 +175,7 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (forward_plan, problem((4, 150, 64), (4, 20, 180, 64), F32)),
     (forward_plan, problem((2, 1, 392), (40, 7, 392))),
     (forward_plan, problem((1, 1024, 4096), (4, 300, 4096), F16, True)),
+    (forward_plan, problem((1, 9000, 2048), (2, 64, 2048))),
     (forward_plan, far_apart((1 << 21) - 1)),
     (forward_plan, packed(16, 40)),
     (forward_plan, packed(16, 2048, True)),
