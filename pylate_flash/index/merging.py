@@ -17,8 +17,8 @@ _SORTED = 4096
 def k_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The `k` largest scores of every row [N, columns], and their columns (int64), both [N, min(k, columns)].
 
-    The first of equal ones comes first, and NaN before all. On a GPU, a kernel finds few. Others are in the
-    `k` groups of neighbouring columns with the largest maxima (the first of equal ones), so only these are sorted.
+    The first of equal ones comes first, and NaN before all. On a GPU, a kernel finds few of few. Others are in the `k`
+    groups of neighbouring columns with the largest maxima (the first of equal ones), so only these are sorted.
     """
     columns = scores.shape[1]
     few = k <= BEST_MOST and scores.numel() <= BEST_SCORES

@@ -80,7 +80,7 @@ def k_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ranked = tables.power_of_two(max(k, 64))
     while True:
         block = min(tables.BEST_BLOCK, max(tables.BEST_LEAST_BLOCK, tables.power_of_two(n_columns)))
-        n_blocks = -(-n_columns // block)
+        n_blocks = max(1, -(-n_columns // block))
         best = scores.new_empty(n_rows, n_blocks * k)
         found = torch.empty(n_rows, n_blocks * k, dtype=torch.int64, device=scores.device)
         if k and n_rows:

@@ -54,13 +54,7 @@ from .hopper_products import (
     store_sums,
     sums_from,
 )
-from .hopper_reductions import (
-    add_exponentials,
-    differ,
-    log_sums_of_lanes,
-    split_by_lane,
-    with_first_maximum,
-)
+from .hopper_reductions import add_exponentials, differ, log_sums_of_lanes, split_by_lane, with_first_maximum
 from .hopper_stream import add_maxima, copy_stream, score_stream
 from .hopper_walk import walk_memory, walk_stream
 

@@ -5,8 +5,8 @@ its rows over the blocks of a tile, in registers. Tensor cores truncate what the
 (`tables.SUMMED_EMBEDDING`) sums go to others, which are rounded: for the first half of the columns these lie in
 registers too, for the second half, for which there are none, in shared memory.
 
-A wide tile is what counts. For each element of it, 128 x 256 products read 48 KB of 64 elements out of L2, which has
-8 TB/s for all SMs; of 128 x 128, it is half as many again.
+A wide tile is what counts: L2 delivers 8 TB/s to all SMs, and of 64 elements, 128 x 256 products read 48 KB; in tiles
+of 128 x 128, as many products read a third more.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon import copy_to_shared, next_slot
 from ..tables import SUMMED_EMBEDDING as _SUMMED
-from .hopper_parts import (
-    document_base,
-    document_range,
-    scales_tokens,
-    tile_positions,
-    tokens_of,
-    tokens_read,
-)
+from .hopper_parts import document_at, scales_tokens, tile_positions, tokens_of, tokens_read
 from .hopper_products import first_rows, product_layout
 from .hopper_reductions import columns_in_two
 
@@ -150,15 +143,11 @@ def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
     token = gl.minimum(rows % padded_query_length, query_length - 1)
     of_rows = ((query - first_query) * stride_query + token * stride_query_token)[:, None] + dims[None, :]
     queries_ptr += (group * n_queries + first_query).to(gl.int64) * stride_query
+    source = documents_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, stride_group, stride_document, stride_token
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for document in range(first, last):
-        flat_document = group.to(gl.int64) * n_documents + document
-        first_token, length = document_range(
-            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
-        )
-        strides = stride_group, stride_document, stride_token
-        base = document_base(documents_ptr, offsets_ptr, group, document, first_token, strides, config)
+        base, first_token, length = document_at(source, group, document, n_documents, document_length, config)
         for start in range(0, length, COLUMNS):
             tokens = tokens_of(active_ptr, first_token, positions, start, length, config)
             of_tokens = ((tokens - start) * stride_token)[:, None] + dims[None, :]

@@ -164,16 +164,18 @@ def tokens_read(start, left, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, con
 
 
 @gluon.jit
-def document_base(documents_ptr, offsets_ptr, group, document, first_token, strides, config: gl.constexpr):
-    """Where a document begins."""
-    stride_group, stride_document, stride_token = strides
+def document_at(source, group, document, n_documents, document_length, config: gl.constexpr):
+    """The address of a document, and its `document_range`."""
+    documents_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, stride_group, stride_document, stride_token = source
+    flat_document = group.to(gl.int64) * n_documents + document
+    first_token, length = document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config)
     if config.offset_unit > 0:
         base = documents_ptr + gl.load(offsets_ptr + document) * config.offset_unit
     elif config.packed:
         base = documents_ptr + first_token * stride_token
     else:
         base = documents_ptr + group.to(gl.int64) * stride_group + gl.cast(document, gl.int64) * stride_document
-    return base
+    return base, first_token, length
 
 
 @gluon.jit
@@ -321,13 +323,9 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     oldest = gl.to_tensor(0)
     if config.affine:
         documents_ptr = documents_ptr.to(gl.pointer_type(gl.int8), bitcast=True)
+    source = documents_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, stride_group, stride_document, stride_token
     for document in range(first, last):
-        flat_document = group.to(gl.int64) * n_documents + document
-        first_token, length = document_range(
-            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
-        )
-        strides = stride_group, stride_document, stride_token
-        base = document_base(documents_ptr, offsets_ptr, group, document, first_token, strides, config)
+        base, first_token, length = document_at(source, group, document, n_documents, document_length, config)
         if config.starts_early and length <= 0:
             mbarrier.wait(empty.index(slot), phase)
             under_way, oldest = announce(slot, under_way, oldest, shared, config)

@@ -42,3 +42,4 @@ def test_columns_of_any_stride_and_none_at_all() -> None:
     scores = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(k_best(scores.T, 2)[1], torch.sort(scores.T, dim=1, descending=True).indices[:, :2])
     assert [each.shape for each in k_best(scores[:0], 2)] == [(0, 2), (0, 2)]
+    assert [each.shape for each in k_best(scores[:, :0], 0)] == [(7, 0), (7, 0)]
