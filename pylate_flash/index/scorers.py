@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
 from ..kernels.plan import choose
+from ..kernels.tables import RESIDUAL_MANY_ROWS
 from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_residual, maxsim_varlen, quantize
 from ..ops.compute import compute
 from ..ops.quantized import query_precision
@@ -53,8 +54,16 @@ class Scorer(NamedTuple):
 
     def by_kernels(self, device: torch.device) -> bool:
         """Whether kernels score there what is kept, as it is."""
-        plain = self.name in OURS and self.projection is None and not self.layout.nbits
-        return plain and choose("auto", device, self.layout.dtype, self.layout.size) == "triton"
+        layout, plain = self.layout, self.name in OURS and self.projection is None
+        return plain and choose("auto", device, layout.asked if layout.nbits else layout.dtype, layout.size) == "triton"
+
+    def repeats(self, tokens: int) -> bool:
+        """Whether a graph may hold how kernels score one query of so many tokens.
+
+        Codes that are copied first, or decompressed for a long query, take memory that it would keep.
+        """
+        layout = self.layout
+        return not layout.nbits or (layout.size * layout.nbits % 32 == 0 and 2 * tokens <= RESIDUAL_MANY_ROWS)
 
     def prepared(self, rows: Packed) -> Packed:
         """What it takes of rows of the store."""

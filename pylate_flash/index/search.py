@@ -132,7 +132,8 @@ class Search:
             return
         if slots is None:
             k = min(k, documents - len(self.rows.removed))
-            if by_kernels and len(queries) == 1 and (again := self._repeated(queries, k, scorer)) is not None:
+            repeated = by_kernels and len(queries) == 1 and scorer.repeats(len(queries.sequences[0]))
+            if repeated and (again := self._repeated(queries, k, scorer)) is not None:
                 yield self._checked(queries, again, slots)
                 return
         ranges, chunks = self._ranges(queries, k), []
@@ -172,7 +173,7 @@ class Search:
             return _together(scores + _poison(values), places)
 
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        return self._graphs((scorer, k, float32_precision(), cast), query, best)
+        return self._graphs((scorer, k, float32_precision(), cast), query, best, (2, 1, k))
 
     def results(self, found: Hits, queries: Queries, scorer: Scorer, matches: bool = False) -> list[list[SearchResult]]:
         """What was found for these queries, with ids, and if asked for with the tokens that match."""

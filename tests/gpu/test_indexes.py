@@ -110,12 +110,34 @@ def test_a_search_of_one_query_that_is_repeated_equals_the_cpu(tmp_path: Path, d
             index.add_documents(ids[first:last], documents[first:last]).remove_documents([ids[first + 3]])
         for query in queries:
             for k in (10, 100):
-                for found, expected in zip(gpu([query], k)[0], cpu([query], k)[0], strict=True):
+                asked = query.cuda() if k == 100 else query
+                for found, expected in zip(gpu([asked], k)[0], cpu([query], k)[0], strict=True):
                     assert found == expected if dtype != "int8" else found["score"] == pytest.approx(expected["score"])
         assert any(callable(known) for known in gpu._search._graphs._known.values())
     broken = torch.full((32, 64), torch.nan)
     with pytest.raises(ValueError, match=r"queries_embeddings\[0\] holds NaN"):
         gpu([broken])
+
+
+@pytest.mark.parametrize("dtype", ["residual4", "residual2"])
+@pytest.mark.parametrize("size", [64, 40])
+def test_a_search_of_codes_that_is_repeated_finds_the_same(dtype: str, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents, queries = (
+        [torch.nn.functional.normalize(torch.randn(n, size, generator=generator), dim=1) for n in lengths]
+        for lengths in ([30, 7, 0, 41, 12] * 40, [32, 5, 100, 300])
+    )
+    ids = [str(i) for i in range(200)]
+    index = Flat(None, dtype=dtype, device="cuda", show_progress=False)
+    for first, last in ((0, 150), (150, 200)):
+        index.add_documents(ids[first:last], documents[first:last]).remove_documents([ids[first + 3]])
+        for query in queries:
+            for one in (query, query.cuda()):
+                found = [index([one], 30) for _ in range(6)]
+                assert all(again == found[0] for again in found)
+        captured = {key[1][0] for key, known in index._search._graphs._known.items() if callable(known)}
+        # What a graph would keep copies of is computed as ever: codes that are no whole words, and long queries.
+        assert captured == ({32, 5, 100} if size * index._search.layout.nbits % 32 == 0 else set())
 
 
 @pytest.mark.parametrize("subset", [None, [["0", "1"], ["2"]]])
