@@ -227,8 +227,17 @@ def test_an_index_in_memory_is_searched_where_it_is(tmp_path: Path) -> None:
 NAMES = st.text(st.characters(codec=None), max_size=9) | st.text("ab\0", max_size=40) | st.just("\ud800")
 
 
-@given(names=st.lists(NAMES, unique=True, max_size=60), bits=st.sampled_from([1, 3, 64]), data=st.data())
-def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: st.DataObject) -> None:
+def weighted(patch: pytest.MonkeyPatch, zeros: int) -> None:
+    """Have keys so many times of zeros, of which all ids have the same, and then as ever."""
+    weights, left = ids_module._weights, iter(range(zeros))
+    patch.setattr(ids_module, "_weights", lambda count: weights(count) * (next(left, None) is None))
+
+
+@given(
+    names=st.lists(NAMES, unique=True, max_size=60), zeros=st.integers(0, 2), step=st.sampled_from([1, 40, 1 << 22]),
+    data=st.data(),
+)  # fmt: skip
+def test_ids_are_found_whatever_their_keys(names: list[str], zeros: int, step: int, data: st.DataObject) -> None:
     layout = Layout("float32", 1)
     first = data.draw(st.integers(0, len(names)))
 
@@ -237,9 +246,8 @@ def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: 
         return Part.of(layout, numbers, names, lengths, sums=np.zeros(0, "<u8"), memory=torch.zeros(len(names), 1))
 
     with pytest.MonkeyPatch.context() as patch:
-        # Of fewer bits, many have the same.
-        mixed, mask = ids_module._mixed, (1 << (bits - 1)) - 1
-        patch.setattr(ids_module, "_mixed", lambda numbers: mixed(numbers) & mask)
+        patch.setattr(ids_module, "_BYTES", step)
+        weighted(patch, zeros)
         parts = [part(7, names[:first]), part(7 + first, names[first:])]
         for known in (names[:first], names):
             documents = Documents(part for part in parts[: 1 if known is not names else 2] if part.documents)
@@ -251,6 +259,20 @@ def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: 
         lists = [asked[:3], [], asked[3:]]
         found, counts = documents.find(lists)
         assert (found.tolist(), counts.tolist()) == (wanted, [len(own) for own in lists])
+
+
+@pytest.mark.parametrize("known", ["", "a", "a" * 9])
+def test_another_id_with_the_key_of_one_is_none(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weighted(monkeypatch, 1)
+    asked = [known, "", "a", "b", "a" * 9, "a" * 8 + "b", "b" + "a" * 8, "a\0b"]
+    table = ids_module.IdTable(ids_module.Ids.encoded([known]), np.array([0]), torch.device("cpu"))
+    found = table.find(ids_module.Texts.of_lists([asked], torch.device("cpu")))
+    assert found.tolist() == [0 if id_ == known else -1 for id_ in asked]
+
+
+def test_two_documents_with_one_id_are_refused() -> None:
+    with pytest.raises(ValueError, match="damaged: two of its documents have the same id"):
+        ids_module.IdTable(ids_module.Ids.encoded(["a", "b", "a"]), np.arange(3), torch.device("cpu"))
 
 
 def test_what_is_no_id_is_named() -> None:

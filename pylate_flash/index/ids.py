@@ -16,12 +16,9 @@ from .transfer import on_device
 
 __all__ = ["IdTable", "Ids", "Texts", "encoded_id"]
 
-# Bytes of an id that are compared at a time.
-_WORD = 8
-# Of this process, so that nobody can choose ids that have one key.
-_FACTORS = [secrets.randbits(63) | 1 for _ in range(2)]
-# Marks the key of an id that is longer than a key holds: the sign.
-_LONG = -(1 << 63)
+# Bytes whose keys are computed at a time, for which 32 times as many are needed, and how often keys are chosen anew
+# where two ids have the same: of 10 million, once in a thousand times.
+_BYTES, _TRIES = 1 << 22, 4
 
 
 def encoded_id(id_: str) -> bytes:
@@ -34,7 +31,7 @@ def _decoded(text: bytes) -> str:
 
 
 class Ids(NamedTuple):
-    """Ids in UTF-8: the text of all [bytes] (uint8) and a word more, and where each begins and ends in it [N]."""
+    """Ids in UTF-8: the text of all [bytes] (uint8) and a 0, and where each begins and ends in it [N]."""
 
     text: np.ndarray
     begins: np.ndarray
@@ -60,14 +57,14 @@ class Ids(NamedTuple):
         """All of those that `of` has made."""
         if len(several) == 1:
             return several[0]
-        begins = np.cumsum([0, *(len(ids.text) - _WORD for ids in several)])
+        begins = np.cumsum([0, *(len(ids.text) - 1 for ids in several)])
         ends = [begin + ids.ends for begin, ids in zip(begins.tolist(), several, strict=False)]
         return cls.of(b"".join(ids.content for ids in several), np.concatenate([begins[:0], *ends]))
 
     @property
     def content(self) -> bytes:
         """Their text alone."""
-        return self.text[:-_WORD].tobytes()
+        return self.text[:-1].tobytes()
 
     def some(self, which: np.ndarray | slice) -> Ids:
         """Some of them."""
@@ -88,62 +85,67 @@ class Ids(NamedTuple):
 
 
 def _padded(text: bytes) -> np.ndarray:
-    """The bytes and a word of zeros."""
-    padded = np.zeros(len(text) + _WORD, np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    """The bytes and a 0."""
+    padded = np.empty(len(text) + 1, np.uint8)
+    padded[:-1] = np.frombuffer(text, np.uint8)
+    padded[-1] = 0
     return padded
 
 
 class IdTable:
     """Which of `ids`, of those at some places, which are distinct, others are: looked up on a device.
 
-    There it keeps the key of each, in order, and its place, 12 bytes, and the text of all.
+    There it keeps the key of each, in order, and its place, 12 bytes, and the text of all. Nothing that it does depends
+    on what is looked up, so a GPU is not waited for.
     """
 
     def __init__(self, ids: Ids, places: np.ndarray, device: torch.device) -> None:
         self._texts = Texts.of(ids, device)
         chosen = on_device(places, device)
-        self._keys, order = self._texts.keys()[chosen].sort()
+        longest, step = int((ids.ends - ids.begins).max(initial=0)), max(1, _BYTES * len(ids.begins) // len(ids.text))
+        for _ in range(_TRIES):
+            self._weights = on_device(_weights(1 + longest), device)
+            some = [self._texts.some(ids, first, first + step) for first in range(0, len(ids.begins), step)]
+            keys = torch.cat([texts.keys(self._weights) for texts in some]) if some else chosen
+            self._keys, order = keys[chosen].sort()
+            if not (self._keys[1:] == self._keys[:-1]).any():
+                break
+        else:
+            raise ValueError("the index is damaged: two of its documents have the same id")
         self._places = chosen[order].int()
 
     def find(self, texts: Texts) -> Tensor:
         """At which place each is, -1 if at none. Shape: [N], int32."""
-        keys = texts.keys()
-        rows = torch.searchsorted(self._keys, keys)
-        found = self._places_at(rows, keys)
-        if texts.longest < _WORD:
-            return found
-        # A key of a long id may be that of others too, which stand next to each other.
-        left = ((keys < 0) & (found >= 0)).nonzero()[:, 0]
-        while len(left):
-            left = left[~self._texts.equal(found[left], texts, left)]
-            rows[left] += 1
-            found[left] = self._places_at(rows[left], keys[left])
-            left = left[found[left] >= 0]
-        return found
+        known, device = self._texts, texts.text.device
+        if not len(self._keys) or not len(texts.begins):
+            return torch.full((len(texts.begins),), -1, dtype=torch.int32, device=device)
+        keys = texts.keys(self._weights)
+        rows = torch.searchsorted(self._keys, keys).clamp_(max=len(self._keys) - 1)
+        places = self._places[rows]
+        alike = (self._keys[rows] == keys) & (known.lengths[places] == texts.lengths)
+        # Another text may have the same key.
+        shifts = texts.of_bytes(known.begins[places] - texts.begins)
+        others = (torch.arange(len(shifts), device=device) + shifts).clamp_(max=len(known.text) - 1)
+        differing = texts.sums(texts.text != known.text.index_select(0, others))
+        return places.masked_fill(~alike | (differing != 0), -1)
 
-    def _places_at(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """The places in some rows of the table, -1 where it has another key than these."""
-        if not len(self._keys):
-            return torch.full_like(rows, -1, dtype=torch.int32)
-        there = rows.clamp(max=len(self._keys) - 1)
-        return self._places[there].masked_fill((self._keys[there] != keys) | (there != rows), -1)
+
+def _weights(count: int) -> np.ndarray:
+    """Random ones, int64: nobody can choose ids that have one key."""
+    return np.frombuffer(bytearray(secrets.token_bytes(8 * count)), np.int64)
 
 
 class Texts(NamedTuple):
-    """Ids on a device: their text, where each begins in it, its bytes [N], and those of the longest."""
+    """Ids on a device, one after the other: their text, and a 0, where each begins in it, and its bytes [N]."""
 
     text: Tensor
     begins: Tensor
     lengths: Tensor
-    longest: int
 
     @classmethod
     def of(cls, ids: Ids, device: torch.device) -> Texts:
         """Those of ids on the host."""
-        lengths = ids.ends - ids.begins
-        text, begins, on_it = (on_device(values, device) for values in (ids.text, ids.begins, lengths))
-        return cls(text, begins, on_it, int(lengths.max(initial=0)))
+        return cls(*(on_device(values, device) for values in (ids.text, ids.begins, ids.ends - ids.begins)))
 
     @classmethod
     def of_lists(cls, lists: Sequence[Sequence[str]], device: torch.device, first: int = 0) -> Texts:
@@ -160,54 +162,35 @@ class Texts(NamedTuple):
             kind = type(id_).__name__
             raise TypeError(f"subset[{first + i}][{j}] must be a string, got {id_!r:.100} of type {kind}") from None
         text = on_device(_padded(joined), device)
-        zeros = (text[:-_WORD] == 0).nonzero()[:, 0]
-        if len(zeros) + 1 != sum(map(len, lists)):
+        # The last of them ends the last id.
+        ends = (text == 0).nonzero()[:, 0]
+        if len(ends) != sum(map(len, lists)):
             # There are none, or some hold what is between them here.
             return cls.of(Ids.encoded(id_ for ids in lists for id_ in ids), device)
-        begins = F.pad(zeros + 1, (1, 0))
-        lengths = F.pad(zeros, (0, 1), value=len(joined)) - begins
-        return cls(text, begins, lengths, int(lengths.max()))
+        begins = F.pad(ends[:-1] + 1, (1, 0))
+        return cls(text, begins, ends - begins)
 
-    def words(self, begins: Tensor) -> Tensor:
-        """The 8 bytes from each of these places on, as a number. Shape: [N], int64."""
-        return self.text[begins.unsqueeze(1) + torch.arange(_WORD, device=begins.device)].view(torch.int64)[:, 0]
+    def some(self, ids: Ids, first: int, last: int) -> Texts:
+        """Those from one to another; `ids` are the same on the host."""
+        begin, end = int(ids.begins[first]), int(ids.ends[:last][-1])
+        return Texts(self.text[begin : end + 1], self.begins[first:last] - begin, self.lengths[first:last])
 
-    def keys(self) -> Tensor:
-        """A number for each: of equal ones the same, of others another, if they have at most 7 bytes. Shape: [N].
+    def of_bytes(self, values: Tensor) -> Tensor:
+        """For each byte of the text the value of its id, of these [N]; between two ids, that of the first."""
+        spans = F.pad(self.begins, (0, 1), value=len(self.text)).diff()
+        return values.repeat_interleave(spans, output_size=len(self.text))
 
-        Those of longer ones are negative.
+    def sums(self, of_bytes: Tensor) -> Tensor:
+        """What the bytes of each id sum up to. Shape: [N], int64."""
+        sums = self.begins.new_zeros(len(of_bytes) + 1)
+        torch.cumsum(of_bytes, 0, out=sums[1:])
+        return sums[self.begins + self.lengths] - sums[self.begins]
+
+    def keys(self, weights: Tensor) -> Tensor:
+        """A number for each, by the weight of its length and then of each byte, the last one for those behind too.
+
+        Two that are no longer have the same once in 2**56 times. Shape: [N], int64.
         """
-        masks = (1 << 8 * self.lengths.clamp(max=_WORD - 1)) - 1
-        keys = self.words(self.begins) & masks | self.lengths << 56
-        if self.longest >= _WORD:
-            long = (self.lengths >= _WORD).nonzero()[:, 0]
-            mixed = self.lengths[long]
-            for left, words in self._words_of(long):
-                mixed[left] = _mixed(mixed[left] ^ words)
-            keys[long] = mixed | _LONG
-        return keys
-
-    def equal(self, which: Tensor, others: Texts, of_others: Tensor) -> Tensor:
-        """Whether some, of at least 8 bytes, are the same as some others. Shape: [n], bool."""
-        equal = self.lengths[which] == others.lengths[of_others]
-        same = equal.nonzero()[:, 0]
-        both = zip(self._words_of(which[same]), others._words_of(of_others[same]), strict=True)
-        for (left, words), (_, words_of_others) in both:
-            equal[same[left]] &= words == words_of_others
-        return equal
-
-    def _words_of(self, which: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The words of some ids of at least 8 bytes, one after the other: of which of these, and the word of each.
-
-        The last one ends where the id does.
-        """
-        begins, lengths = self.begins[which], self.lengths[which]
-        for start in range(0, int(lengths.max()) if len(which) else 0, _WORD):
-            left = (lengths > start).nonzero()[:, 0]
-            yield left, self.words(begins[left] + (lengths[left] - _WORD).clamp(max=start))
-
-
-def _mixed(numbers: Tensor) -> Tensor:
-    """Other numbers, of which all bits depend on all of these."""
-    numbers = (numbers ^ (numbers >> 32 & 0xFFFFFFFF)) * _FACTORS[0]
-    return (numbers ^ (numbers >> 29 & 0x7FFFFFFFF)) * _FACTORS[1]
+        places = torch.arange(1, len(self.text) + 1, device=weights.device) - self.of_bytes(self.begins)
+        products = weights.index_select(0, places.clamp_(max=len(weights) - 1)) * self.text
+        return self.sums(products) + weights[0] * self.lengths

@@ -255,13 +255,13 @@ class Search:
                     there &= allowed[found]
                 # A GPU sorts numbers of half the bits in half the launches.
                 dtype = torch.int32 if len(counts) < 1 << (31 - bits) else torch.int64
-                owners = torch.arange(len(counts) + 1, dtype=dtype, device=device) << bits
-                keys = owners[:-1].repeat_interleave(on_device(counts, device), output_size=len(found)) | slots
-                # What is not there becomes the last one.
-                keys = keys.masked_fill(~there, len(counts) << bits).unique()
-                edges = torch.searchsorted(keys, owners).cpu().numpy()
-                slots = keys[: edges[-1]] & ((1 << bits) - 1)
-                yield slots.cpu().numpy().astype(np.int64), np.diff(edges)
+                owners = torch.arange(len(counts), dtype=dtype, device=device) << bits
+                keys = owners.repeat_interleave(on_device(counts, device), output_size=len(found)) | slots
+                # What is not there becomes the last one. The rest is the host's, which waits for a GPU but once.
+                ordered = keys.masked_fill(~there, len(counts) << bits).sort().values.cpu().numpy()
+                ordered = ordered[np.diff(ordered, prepend=-1) != 0]
+                edges = np.searchsorted(ordered, np.arange(len(counts) + 1, dtype=ordered.dtype) << bits)
+                yield (ordered[: edges[-1]] & ((1 << bits) - 1)).astype(np.int64), np.diff(edges)
 
         return self._among_slots(queries, k, scorer, owned(), show_progress, in_place)
 
