@@ -28,20 +28,22 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def executed(node: ast.AST, in_functions: bool) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported, and with `in_functions` later; what only types need never does."""
+def executed(node: ast.AST, in_functions: bool, for_types: bool) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported, with `in_functions` later, and with `for_types` never."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            continue
-        if in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            wanted = for_types
+        else:
+            wanted = in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if wanted:
             yield child
-            yield from executed(child, in_functions)
+            yield from executed(child, in_functions, for_types)
 
 
-def imported(path: Path, in_functions: bool = True) -> set[str]:
+def imported(path: Path, in_functions: bool = True, for_types: bool = False) -> set[str]:
     """The modules of this package that a file imports, by their dotted names within it."""
     found, parents = set(), path.relative_to(PACKAGE).parent.parts
-    for node in executed(ast.parse(path.read_text(encoding="utf-8")), in_functions):
+    for node in executed(ast.parse(path.read_text(encoding="utf-8")), in_functions, for_types):
         names = []
         if isinstance(node, ast.ImportFrom) and node.level:
             base = ".".join((*parents[: len(parents) - node.level + 1], *filter(None, [node.module])))
@@ -79,9 +81,9 @@ def test_the_top_floor_holds_what_users_import_and_what_a_call_is_made_of() -> N
     assert {path.stem for path in PACKAGE.glob("*.py")} == PUBLIC | behind
 
 
-@pytest.mark.parametrize("in_functions", [False, True], ids=["of modules", "of functions too"])
-def test_imports_make_no_circle(in_functions: bool) -> None:
-    graph = {name: imported(path, in_functions) for name, path in MODULES.items()}
+@pytest.mark.parametrize("later", [False, True], ids=["of modules", "of functions and for types too"])
+def test_imports_make_no_circle(later: bool) -> None:
+    graph = {name: imported(path, later, later) for name, path in MODULES.items()}
     assert {"training.contrast", "encoding.projection", "scores"} <= graph["losses"] | graph["hosts.pylate.loss_inputs"]
     try:
         TopologicalSorter(graph).prepare()

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from .._extras import check_installed
-from ..demo.job import METRICS, versions
+from ..demo.job import METRICS
 from ..encoding.texts import encode
 from . import options
-from .against import (
-    Compared,
-    Run,
-    check_run_ids,
-    check_systems,
-    compare_systems,
-    comparison_table,
-    plain_table,
-    run_text,
-    show_table,
-)
+from .against import Run, check_run_ids, check_systems, compare_systems
 from .collections import Collection, load_collections
-from .common import UserError, check_device, explained, loading, note, notes, say
+from .common import UserError, check_device, explained, loading, note, notes
+from .evaluated import Evaluated, show, size_of, write
 from .files import check_new_file, write_file
-from .indexing import INDEX_ERRORS, check_new_index, check_place, counted, holds_index, record_corpus
+from .indexing import INDEX_ERRORS, check_new_index, check_place, holds_index, record_corpus
 from .models import (
     check_encoding_host,
     check_model_name,
@@ -48,47 +35,11 @@ from .models import (
 )
 
 if TYPE_CHECKING:
-    from ..beir import RetrievalEvaluation
-    from ..data.agreement import Agreement
     from ..indexes import Flat
     from .models import Model
 
 # What stands in the name of a model for the seed that it was trained with.
 _SEED = "{seed}"
-
-
-@dataclass
-class Evaluated:
-    """A collection, and what a model, of a seed or of none, found there; `theirs` by the torch scorer."""
-
-    collection: Collection
-    model: str
-    seed: int | None
-    result: RetrievalEvaluation
-    timings: dict[str, float]
-    theirs: RetrievalEvaluation | None = None
-    agreement: Agreement | None = None
-    library: str = ""
-    compared: Sequence[Compared] = ()
-
-    @property
-    def seconds(self) -> tuple[float, float, float]:
-        """Seconds of encoding and of searching, and queries a second."""
-        encoding, searching = self.timings["encode_queries"] + self.timings["encode_documents"], self.timings["search"]
-        return encoding, searching, len(self.collection.qrels) / searching
-
-    def record(self, split: str) -> dict[str, Any]:
-        """As JSON values."""
-        about: dict[str, Any] = {"data": self.collection.data, "split": split, "model": self.model}
-        about |= {} if self.seed is None else {"seed": self.seed}
-        about |= {"documents": len(self.collection.documents), "queries": len(self.collection.qrels)}
-        about |= {"scorer": self.result.scorer, **self.result.metrics, "timings": self.timings}
-        if self.theirs and self.agreement:
-            about["torch"] = self.theirs.metrics
-            about["agreement"] = {"holds": self.agreement.holds, "text": str(self.agreement)}
-        if self.compared:
-            about["against"] = [row.record() for row in self.compared]
-        return about
 
 
 def evaluate(
@@ -209,23 +160,18 @@ def evaluate(
                 # Loading takes long enough for somebody else to have built one there.
                 _check_index(index, overwrite)
             if len(collections) > 1:
-                note(f"{collection.name}: {_size(collection)}")
+                note(f"{collection.name}: {size_of(collection)}")
             evaluated.append(
                 _evaluate(collection, loaded, name, seed, index, chosen, batch_size, compare_torch, systems)
             )
-    _print(evaluated, split)
-    _write(evaluated, split, run, per_query, json_file)
+    show(evaluated, split)
+    write(evaluated, split, run, per_query, json_file)
     if picture is not None:
         from .pictures import draw
 
         write_file(picture, draw(evaluated, picture.suffix[1:]), "--picture")
     if not all(one.agreement.holds for one in evaluated if one.agreement):
         raise typer.Exit(1)
-
-
-def _size(collection: Collection) -> str:
-    judged = len(collection.qrels)
-    return f"{counted(len(collection.documents), 'document')}, {judged:,} {'query' if judged == 1 else 'queries'}"
 
 
 def _seeds(repeat: str | None, model: str) -> list[int | None]:
@@ -301,81 +247,6 @@ def _evaluate(
         if systems:
             found.compared = compare_systems(systems, flat, collection, embeddings, result.timings["index"])
     return found
-
-
-def _print(evaluated: list[Evaluated], split: str) -> None:
-    """The table of all, what it took, and the comparisons."""
-    several = len({one.collection.name for one in evaluated}) > 1
-    first = evaluated[0]
-    size = f"{_size(first.collection)} ({split})"
-    # Of 80 columns, so much is left for the names.
-    labels = ["encode s", "search s", "queries/s", *(name.replace("recall", "R") for name in METRICS.values())]
-    title = f"{len(evaluated)} evaluations ({split})" if several else size
-    table = plain_table(labels, title)
-    rows: dict[str, list[Evaluated]] = {}
-    for one in evaluated:
-        rows.setdefault(one.collection.name if several else one.result.scorer, []).append(one)
-    for name, ones in rows.items():
-        times = [f"{mean(values):.1f}" for values in zip(*(one.seconds for one in ones), strict=True)]
-        _add_rows(table, [name, *times], [one.result.metrics for one in ones])
-        theirs = [one.theirs.metrics for one in ones if one.theirs]
-        if theirs:
-            searching = mean(one.timings["search_by_torch"] for one in ones)
-            rate = len(ones[0].collection.qrels) / searching
-            _add_rows(table, ["torch", "", f"{searching:.1f}", f"{rate:.1f}"], theirs)
-    if several:
-        seeds = dict.fromkeys(one.seed for one in evaluated)
-        means = [_mean([one.result.metrics for one in evaluated if one.seed == seed]) for seed in seeds]
-        table.add_section()
-        _add_rows(table, ["mean", "", "", ""], means)
-    show_table(table)
-    for one in evaluated:
-        title = one.collection.name if one.seed is None else f"{one.collection.name}, seed {one.seed}"
-        if one.compared:
-            show_table(comparison_table(one.compared, f"{title}: against exact search"))
-        if one.agreement:
-            agree = "agree" if one.agreement.holds else "disagree"
-            scorers = f"{one.result.scorer} and torch of {one.library}"
-            say(f"{f'{title}: the' if several else 'The'} two scorers, {scorers}, {agree}: {one.agreement}.")
-    if len(evaluated) == 1:
-        say(", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in first.timings.items()))
-
-
-def _write(
-    evaluated: list[Evaluated], split: str, run: Path | None, per_query: Path | None, json_file: Path | None
-) -> None:
-    def named(one: Evaluated) -> str:
-        return one.collection.name if one.seed is None else f"{one.collection.name}-{one.seed}"
-
-    if run is not None:
-        for one in evaluated:
-            place = run if len(evaluated) == 1 else run.with_name(f"{run.stem}-{named(one)}{run.suffix}")
-            write_file(place, run_text(one.result.run), "--run")
-    if per_query is not None:
-        lines = ["\t".join(["collection", "query", *METRICS])]
-        for one in evaluated:
-            values = one.result.per_query
-            lines += [
-                "\t".join([named(one), query_id, *(f"{values[metric][query_id]:.6f}" for metric in METRICS)])
-                for query_id in one.collection.qrels
-            ]
-        write_file(per_query, "\n".join(lines) + "\n", "--per-query")
-    if json_file is not None:
-        records = [one.record(split) for one in evaluated]
-        record = records[0] if len(records) == 1 else {"collections": records, "mean": _mean(records)}
-        write_file(json_file, json.dumps({**record, "versions": versions()}, indent=2) + "\n", "--json")
-
-
-def _mean(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return {name: mean(values[name] for values in metrics) for name in METRICS}
-
-
-def _add_rows(table: Table, row: list[str], metrics: Sequence[dict[str, float]]) -> None:
-    """Add a row of metrics: of several their means, and below these their standard deviations."""
-    columns = [[values[name] for values in metrics] for name in METRICS]
-    table.add_row(*row, *(f"{mean(own):.4f}" for own in columns))
-    if len(metrics) > 1:
-        table.add_row(f"± {len(metrics)} seeds", "", "", "", *(f"{stdev(own):.4f}" for own in columns))
 
 
 @contextmanager

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..demo.picture import INK, METRICS, plain
-
-if TYPE_CHECKING:
-    from .evaluate import Evaluated
+from .evaluated import Evaluated
 
 _COLOURS = ("#2563eb", "#7c3aed", "#0891b2", "#f59e0b")
 

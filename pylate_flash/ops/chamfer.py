@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS, choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype, problem_of
-from .chamfer_blocks import gradients_in_blocks, nearest_in_blocks
+from .chamfer_blocks import Sets, gradients_in_blocks, nearest_in_blocks
 from .checks import (
     check_boundaries,
     check_choice,
@@ -36,19 +36,6 @@ from .operator import Operation
 from .packing import longest
 
 METRICS = ("sqeuclidean", "inner_product")
-# What there is of x, and of y.
-Pair = tuple[Tensor, Tensor]
-
-
-class Sets(NamedTuple):
-    """The tensors of a call: sets [N, Lx, d] and [N, Ly, d] with masks, or packed [Tx, d] and [Ty, d]."""
-
-    x: Tensor
-    y: Tensor
-    x_mask: Tensor | None = None
-    y_mask: Tensor | None = None
-    x_cu_seqlens: Tensor | None = None
-    y_cu_seqlens: Tensor | None = None
 
 
 class ChamferOptions(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,19 @@ from .packing import host_bounds
 from .products import block_budget
 from .tiles import padded_tokens, runs
 
-if TYPE_CHECKING:
-    from .chamfer import Pair, Sets
+# What there is of x, and of y.
+Pair = tuple[Tensor, Tensor]
+
+
+class Sets(NamedTuple):
+    """The tensors of a call: sets [N, Lx, d] and [N, Ly, d] with masks, or packed [Tx, d] and [Ty, d]."""
+
+    x: Tensor
+    y: Tensor
+    x_mask: Tensor | None = None
+    y_mask: Tensor | None = None
+    x_cu_seqlens: Tensor | None = None
+    y_cu_seqlens: Tensor | None = None
 
 
 class _Side(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,12 +35,10 @@ from ..kernels.xtr import SearchTensors, retrieve
 from ..kernels.xtr_scores import score_retrieved
 from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
 from .call_parts import active_counts, checked_masks, chunk_of, in_chunks, with_empty_score
+from .chamfer_blocks import Pair, Sets
 from .checks import checked_problem
 from .loss_call import LossResult
 from .packing import host_bounds
-
-if TYPE_CHECKING:
-    from .chamfer import Pair, Sets
 
 __all__ = [
     "cast_both", "chamfer_gradients", "chamfer_nearest", "for_kernels", "gradients", "look", "loss", "maxsim_forward",
