@@ -212,7 +212,7 @@ def _evaluate(
 ) -> Evaluated:
     """Encode a collection, and search it by all that is asked for."""
     from .. import beir
-    from ..data.agreement import compare
+    from ..demo.agreement import compare
     from ..index.catalog import ConcurrentWriteError
 
     with (

@@ -20,7 +20,7 @@ from .indexing import counted
 
 if TYPE_CHECKING:
     from ..beir import RetrievalEvaluation
-    from ..data.agreement import Agreement
+    from ..demo.agreement import Agreement
 
 __all__ = ["Evaluated", "show", "size_of", "write"]
 

@@ -2,6 +2,7 @@
 
 - `corpus`: the text. Pure Python; it works without any of the packages below.
 - `job`: the run itself, and the pieces of it that the examples use.
+- `agreement`: whether two scorers give the same ranking.
 - `picture`: `demo.png`.
 """
 

@@ -307,8 +307,8 @@ def versions() -> dict[str, str]:
 def _evaluate(colbert: Any, output: Path, console: Console) -> tuple[dict[str, dict[str, float]], Any]:
     """Index the written collection and search it with both scorers: metrics by scorer, and how the two agree."""
     from .. import beir, indexes
-    from ..data.agreement import compare
     from ..encoding.texts import encode
+    from .agreement import compare
 
     documents, queries, qrels = beir.load_beir_folder(output / "data")
     index = indexes.Flat(output, "index", override=True, device=str(colbert.device), show_progress=False)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pylate_flash.data.agreement import compare
+from pylate_flash.demo.agreement import compare
 from pylate_flash.evaluation import RetrievalEvaluation
 
 
