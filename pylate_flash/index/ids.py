@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ from .transfer import on_device
 
 __all__ = ["IdTable", "Ids", "Texts", "encoded_id"]
 
-# Bytes whose keys are computed at a time, for which 32 times as many are needed, and how often keys are chosen anew
-# where two ids have the same: of 10 million, once in a thousand times.
+# Bytes that are looked at together, for which some 40 times as many are needed, and how often keys are chosen, as long
+# as two ids have the same: of 10 million, once in a thousand times.
 _BYTES, _TRIES = 1 << 22, 4
 
 
@@ -95,18 +95,16 @@ def _padded(text: bytes) -> np.ndarray:
 class IdTable:
     """Which of `ids`, of those at some places, which are distinct, others are: looked up on a device.
 
-    There it keeps the key of each, in order, and its place, 12 bytes, and the text of all. Nothing that it does depends
-    on what is looked up, so a GPU is not waited for.
+    There it keeps the key of each, in order, and its place, 12 bytes, and the text of all. To look up as many as are
+    looked at together, the host need not wait for a GPU.
     """
 
     def __init__(self, ids: Ids, places: np.ndarray, device: torch.device) -> None:
         self._texts = Texts.of(ids, device)
-        chosen = on_device(places, device)
-        longest, step = int((ids.ends - ids.begins).max(initial=0)), max(1, _BYTES * len(ids.begins) // len(ids.text))
+        chosen, longest = on_device(places, device), int((ids.ends - ids.begins).max(initial=0))
         for _ in range(_TRIES):
             self._weights = on_device(_weights(1 + longest), device)
-            some = [self._texts.some(ids, first, first + step) for first in range(0, len(ids.begins), step)]
-            keys = torch.cat([texts.keys(self._weights) for texts in some]) if some else chosen
+            keys = torch.cat([chosen[:0], *(some.keys(self._weights) for some in self._texts.parts())])
             self._keys, order = keys[chosen].sort()
             if not (self._keys[1:] == self._keys[:-1]).any():
                 break
@@ -116,16 +114,18 @@ class IdTable:
 
     def find(self, texts: Texts) -> Tensor:
         """At which place each is, -1 if at none. Shape: [N], int32."""
-        known, device = self._texts, texts.text.device
-        if not len(self._keys) or not len(texts.begins):
-            return torch.full((len(texts.begins),), -1, dtype=torch.int32, device=device)
-        keys = texts.keys(self._weights)
+        if not len(self._keys):
+            return torch.full_like(texts.begins, -1, dtype=torch.int32)
+        return torch.cat([self._places[:0], *map(self._find, texts.parts())])
+
+    def _find(self, texts: Texts) -> Tensor:
+        known, keys = self._texts, texts.keys(self._weights)
         rows = torch.searchsorted(self._keys, keys).clamp_(max=len(self._keys) - 1)
         places = self._places[rows]
         alike = (self._keys[rows] == keys) & (known.lengths[places] == texts.lengths)
         # Another text may have the same key.
         shifts = texts.of_bytes(known.begins[places] - texts.begins)
-        others = (torch.arange(len(shifts), device=device) + shifts).clamp_(max=len(known.text) - 1)
+        others = (torch.arange(len(shifts), device=shifts.device) + shifts).clamp_(max=len(known.text) - 1)
         differing = texts.sums(texts.text != known.text.index_select(0, others))
         return places.masked_fill(~alike | (differing != 0), -1)
 
@@ -136,7 +136,7 @@ def _weights(count: int) -> np.ndarray:
 
 
 class Texts(NamedTuple):
-    """Ids on a device, one after the other: their text, and a 0, where each begins in it, and its bytes [N]."""
+    """Ids on a device, one after the other: their text, where each begins in it, and its bytes [N]."""
 
     text: Tensor
     begins: Tensor
@@ -170,10 +170,17 @@ class Texts(NamedTuple):
         begins = F.pad(ends[:-1] + 1, (1, 0))
         return cls(text, begins, ends - begins)
 
-    def some(self, ids: Ids, first: int, last: int) -> Texts:
-        """Those from one to another; `ids` are the same on the host."""
-        begin, end = int(ids.begins[first]), int(ids.ends[:last][-1])
-        return Texts(self.text[begin : end + 1], self.begins[first:last] - begin, self.lengths[first:last])
+    def parts(self) -> list[Texts]:
+        """Some after the others, of which none has many more bytes than are looked at together, if ids are alike."""
+        count = len(self.begins)
+        step = max(1, _BYTES * count // len(self.text))
+        if 0 < count <= step:
+            return [self]
+        edges = [*self.begins[::step].tolist(), len(self.text)]
+        return [
+            Texts(self.text[begin:end], self.begins[i : i + step] - begin, self.lengths[i : i + step])
+            for i, (begin, end) in zip(range(0, count, step), pairwise(edges), strict=True)
+        ]
 
     def of_bytes(self, values: Tensor) -> Tensor:
         """For each byte of the text the value of its id, of these [N]; between two ids, that of the first."""
