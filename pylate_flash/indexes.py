@@ -435,8 +435,10 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
                 scorer = search.scorer(self.scorer)
                 found = search.again(queries, k, scorer, found)
             for some in found:
-                asking = queries[len(results) : len(results) + len(some.scores)]
-                results += search.results(some, asking, scorer, matches)
+                made = search.results(some)
+                if matches:
+                    search.add_matches(made, some, queries[len(results) : len(results) + len(made)], scorer)
+                results += made
         return results
 
     # PyLate's name.

@@ -175,17 +175,32 @@ class Search:
         cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         return self._graphs((scorer, k, float32_precision(), cast), query, best, (2, 1, k))
 
-    def results(self, found: Hits, queries: Queries, scorer: Scorer, matches: bool = False) -> list[list[SearchResult]]:
-        """What was found for these queries, with ids, and if asked for with the tokens that match."""
+    def results(self, found: Hits) -> list[list[SearchResult]]:
+        """What was found, with ids."""
         scores, slots, counts = found
         there = np.arange(slots.shape[1]) < counts[:, None]
         names, values = self.store.ids_at(slots[there]), scores[there].tolist()
         hits: list[SearchResult] = [{"id": name, "score": value} for name, value in zip(names, values, strict=True)]
-        results = [hits[first:last] for first, last in pairwise([0, *counts.cumsum().tolist()])]
-        if matches:
-            queries = replace(queries, device=self.device, dtype=self.layout.asked)
-            self._add_matches(scorer, queries, found, results)
-        return results
+        return [hits[first:last] for first, last in pairwise([0, *counts.cumsum().tolist()])]
+
+    def add_matches(self, results: list[list[SearchResult]], found: Hits, queries: Queries, scorer: Scorer) -> None:
+        """Put into the results of what was found for these queries which tokens match."""
+        queries = replace(queries, device=self.device, dtype=self.layout.asked)
+        hits = [hit for own in results for hit in own]
+        owners = np.repeat(np.arange(len(queries)), [len(own) for own in results])
+        slots = np.concatenate([own[: len(of)] for own, of in zip(found.slots, results, strict=True)]) - self._first
+        here = np.flatnonzero((slots >= 0) & (slots < self.rows.documents))
+        lengths = self.rows.bounds[slots[here] + 1] - self.rows.bounds[slots[here]]
+        own = iter(zip(here.tolist(), owners[here].tolist(), lengths.tolist(), strict=True))
+        known: dict[int, list[tuple[int, float]]] = {}
+        for block in self._owned(queries, slots[here], np.bincount(owners[here], minlength=len(queries)), False):
+            tokens, similarities = (values.tolist() for values in scorer.matched_tokens(*block))
+            for of_tokens, of_similarities, (hit, query, length) in zip(tokens, similarities, own, strict=False):
+                size = int(queries.lengths[query]) if length else 0
+                known[hit] = list(zip(of_tokens[:size], of_similarities, strict=False))
+        for some in [known] if self.ranks is None else self.ranks.gather(known):
+            for hit, matched in some.items():
+                hits[hit]["matches"] = matched
 
     def _checked(
         self, queries: Queries, found: Tensor, slots: np.ndarray | None, counts: np.ndarray | None = None
@@ -331,24 +346,6 @@ class Search:
             # On the host, where the operation plans its launch.
             bounds = (edges[low : high + 1].clip(block.first, last) - block.first).astype(np.int32)
             yield queries[low:high].packed(), block.documents, torch.from_numpy(bounds)
-
-    def _add_matches(self, scorer: Scorer, queries: Queries, found: Hits, results: list[list[SearchResult]]) -> None:
-        """Put into the results which tokens match."""
-        hits = [hit for own in results for hit in own]
-        owners = np.repeat(np.arange(len(queries)), [len(own) for own in results])
-        slots = np.concatenate([own[: len(of)] for own, of in zip(found.slots, results, strict=True)]) - self._first
-        here = np.flatnonzero((slots >= 0) & (slots < self.rows.documents))
-        lengths = self.rows.bounds[slots[here] + 1] - self.rows.bounds[slots[here]]
-        own = iter(zip(here.tolist(), owners[here].tolist(), lengths.tolist(), strict=True))
-        known: dict[int, list[tuple[int, float]]] = {}
-        for block in self._owned(queries, slots[here], np.bincount(owners[here], minlength=len(queries)), False):
-            tokens, similarities = (values.tolist() for values in scorer.matched_tokens(*block))
-            for of_tokens, of_similarities, (hit, query, length) in zip(tokens, similarities, own, strict=False):
-                size = int(queries.lengths[query]) if length else 0
-                known[hit] = list(zip(of_tokens[:size], of_similarities, strict=False))
-        for some in [known] if self.ranks is None else self.ranks.gather(known):
-            for hit, matched in some.items():
-                hits[hit]["matches"] = matched
 
     def _some(self, slots: np.ndarray, documents: int, show_progress: bool, in_place: bool) -> Iterator[Block]:
         """The documents at some slots, at most so many at a time, gathered or `in_place`."""
