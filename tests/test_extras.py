@@ -20,7 +20,7 @@ PYLATE = "evaluation", "losses", "models", "rank", "retrieve", "scores", "traine
 # What the losses of all hosts share.
 SHARED = (
     *(f"training.{name}" for name in ("options", "contrast", "grad_cache", "mini_batches", "distributed")),
-    *("encoding.texts", "encoding.projection", "data.files", "data.agreement"),
+    *("encoding.texts", "encoding.projection", "data.files", "demo.agreement"),
 )
 NEEDS_PYLATE = 'needs PyLate, which is not installed: pip install "pylate-flash[pylate]"'
 NEEDS_EITHER = (
