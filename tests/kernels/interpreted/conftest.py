@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,48 @@ def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+
+
+@pytest.fixture(autouse=True)
+def types_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter works out types, those of blocks, of shapes and of arrays, for every value anew."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    type_of, array_type_of = core._type_for_tuple_values, interpreter._get_np_dtype
+    make_block = core.block_type.__init__
+    types: dict[tuple, Any] = {}
+    array_types: dict[str, np.dtype] = {}
+    blocks: dict[tuple, dict[str, Any]] = {}
+
+    def shape_of(values: Iterable) -> tuple:
+        return tuple([value.value if type(value) is core.constexpr else value for value in values])
+
+    def known_type(values: list, fields: Any = None) -> Any:
+        shape = shape_of(values)
+        if fields is not None or not {int}.issuperset(map(type, shape)):
+            return type_of(values, fields)
+        if shape not in types:
+            types[shape] = type_of(values)
+        return types[shape]
+
+    def known_array_type(dtype: Any) -> np.dtype:
+        name = dtype.scalar.name
+        if name not in array_types:
+            array_types[name] = array_type_of(dtype.scalar)
+        return array_types[name]
+
+    def make_known_block(self: Any, element_ty: Any, shape: Iterable) -> None:
+        key = element_ty.name, *shape_of(shape)
+        if key in blocks:
+            vars(self).update(blocks[key], element_ty=element_ty)
+        else:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self).copy()
+
+    monkeypatch.setattr(core, "_type_for_tuple_values", known_type)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", known_array_type)
+    monkeypatch.setattr(core.block_type, "__init__", make_known_block)
 
 
 @pytest.fixture(autouse=True)
