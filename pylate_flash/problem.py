@@ -42,6 +42,21 @@ class Tensors(NamedTuple):
     candidates_cu_seqlens: Tensor | None = None
 
 
+class Sets(NamedTuple):
+    """The tensors of a Chamfer distance: sets [N, Lx, d] and [N, Ly, d] with masks, or packed [Tx, d] and [Ty, d]."""
+
+    x: Tensor
+    y: Tensor
+    x_mask: Tensor | None = None
+    y_mask: Tensor | None = None
+    x_cu_seqlens: Tensor | None = None
+    y_cu_seqlens: Tensor | None = None
+
+
+# What there is of x, and of y.
+Pair = tuple[Tensor, Tensor]
+
+
 class Options(NamedTuple):
     """The options of a call; the lengths are those of the longest sequences, or more, where they are packed.
 

@@ -95,8 +95,8 @@ def _padded(text: bytes) -> np.ndarray:
 class IdTable:
     """Which of `ids`, of those at some places, which are distinct, others are: looked up on a device.
 
-    There it keeps the key of each, in order, and its place, 12 bytes, and the text of all. To look up as many as are
-    looked at together, the host need not wait for a GPU.
+    There it keeps the text of all, and for each where that lies, its key, in order, and its place: 28 bytes. To look up
+    as many as are looked at together, the host need not wait for a GPU.
     """
 
     def __init__(self, ids: Ids, places: np.ndarray, device: torch.device) -> None:

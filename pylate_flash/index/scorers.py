@@ -55,12 +55,15 @@ class Scorer(NamedTuple):
     def by_kernels(self, device: torch.device) -> bool:
         """Whether kernels score there what is kept, as it is."""
         layout, plain = self.layout, self.name in OURS and self.projection is None
-        return plain and choose("auto", device, layout.asked if layout.nbits else layout.dtype, layout.size) == "triton"
+        # Codes are bytes of several things: they are scored as what they are decompressed to.
+        dtype = layout.asked if layout.nbits else layout.dtype
+        return plain and choose("auto", device, dtype, layout.size) == "triton"
 
     def repeats(self, tokens: int) -> bool:
         """Whether a graph may hold how kernels score one query of so many tokens.
 
-        Codes that are copied first, or decompressed for a long query, take memory that it would keep.
+        Codes that are copied first, or decompressed for a long query, which padding may double, take memory that it
+        would keep.
         """
         layout = self.layout
         return not layout.nbits or (layout.size * layout.nbits % 32 == 0 and 2 * tokens <= RESIDUAL_MANY_ROWS)

@@ -274,9 +274,9 @@ class Search:
                 keys = owners.repeat_interleave(on_device(counts, device), output_size=len(found)) | slots
                 # What is not there becomes the last one. The rest is the host's, which waits for a GPU but once.
                 ordered = keys.masked_fill(~there, len(counts) << bits).sort().values.cpu().numpy()
-                first_ones = np.ones(len(ordered), bool)
-                np.not_equal(ordered[1:], ordered[:-1], out=first_ones[1:])
-                ordered = ordered[first_ones]
+                is_first = np.ones(len(ordered), bool)
+                np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+                ordered = ordered[is_first]
                 edges = np.searchsorted(ordered, np.arange(len(counts) + 1, dtype=ordered.dtype) << bits)
                 yield (ordered[: edges[-1]] & ((1 << bits) - 1)).astype(np.int64), np.diff(edges)
 

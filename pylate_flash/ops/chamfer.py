@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS, choose
-from ..problem import Options, Problem, Tensors, accumulation_dtype, problem_of
-from .chamfer_blocks import Sets, gradients_in_blocks, nearest_in_blocks
+from ..problem import Options, Problem, Sets, Tensors, accumulation_dtype, problem_of
+from .chamfer_blocks import gradients_in_blocks, nearest_in_blocks
 from .checks import (
     check_boundaries,
     check_choice,

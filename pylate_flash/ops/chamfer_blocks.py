@@ -10,25 +10,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.tables import DIRECT_SIZE
-from ..problem import Problem, accumulation_dtype
+from ..problem import Pair, Problem, Sets, accumulation_dtype
 from .blocked import sums_by_argmax
 from .packing import host_bounds
 from .products import block_budget
 from .tiles import padded_tokens, runs
-
-# What there is of x, and of y.
-Pair = tuple[Tensor, Tensor]
-
-
-class Sets(NamedTuple):
-    """The tensors of a call: sets [N, Lx, d] and [N, Ly, d] with masks, or packed [Tx, d] and [Ty, d]."""
-
-    x: Tensor
-    y: Tensor
-    x_mask: Tensor | None = None
-    y_mask: Tensor | None = None
-    x_cu_seqlens: Tensor | None = None
-    y_cu_seqlens: Tensor | None = None
 
 
 class _Side(NamedTuple):

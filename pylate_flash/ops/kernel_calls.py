@@ -33,9 +33,8 @@ from ..kernels.soft import soft_backward
 from ..kernels.tables import HOPPER_MAX_SIZE
 from ..kernels.xtr import SearchTensors, retrieve
 from ..kernels.xtr_scores import score_retrieved
-from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
+from ..problem import Comparison, Options, Pair, Problem, Results, Rule, Sets, Targets, Tensors, replaced
 from .call_parts import active_counts, checked_masks, chunk_of, in_chunks, with_empty_score
-from .chamfer_blocks import Pair, Sets
 from .checks import checked_problem
 from .loss_call import LossResult
 from .packing import host_bounds
