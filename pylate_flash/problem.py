@@ -77,7 +77,8 @@ class DocumentOffsets(NamedTuple):
     """Where packed documents begin that do not follow each other; `documents` of `Tensors` is where it is counted from.
 
     `starts` [Nd], int64 on the device, in units of `unit` elements, 16 bytes where every document begins at a multiple
-    of that, else 1. The documents have `n_tokens` in all, each by its own boundaries of contiguous rows.
+    of that, else 1; of quantized documents, whose scales lie elsewhere, a row. The documents have `n_tokens` in all,
+    each by its own boundaries of contiguous rows.
     """
 
     starts: Tensor
@@ -283,7 +284,7 @@ def problem_of(
     n_tokens, aligned, unit = documents.numel() // documents.shape[-1], documents.data_ptr() % 16 == 0, 0
     if offsets is not None:
         n_tokens, unit = offsets.n_tokens, offsets.unit
-        aligned = unit * documents.element_size() == 16
+        aligned = unit * documents.element_size() % 16 == 0
     kind = kind_of(
         queries.dtype,
         queries.device,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from pylate_flash import ResidualCodes, maxsim
 from pylate_flash.beir import load_beir_folder
+from pylate_flash.index.scorers import Scorer
 from pylate_flash.index.store import PackedStore
 from pylate_flash.indexes import EMPTY_SCORE, Flat
 from pylate_flash.ops.residual import maxsim_residual_reference
@@ -83,6 +84,10 @@ def test_every_road_finds_what_decompressed_codes_score(tmp_path: Path, dtype: s
                 assert_finds(index, queries, [some] * 4, where="place >= 20 and place < 70")
                 subsets = [[i for i in everything if ids[i] in subset] for subset in own]
                 assert_finds(index, queries, subsets, subset=own)
+                with pytest.MonkeyPatch.context() as patch:
+                    # As on a GPU, if all rows stay there.
+                    patch.setattr(Scorer, "in_place", lambda self, device, owned: owned)
+                    assert_finds(index, queries, subsets, subset=own)
                 (hit,) = index(queries[:1], k=1, matches=True)[0]
                 assert sum(similarity for _, similarity in hit["matches"]) == pytest.approx(hit["score"], rel=1e-3)
             partly = opened[3]._search.rows

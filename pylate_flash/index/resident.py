@@ -39,9 +39,21 @@ class Packed(NamedTuple):
     # Their boundaries [N + 1], and tokens of the longest of them, or more.
     cu_seqlens: Tensor
     longest: int
-    # With which of the values each begins [N], if they do not follow one another, and how many are theirs.
-    starts: Tensor | None = None
-    tokens: int = 0
+    # Where they are among others, if they do not follow one another.
+    among: Among | None = None
+
+
+class Among(NamedTuple):
+    """Documents among others: which each is [N], int32, of all with these `bounds`, and how many tokens they have."""
+
+    places: Tensor
+    bounds: Tensor
+    tokens: int
+
+    @property
+    def starts(self) -> Tensor:
+        """With which of all values each begins [N], int64."""
+        return self.bounds[self.places].long()
 
 
 class Block(NamedTuple):
@@ -209,7 +221,7 @@ class Rows:
             lengths = self._bounds[chosen + 1] - begins
             cu_seqlens = F.pad(lengths.cumsum(0, dtype=self._bounds.dtype), (1, 0))
             if in_place:
-                return Packed(self._values, cu_seqlens, self.longest, begins.long(), rows)
+                return Packed(self._values, cu_seqlens, self.longest, Among(chosen, self._bounds, rows))
             shifts = (begins - cu_seqlens[:-1]).repeat_interleave(lengths, output_size=rows)
             return Packed(
                 taken(self._values, torch.arange(rows, device=self.device) + shifts), cu_seqlens, self.longest

@@ -59,6 +59,15 @@ class Scorer(NamedTuple):
         dtype = layout.asked if layout.nbits else layout.dtype
         return plain and choose("auto", device, dtype, layout.size) == "triton"
 
+    def in_place(self, device: torch.device, owned: bool) -> bool:
+        """Whether kernels score documents among others where these lie; `owned`: of each query its own."""
+        return self.by_kernels(device) and (not self.layout.quantized or (owned and not self._copies_codes))
+
+    @property
+    def _copies_codes(self) -> bool:
+        """Whether the operation copies all codes first: rows that are no whole words."""
+        return self.layout.size * self.layout.nbits % 32 > 0
+
     def repeats(self, tokens: int) -> bool:
         """Whether a graph may hold how kernels score one query of so many tokens.
 
@@ -66,7 +75,7 @@ class Scorer(NamedTuple):
         would keep.
         """
         layout = self.layout
-        return not layout.nbits or (layout.size * layout.nbits % 32 == 0 and 2 * tokens <= RESIDUAL_MANY_ROWS)
+        return not layout.nbits or (not self._copies_codes and 2 * tokens <= RESIDUAL_MANY_ROWS)
 
     def prepared(self, rows: Packed) -> Packed:
         """What it takes of rows of the store."""
@@ -81,15 +90,15 @@ class Scorer(NamedTuple):
         """
         if self.name not in OURS:
             return _host_scores(self.name, queries, documents, candidates)
-        if documents.starts is not None:
-            most = 0 if candidates is None else int(candidates.diff().max())
-            return maxsim_in_place(
-                queries.values, documents.values, queries.cu_seqlens, documents.cu_seqlens, documents.starts,
-                candidates, queries.longest, documents.longest, most, documents.tokens, EMPTY_SCORE,
-            )  # fmt: skip
         if self.layout.codec is not None:
             return _scores_of_codes(self.layout.codec, queries, documents, candidates)
         kept = self.layout.embeddings(documents.values)
+        if documents.among is not None:
+            most = 0 if candidates is None else int(candidates.diff().max())
+            return maxsim_in_place(
+                queries.values, kept, queries.cu_seqlens, documents.cu_seqlens, documents.among.starts,
+                candidates, queries.longest, documents.longest, most, documents.among.tokens, EMPTY_SCORE,
+            )  # fmt: skip
         if self.projection is None:
             return maxsim_varlen(
                 queries.values, kept, queries.cu_seqlens, documents.cu_seqlens, candidates_cu_seqlens=candidates,
@@ -185,7 +194,8 @@ def bounds_of_one(length: int, device: torch.device) -> Tensor:
 def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
     """Scores by `maxsim_residual`, which takes padded queries and, of documents of their own, a list for each."""
     device, length, (*_, size) = queries.values.device, queries.longest, queries.values.shape
-    codes = codes_of(documents.values, codec.on(device), documents.cu_seqlens)
+    among = documents.among
+    codes = codes_of(documents.values, codec.on(device), documents.cu_seqlens if among is None else among.bounds)
     n_queries, mask = len(queries.cu_seqlens) - 1, None
     if len(queries.values) == n_queries * length:
         padded = queries.values.view(n_queries, length, size)
@@ -199,6 +209,8 @@ def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidate
     numbers = torch.arange(int(counts.max()))
     owned = numbers < counts
     own = torch.where(owned, starts + numbers, -1).to(device, non_blocking=True)
+    if among is not None:
+        own = among.places[own].masked_fill_(own < 0, -1)
     scores = maxsim_residual(padded, codes, queries_mask=mask, candidates=own, empty_score=EMPTY_SCORE)
     # A mask on a GPU would wait for it.
     return scores.flatten()[owned.flatten().nonzero()[:, 0].to(device, non_blocking=True)]

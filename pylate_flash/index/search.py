@@ -120,7 +120,7 @@ class Search:
         self._follow(show_progress)
         queries = replace(queries, device=self.device)
         by_kernels = scorer.by_kernels(self.device) and not self.rows.streams
-        in_place = by_kernels and not scorer.layout.quantized
+        in_place = scorer.in_place(self.device, subsets is not None) and not self.rows.streams
         if subsets is not None:
             yield from self._among_candidates(queries, k, scorer, subsets, positions, show_progress, in_place)
             return

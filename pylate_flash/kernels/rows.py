@@ -22,7 +22,7 @@ SMALLEST_NORM = 1e-12
 _SMALLEST_NORM = tl.constexpr(SMALLEST_NORM)
 _LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
 # Rows and elements of an embedding that a program reads at a time, of four warps.
-_BLOCK_ROWS = 64
+_BLOCK_ROWS = 32
 _BLOCK_EMBEDDING = 128
 # The elements that a program has where it holds whole rows.
 _ELEMENTS = 4096
@@ -41,13 +41,25 @@ def inverse_norm(squares, unit=1.0):
 
 
 @triton.jit
+def rows_of_block(block, n_rows, ROWS: tl.constexpr):
+    """The rows of a block, in the type of their number, and which of them exist.
+
+    That is int32 but where there are too many for it: divided in 64 bits, a row takes some hundred instructions.
+    """
+    first = block.to(n_rows.dtype) * ROWS
+    # Those that do not exist may overflow.
+    within = tl.arange(0, ROWS)
+    return first + within, within < n_rows - first
+
+
+@triton.jit
 def row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token):
     """Where the tokens [groups, n_sequences, length], counted as rows, begin."""
     sequence = rows // length
     return (
-        (sequence // n_sequences) * stride_group
-        + (sequence % n_sequences) * stride_sequence
-        + (rows % length) * stride_token
+        (sequence // n_sequences).to(tl.int64) * stride_group
+        + (sequence % n_sequences).to(tl.int64) * stride_sequence
+        + (rows % length).to(tl.int64) * stride_token
     )
 
 
@@ -189,20 +201,23 @@ def _look_at_block(embeddings_ptr, out_ptr, block, n_rows, layout, config: tl.co
 
     `layout`: sequences and their length, and the strides of groups, sequences and tokens.
     """
-    rows = block.to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
-    exists = rows < n_rows
+    rows, exists = rows_of_block(block, n_rows, config.block_rows)
     base = embeddings_ptr + row_addresses(rows, layout[0], layout[1], layout[2], layout[3], layout[4])
     squares = tl.zeros([config.block_rows], tl.float32)
     nonzero = tl.zeros([config.block_rows], tl.int32)
+    # By lines of 128 bytes, neighbouring ones of other rows, so that the lanes of a warp share what a row takes by
+    # itself: its address, two divisions, and a root.
+    LINE: tl.constexpr = min(config.block, 1024 // embeddings_ptr.dtype.element_ty.primitive_bitwidth)
+    lines = LINE * tl.arange(0, config.block // LINE)[None, :, None]
     for start in tl.range(0, config.size, config.block):
-        dims = start + tl.arange(0, config.block)
-        mask = exists[:, None] & (dims < config.size)[None, :]
+        dims = start + lines + tl.arange(0, LINE)[None, None, :]
+        mask = exists[:, None, None] & (dims < config.size)
         # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
-        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(base[:, None, None] + dims, mask=mask, other=0.0).to(tl.float32)
         if config.wanted == "nonzero":
-            nonzero |= tl.max((values != 0.0).to(tl.int32), axis=1)
+            nonzero |= tl.max(tl.max((values != 0.0).to(tl.int32), axis=1), axis=1)
         else:
-            squares += tl.sum(values * values, axis=1)
+            squares += tl.sum(tl.sum(values * values, axis=1), axis=1)
     if config.wanted == "nonzero":
         tl.store(out_ptr + rows, nonzero != 0, mask=exists)
     else:
@@ -281,17 +296,16 @@ def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor
 @kernel(config="size block block_rows offset_unit back")
 def _pad_kernel(
     packed_ptr, cu_seqlens_ptr, offsets_ptr, padded_ptr, mask_ptr,
-    n_sequences, length,
+    n_rows, length,
     stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """padded [n_sequences, length, d] from packed [T, d], with zeros past the ends, and its mask; or `back` again.
+    """padded [n_rows / length, length, d] from packed [T, d], with zeros past the ends, and its mask; or `back` again.
 
     With an `offset_unit`, sequences do not follow each other: they begin so many elements times their offset on.
     """
-    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
+    rows, exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
     sequence = rows // length
     token = rows % length
-    exists = sequence < n_sequences
     start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0).to(tl.int64)
     active = exists & (start + token < end)
@@ -300,7 +314,7 @@ def _pad_kernel(
     if config.offset_unit > 0:
         first = tl.load(offsets_ptr + sequence, mask=exists, other=0) * config.offset_unit
     of_packed = (first + token * stride_token)[:, None] + dims[None, :]
-    of_padded = rows[:, None] * config.size + dims[None, :]
+    of_padded = rows[:, None].to(tl.int64) * config.size + dims[None, :]
     inside = (dims < config.size)[None, :]
     if config.back:
         values = tl.load(padded_ptr + of_padded, mask=active[:, None] & inside, other=0.0)
@@ -335,11 +349,11 @@ def packed_again(padded: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 def _launch_pad(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], unit: int, back: bool) -> None:
     packed, padded = tensors[0], tensors[3]
     n_sequences, length, size = padded.shape
-    block, block_rows = _block_of(size)
+    rows, (block, block_rows) = n_sequences * length, _block_of(size)
     _pad_kernel(
-        (-(-n_sequences * length // block_rows), 1, 1),
+        (-(-rows // block_rows), 1, 1),
         tensors,
-        (n_sequences, length),
+        (rows, length),
         (packed.stride(0),),
         (size, block, block_rows, unit, back),
         (4, 1, None),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Problem, Tensors, accumulation_dtype, empty_results, replaced
+from ..problem import DocumentOffsets, Options, Problem, Tensors, accumulation_dtype, empty_results, replaced
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks
 from .call_parts import active_counts, with_empty_score
 from .checks import check, checked_flag, checked_problem
@@ -72,9 +72,27 @@ def checked_with_values(operation: str, tensors: Tensors, options: Options) -> t
     return tensors._replace(queries=queries), options
 
 
-def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: bool) -> Problem:
+def candidates_in_place(
+    tensors: Tensors, options: Options, documents: QuantizedEmbeddings, starts: Tensor, n_tokens: int
+) -> Tensor:
+    """The scores of packed candidates, by kernels alone, of which each begins with one of the rows of `documents`.
+
+    `tensors` have the values [T, d] of these in their place, and boundaries as in `varlen.maxsim_in_place`.
+    """
+    offsets = DocumentOffsets(starts, documents.values.stride(0), n_tokens)
+    problem = problem_of_quantized(tensors, options, True, offsets)
+    if problem.is_empty:
+        scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
+        return with_empty_score(scores, tensors, options.empty_score)
+    inputs = kernels().for_kernels(problem, tensors)
+    return kernels().quantized_forward(*inputs, documents.scales, documents.offsets, starts)
+
+
+def problem_of_quantized(
+    tensors: Tensors, options: Options, quantize_queries: bool, offsets: DocumentOffsets | None = None
+) -> Problem:
     """The problem of a call whose documents are 8-bit values."""
-    problem = checked_problem(tensors, options, quantized=True)
+    problem = checked_problem(tensors, options, offsets=offsets, quantized=True)
     kind = replaced(problem.kind, "quantized", tensors.documents.dtype)
     return problem._replace(kind=replaced(kind, "quantize_queries", quantize_queries))
 

@@ -14,7 +14,7 @@ from .compute import compute
 from .maxsim_operator import call_of, reference_scores, scores_of, scores_of_arguments, with_lengths
 from .operator import is_plain, needs_gradient
 from .quantization import QuantizedEmbeddings
-from .quantized import scores_of_quantized
+from .quantized import candidates_in_place, scores_of_quantized
 
 
 def maxsim_varlen_reference(
@@ -125,7 +125,7 @@ def _beside(arguments: tuple, found_out: bool) -> tuple:
 
 def maxsim_in_place(
     queries: Tensor,
-    rows: Tensor,
+    rows: Tensor | QuantizedEmbeddings,
     queries_cu_seqlens: Tensor,
     documents_cu_seqlens: Tensor,
     starts: Tensor,
@@ -140,13 +140,16 @@ def maxsim_in_place(
     """`maxsim_varlen`, by kernels alone and without gradients, of documents that lie among others.
 
     Document i begins with row `starts[i]` (int64) of `rows` [T, d]; `documents_cu_seqlens` are the boundaries that the
-    documents would have if they followed one another, `n_tokens` in all.
+    documents would have if they followed one another, `n_tokens` in all. Quantized ones are candidates.
     """
-    size, item = rows.shape[1], rows.element_size()
-    unit = 16 // item if not (size * item | rows.data_ptr()) % 16 else 1
-    tensors = Tensors(queries, rows, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
+    values = rows.values if isinstance(rows, QuantizedEmbeddings) else rows
+    tensors = Tensors(queries, values, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
     lengths = max_query_length, max_document_length, max_candidates
     options = Options(*lengths, empty_score=empty_score, implementation=implementation)
+    if isinstance(rows, QuantizedEmbeddings):
+        return candidates_in_place(tensors, options, rows, starts, n_tokens)
+    size, item = rows.shape[1], rows.element_size()
+    unit = 16 // item if not (size * item | rows.data_ptr()) % 16 else 1
     return compute(tensors, options, False, DocumentOffsets(starts * (size // unit), unit, n_tokens))[0]
 
 

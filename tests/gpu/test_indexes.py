@@ -140,6 +140,27 @@ def test_a_search_of_codes_that_is_repeated_finds_the_same(dtype: str, size: int
         assert captured == ({32, 5, 100} if size * index._search.layout.nbits % 32 == 0 else set())
 
 
+@pytest.mark.parametrize("dtype", ["residual4", "residual2"])
+@pytest.mark.parametrize("size", [64, 40])
+def test_subsets_of_codes_score_what_they_score_among_all(tmp_path: Path, dtype: str, size: int) -> None:
+    """Where they lie, or gathered if they are no whole words, with what few queries may be rounded to."""
+    generator = torch.Generator().manual_seed(0)
+    documents, queries = (
+        [torch.nn.functional.normalize(torch.randn(n, size, generator=generator), dim=1) for n in lengths]
+        for lengths in ([30, 7, 0, 41, 12] * 40, [32, 5, 17, 100])
+    )
+    ids = [str(i) for i in range(200)]
+    Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False).add_documents(ids, documents)
+    gpu = Flat(tmp_path, "index", device="cuda", show_progress=False).remove_documents(["4", "33"])
+    cpu = Flat(tmp_path, "index", device="cpu", show_progress=False)
+    for subset in ([ids[:50], [], ids[100:], ["9", "3", "9"]], [ids[:7]] * 4):
+        for found, among, query in zip(gpu(queries, 200, subset), subset, queries, strict=True):
+            scores = {hit["id"]: hit["score"] for hit in cpu([query], 200)[0]}
+            assert {hit["id"] for hit in found} == set(among) & scores.keys()
+            for hit in found:
+                assert hit["score"] == pytest.approx(scores[hit["id"]], rel=2e-3, abs=2e-3)
+
+
 @pytest.mark.parametrize("subset", [None, [["0", "1"], ["2"]]])
 def test_a_query_on_the_gpu_that_is_not_finite_is_named(tmp_path: Path, subset: list | None) -> None:
     index = Flat(tmp_path, "index", device="cuda", show_progress=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...problem import Problem
 from .. import plan_backward
 from ..launch import kernel, wait_for_previous_kernel
-from ..rows import row_addresses, through_norm
+from ..rows import row_addresses, rows_of_block, through_norm
 
 
 class BackwardTensors(NamedTuple):
@@ -124,19 +124,19 @@ def _finish_kernel(
     what becomes of it.
     """
     wait_for_previous_kernel()
-    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
+    rows, exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
     dims = tl.arange(0, config.block)
-    mask = (rows < n_rows)[:, None] & (dims < config.size)[None, :]
-    offset = rows[:, None] * config.size + dims[None, :]
+    mask = exists[:, None] & (dims < config.size)[None, :]
+    offset = rows[:, None].to(tl.int64) * config.size + dims[None, :]
     total = tl.zeros([config.block_rows, config.block], tl.float32)
     for part in tl.range(0, n_parts):
         total += tl.load(parts_ptr + tl.cast(part, tl.int64) * n_rows * config.size + offset, mask=mask, other=0.0)
     if scales_ptr is not None:
         source = row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
         embeddings = tl.load(embeddings_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
-        total = through_norm(total, embeddings, tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0))
+        total = through_norm(total, embeddings, tl.load(scales_ptr + rows, mask=exists, other=1.0))
     if weights_ptr is not None:
-        total *= tl.load(weights_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        total *= tl.load(weights_ptr + rows, mask=exists, other=0.0)[:, None]
     tl.store(grad_ptr + offset, total.to(grad_ptr.dtype.element_ty), mask=mask)
 
 

@@ -89,10 +89,13 @@ def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, arg
     return _score(problem, plan, _with_norms(problem, inputs))
 
 
-def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
+def quantized_forward(
+    problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None, starts: Tensor | None = None
+) -> Tensor:
     """Scores, float32, of `problem.scores_shape`; the documents are values, with their scales and offsets.
 
-    Tensors are as `maxsim_forward` takes them; no dimension is 0, and a document may be empty.
+    Tensors are as `maxsim_forward` takes them; no dimension is 0, and a document may be empty. With `starts`, packed
+    candidates begin with these rows (`problem.DocumentOffsets`).
     """
     plan, kind, queries = quantized_plan(problem), problem.kind, tensors.queries
     # Those of packed rows may lie between their values.
@@ -113,7 +116,7 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
         queries_scale = inverse_norms(queries)
     if kind.normalize:
         scales, offsets = divided_by_norms(tensors.documents, problem.document_strides, scales, offsets)
-    inputs = _forward_tensors(tensors._replace(queries=queries))._replace(
+    inputs = _forward_tensors(tensors._replace(queries=queries), starts)._replace(
         queries_scale=queries_scale, documents_scale=scales, documents_offset=offsets, values=values
     )
     return _score(problem, plan, inputs)

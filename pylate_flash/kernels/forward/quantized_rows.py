@@ -13,7 +13,7 @@ from torch import Tensor
 from ...problem import LARGEST_VALUES, SMALLEST_SCALE
 from ..launch import kernel, wait_for_previous_kernel
 from ..reductions import max_along
-from ..rows import inverse_norm, row_addresses
+from ..rows import inverse_norm, row_addresses, rows_of_block
 from ..tables import power_of_two
 
 _LARGEST_INT8 = tl.constexpr(LARGEST_VALUES["int8"])
@@ -126,8 +126,7 @@ def _divide_by_norms_kernel(
     n_rows, n_sequences, length, stride_group, stride_sequence, stride_token, config: tl.constexpr,
 ):  # fmt: skip
     """Scales and offsets [n_rows] divided by the norms of values * scale + offset, [groups, sequences, length, d]."""
-    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
-    row_exists = rows < n_rows
+    rows, row_exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
     base = values_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     scale = tl.load(scales_ptr + rows, mask=row_exists, other=0.0)
     # Squares are of numbers of a few hundred: those of a large scale would leave float32's range.

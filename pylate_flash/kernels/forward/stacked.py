@@ -183,7 +183,8 @@ def _stacked_kernel(
             flat_document = group.to(tl.int64) * n_documents + place
         flat = flat_document * document_length
         if config.packed and (config.normalize or SCALES_FIRST):
-            flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
+            # Offsets of quantized documents count rows.
+            flat = tl.load((offsets_ptr if config.offset_unit > 0 else cu_seqlens_ptr) + document).to(tl.int64)
         if config.documents == "listed":
             length = tl.where(listed < 0, 0, length)
         if config.has_documents_mask:

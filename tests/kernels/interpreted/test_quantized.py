@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_varlen, quantize
+from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_varlen, pack, quantize
 from pylate_flash.kernels import tables
 from pylate_flash.ops.quantized import maxsim_quantized_reference
+from pylate_flash.ops.varlen import maxsim_in_place
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.cases import Case, cases
 from tests.ops.test_quantized import CLOSE, fp8_exact, rows_as_quantized
@@ -109,6 +110,34 @@ def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: p
         )
         again = maxsim_varlen(queries[0], between, **of_queries, empty_score=-3.0, implementation="triton")
         assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
+@pytest.mark.parametrize("size", [16, 40, 160])
+def test_candidates_that_lie_among_others(precision: str, size: int) -> None:
+    """Values and scales in columns of their own, of which rows are as long as an index keeps them."""
+    torch.manual_seed(0)
+    queries, queries_bounds = pack([torch.randn(length, size) for length in (5, 3, 4)])
+    lengths = [7, 0, 40, 12, 90]
+    rows, bounds = quantize(torch.randn(sum(lengths), size), precision), pack([torch.empty(n, 1) for n in lengths])[1]
+    if precision == "fp8":
+        queries = fp8_exact(queries)
+    values = torch.nn.functional.pad(rows.values.view(torch.uint8), (0, -size % 16)).view(rows.values.dtype)
+    whole = QuantizedEmbeddings(values[:, :size], rows.scales, rows.offsets)
+    chosen, candidates = [4, 0, 1, 3, 3], torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in chosen])
+    chosen_bounds = torch.tensor([0, *torch.tensor(lengths)[chosen].cumsum(0)], dtype=torch.int32)
+    found = maxsim_in_place(
+        queries, whole, queries_bounds, chosen_bounds, bounds[chosen].long(), candidates, 5, 90, 3, len(tokens), -3.0,
+        "triton",
+    )  # fmt: skip
+    some = None if rows.offsets is None else rows.offsets[tokens]
+    expected = maxsim_varlen(
+        queries, QuantizedEmbeddings(rows.values[tokens], rows.scales[tokens], some), queries_bounds, chosen_bounds,
+        candidates_cu_seqlens=candidates, empty_score=-3.0, implementation="triton",
+    )  # fmt: skip
+    assert torch.equal(found, expected)
+    assert found[2] == -3.0
 
 
 def test_a_token_that_is_not_a_number() -> None:
