@@ -39,6 +39,8 @@ class Packed(NamedTuple):
     # Their boundaries [N + 1], and tokens of the longest of them, or more.
     cu_seqlens: Tensor
     longest: int
+    # The same boundaries on the host, from any number on, where it has them.
+    host_bounds: np.ndarray | None = None
     # Where they are among others, if they do not follow one another.
     among: Among | None = None
 
@@ -189,7 +191,7 @@ class Rows:
         if marks is not None:
             first, last = np.searchsorted(self.removed, (start, stop))
             marks = marks[start:stop] if first < last else None
-        return Block(Packed(values, bounds, self.longest), start, marks)
+        return Block(Packed(values, bounds, self.longest, self.bounds[start : stop + 1]), start, marks)
 
     def _stream(self, blocks: list[tuple[int, int]], bar: Iterable[tuple[int, int]]) -> Iterator[Block]:
         """Documents that do not stay on the device, of each block from one to another; `bar` iterates over them."""
@@ -221,7 +223,7 @@ class Rows:
             lengths = self._bounds[chosen + 1] - begins
             cu_seqlens = F.pad(lengths.cumsum(0, dtype=self._bounds.dtype), (1, 0))
             if in_place:
-                return Packed(self._values, cu_seqlens, self.longest, Among(chosen, self._bounds, rows))
+                return Packed(self._values, cu_seqlens, self.longest, among=Among(chosen, self._bounds, rows))
             shifts = (begins - cu_seqlens[:-1]).repeat_interleave(lengths, output_size=rows)
             return Packed(
                 taken(self._values, torch.arange(rows, device=self.device) + shifts), cu_seqlens, self.longest

@@ -20,6 +20,7 @@ from ..kernels.tables import RESIDUAL_MANY_ROWS
 from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_residual, maxsim_varlen, quantize
 from ..ops.compute import compute
 from ..ops.quantized import query_precision
+from ..ops.residual import maxsim_residual_by_bounds
 from ..ops.varlen import maxsim_in_place
 from ..problem import Options, Tensors
 from .codes import Codec, codes_of
@@ -204,6 +205,8 @@ def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidate
         mask = places < queries.cu_seqlens[1:].unsqueeze(1)
         padded = queries.values[places.clamp_(max=len(queries.values) - 1)]
     if candidates is None:
+        if documents.host_bounds is not None and n_queries * length >= RESIDUAL_MANY_ROWS:
+            return maxsim_residual_by_bounds(padded, codes, documents.host_bounds, mask, EMPTY_SCORE)
         return maxsim_residual(padded, codes, queries_mask=mask, empty_score=EMPTY_SCORE)
     starts, counts = candidates[:-1].unsqueeze(1), candidates.diff().unsqueeze(1)
     numbers = torch.arange(int(counts.max()))

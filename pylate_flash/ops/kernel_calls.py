@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,11 +58,14 @@ def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: 
         score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
 
 
-def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+def residual_scores(
+    problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None], bounds: np.ndarray | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Scores of residual codes, and argmax if the problem has them; `codes` are those of `Codes`, no size is 0.
 
     Of more codes than are decompressed at a time, documents are scored in blocks, for which the host has to read where
-    they begin. A graph cannot, and calls that find argmax do not.
+    they begin, but from `bounds` [Nd + 1], if it has them, from any number on. A graph cannot, and calls that find
+    argmax do not.
     """
     inputs = Codes(*codes)  # type: ignore[arg-type]
     most = decompressed_tokens(problem, inputs.centroids.dtype, inputs.candidates is not None)
@@ -69,7 +73,7 @@ def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor |
     if not 0 < most < problem.n_tokens or problem.with_argmax or capturing:
         return residual_forward(*with_codes(problem, tensors, codes))
     scores = torch.full(problem.scores_shape, problem.empty_score, dtype=torch.float32, device=problem.device)
-    for documents, tokens in _blocks_of_documents(inputs.cu_seqlens, problem.n_tokens, most):
+    for documents, tokens in _blocks_of_documents(inputs.cu_seqlens, problem.n_tokens, most, bounds):
         own = inputs.cu_seqlens[documents.start : documents.stop + 1] - tokens.start
         part = {name: getattr(inputs, name)[tokens] for name in ("codes", "residuals", "scales")}
         some, of_block = inputs._replace(**part, cu_seqlens=own), tensors._replace(documents_cu_seqlens=own)
@@ -79,22 +83,29 @@ def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor |
     return scores, None
 
 
-def _blocks_of_documents(cu_seqlens: Tensor, n_tokens: int, most: int) -> list[tuple[slice, slice]]:
+def _blocks_of_documents(
+    cu_seqlens: Tensor, n_tokens: int, most: int, bounds: np.ndarray | None
+) -> list[tuple[slice, slice]]:
     """Consecutive documents with about `most` tokens, and these tokens; a document of no block has none.
 
     A block takes the documents that begin within three quarters of `most`: what the last one has beyond them fits into
     the rest, or is longer than that.
 
-    Found where the boundaries are, which of 8.8 million passages are 35 MB: the host reads a few for each block.
+    Unless the host has them, they are found where the boundaries are, which of 8.8 million passages are 35 MB: the host
+    reads a few for each block.
     """
-    targets = torch.arange(0, n_tokens, max(1, 3 * most // 4), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    firsts = torch.searchsorted(cu_seqlens[:-1], targets)
-    falling = (cu_seqlens.diff() < 0).any()
-    starts = cu_seqlens[firsts]
-    read = torch.cat([firsts, starts, cu_seqlens[:1], cu_seqlens[-1:], falling.unsqueeze(0)]).tolist()
-    first_documents, first_tokens = read[: len(targets)], read[len(targets) : -3]
-    if read[-3:] != [0, n_tokens, 0]:
-        host_bounds("cu_seqlens", cu_seqlens, n_tokens, "codes")
+    step = max(1, 3 * most // 4)
+    if bounds is not None:
+        firsts = np.searchsorted(bounds[:-1], bounds[0] + np.arange(0, n_tokens, step))
+        first_documents, first_tokens = firsts.tolist(), (bounds[firsts] - bounds[0]).tolist()
+    else:
+        targets = torch.arange(0, n_tokens, step, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        found = torch.searchsorted(cu_seqlens[:-1], targets)
+        falling = (cu_seqlens.diff() < 0).any()
+        read = torch.cat([found, cu_seqlens[found], cu_seqlens[:1], cu_seqlens[-1:], falling.unsqueeze(0)]).tolist()
+        first_documents, first_tokens = read[: len(targets)], read[len(targets) : -3]
+        if read[-3:] != [0, n_tokens, 0]:
+            host_bounds("cu_seqlens", cu_seqlens, n_tokens, "codes")
     edges = [*zip(first_documents, first_tokens, strict=True), (len(cu_seqlens) - 1, n_tokens)]
     return [
         (slice(first, last), slice(start, stop)) for (first, start), (last, stop) in pairwise(edges) if start < stop

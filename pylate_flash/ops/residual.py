@@ -108,6 +108,21 @@ def maxsim_residual(
     return _maxsim_residual(arguments, "maxsim_residual")
 
 
+def maxsim_residual_by_bounds(
+    queries: Tensor, documents: ResidualCodes, bounds: np.ndarray, queries_mask: Tensor | None, empty_score: float
+) -> Tensor:
+    """`maxsim_residual` without gradients, of documents whose boundaries the host has, from any number on [Nd + 1].
+
+    For many queries, codes are decompressed for some documents after the others, and to read where these begin would be
+    to wait for the GPU.
+    """
+    arguments = (
+        queries, queries_mask, documents.codes, documents.residuals, documents.centroids, documents.bucket_weights,
+        documents.cu_seqlens, documents.scales, None, "sum", empty_score, "int8", "auto",
+    )  # fmt: skip
+    return _compute(_check(arguments, "maxsim_residual"), False, bounds)[0]
+
+
 class _Call(NamedTuple):
     """The arguments of the operator."""
 
@@ -175,7 +190,7 @@ def _problem_of(call: _Call, with_argmax: bool) -> tuple[Problem, bool]:
     return problem, chosen == "triton" and not (problem.is_empty or problem.n_documents == 0)
 
 
-def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
+def _compute(arguments: tuple, with_argmax: bool, bounds: np.ndarray | None = None) -> tuple[Tensor, Tensor | None]:
     """Scores, and argmax, int32, of every document of every group, if asked for."""
     call = _Call(*arguments)
     problem, by_kernels = _problem_of(call, with_argmax)
@@ -183,7 +198,7 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
         tensors, options, blocks, produce = _by_block(call)
         scores, argmax = compute_by_block(tensors, options, with_argmax, blocks, produce)
         return scores.view(_shape(call)).clone(), None if argmax is None else argmax.int()
-    scores, argmax = kernels().residual_scores(problem, _tensors(call), call[2:9])
+    scores, argmax = kernels().residual_scores(problem, _tensors(call), call[2:9], bounds)
     if call.reduction == "mean":
         scores = scores / active_counts(problem, _tensors(call))
     if call.reduction == "mean" and call.empty_score != 0.0:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pylate_flash import ResidualCodes, maxsim_residual, maxsim_varlen, train_residual_codec
 from pylate_flash.kernels import tables
-from pylate_flash.ops.residual import maxsim_residual_reference
+from pylate_flash.ops.residual import maxsim_residual_by_bounds, maxsim_residual_reference
 from tests.gpu.tools import DTYPES, memory_of, on_gpu, unit
 from tests.ops.cases import relative_error
 from tests.ops.residual_cases import check_8_bits, residual_cases, residual_codes, residual_gradient
@@ -215,6 +215,9 @@ def test_blocks_of_documents_decompressed_to_memory(
     # Calls that are repeated without being worked out again would meet the boundaries of the first.
     for _ in range(4):
         assert torch.equal(by_kernels(queries, documents), expected)
+    assert torch.equal(
+        maxsim_residual_by_bounds(queries, documents, documents.cu_seqlens.cpu().numpy() + 3, None, 0.0), expected
+    )
 
 
 def test_memory_is_that_of_scores_and_of_a_block() -> None:

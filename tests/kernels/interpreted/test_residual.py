@@ -166,6 +166,11 @@ def test_more_codes_than_are_decompressed_at_a_time(lengths: list[int], most: in
         patch.setattr(kernel_calls, "residual_forward", forward)
         assert torch.equal(by_kernels(queries, documents, **options), whole)
     assert sum(seen) == sum(lengths)
+    known = documents.cu_seqlens.numpy() + 7
+    in_blocks = kernel_calls._blocks_of_documents
+    assert in_blocks(documents.cu_seqlens, sum(lengths), most, known) == in_blocks(
+        documents.cu_seqlens, sum(lengths), most, None
+    )
     if most < sum(lengths):
         assert max(seen) < max(1, 3 * most // 4) + max(lengths)
 
