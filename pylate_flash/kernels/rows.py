@@ -196,24 +196,28 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 
 
 @triton.jit
-def _look_at_block(embeddings_ptr, out_ptr, block, n_rows, layout, config: tl.constexpr):
-    """found[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows.
+def load_lines(base, exists, start, config: tl.constexpr):
+    """A block of elements of rows [rows, lines, elements], in float32, and which are inside an embedding.
 
-    `layout`: sequences and their length, and the strides of groups, sequences and tokens.
+    A line has 128 bytes, and neighbouring ones are of other rows, so that the lanes of a warp share what a row takes by
+    itself: its address, with two divisions, and a root.
     """
+    LINE: tl.constexpr = min(config.block, 1024 // base.dtype.element_ty.primitive_bitwidth)
+    dims = start + LINE * tl.arange(0, config.block // LINE)[None, :, None] + tl.arange(0, LINE)[None, None, :]
+    inside = dims < config.size
+    # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
+    return tl.load(base[:, None, None] + dims, mask=exists[:, None, None] & inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit
+def _look_at_block(embeddings_ptr, out_ptr, block, n_rows, n_sequences, length, strides, config: tl.constexpr):
+    """found[row] for a block of the tokens [groups, n_sequences, length] of `embeddings`, counted as rows."""
     rows, exists = rows_of_block(block, n_rows, config.block_rows)
-    base = embeddings_ptr + row_addresses(rows, layout[0], layout[1], layout[2], layout[3], layout[4])
+    base = embeddings_ptr + row_addresses(rows, n_sequences, length, strides[0], strides[1], strides[2])
     squares = tl.zeros([config.block_rows], tl.float32)
     nonzero = tl.zeros([config.block_rows], tl.int32)
-    # By lines of 128 bytes, neighbouring ones of other rows, so that the lanes of a warp share what a row takes by
-    # itself: its address, two divisions, and a root.
-    LINE: tl.constexpr = min(config.block, 1024 // embeddings_ptr.dtype.element_ty.primitive_bitwidth)
-    lines = LINE * tl.arange(0, config.block // LINE)[None, :, None]
     for start in tl.range(0, config.size, config.block):
-        dims = start + lines + tl.arange(0, LINE)[None, None, :]
-        mask = exists[:, None, None] & (dims < config.size)
-        # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
-        values = tl.load(base[:, None, None] + dims, mask=mask, other=0.0).to(tl.float32)
+        values, _inside = load_lines(base, exists, start, config)
         if config.wanted == "nonzero":
             nonzero |= tl.max(tl.max((values != 0.0).to(tl.int32), axis=1), axis=1)
         else:
@@ -226,21 +230,25 @@ def _look_at_block(embeddings_ptr, out_ptr, block, n_rows, layout, config: tl.co
         )
 
 
-@kernel(config="size block block_rows wanted")
+@kernel(config="size block block_rows unit wanted")
 def _rows_kernel(
     embeddings_ptr, more_ptr, out_ptr, more_out_ptr,
     blocks, n_rows, n_sequences, length, more_rows, more_sequences, more_length,
     stride_group, stride_sequence, stride_token, stride_more_group, stride_more_sequence, stride_more_token,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others."""
+    """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others.
+
+    Strides are multiples of `unit`, by which they are divided, so that it is known how wide loads may be.
+    """
     block = tl.program_id(0)
+    UNIT: tl.constexpr = config.unit
     if more_ptr is not None and block >= blocks:
-        layout = more_sequences, more_length, stride_more_group, stride_more_sequence, stride_more_token
-        _look_at_block(more_ptr, more_out_ptr, block - blocks, more_rows, layout, config)
+        strides = stride_more_group * UNIT, stride_more_sequence * UNIT, stride_more_token * UNIT
+        _look_at_block(more_ptr, more_out_ptr, block - blocks, more_rows, more_sequences, more_length, strides, config)
     if block < blocks:
-        layout = n_sequences, length, stride_group, stride_sequence, stride_token
-        _look_at_block(embeddings_ptr, out_ptr, block, n_rows, layout, config)
+        strides = stride_group * UNIT, stride_sequence * UNIT, stride_token * UNIT
+        _look_at_block(embeddings_ptr, out_ptr, block, n_rows, n_sequences, length, strides, config)
 
 
 def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -257,13 +265,14 @@ def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple
     )
     rows, lengths, strides = _described(embeddings)
     more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else _described(more)
+    unit = math.gcd(16 // embeddings.itemsize, *strides, *more_strides)
     blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
     _rows_kernel(
         (blocks + more_blocks, 1, 1),
         (embeddings, more, found, more_out),
         (blocks, rows, *lengths, more_rows, *more_lengths),
-        (*strides, *more_strides),
-        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, wanted),
+        tuple([stride // unit for stride in (*strides, *more_strides)]),
+        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, unit, wanted),
         (4, 3, None),
     )
     return found, more_out  # type: ignore[return-value]
@@ -293,7 +302,7 @@ def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor
     return _look_at_rows("nonzero", embeddings, more)
 
 
-@kernel(config="size block block_rows offset_unit back")
+@kernel(config="size block block_rows unit offset_unit back")
 def _pad_kernel(
     packed_ptr, cu_seqlens_ptr, offsets_ptr, padded_ptr, mask_ptr,
     n_rows, length,
@@ -301,8 +310,10 @@ def _pad_kernel(
 ):  # fmt: skip
     """padded [n_rows / length, length, d] from packed [T, d], with zeros past the ends, and its mask; or `back` again.
 
-    With an `offset_unit`, sequences do not follow each other: they begin so many elements times their offset on.
+    With an `offset_unit`, sequences do not follow each other: they begin so many elements times their offset on. The
+    stride is a multiple of `unit`, by which it is divided.
     """
+    stride_token *= config.unit
     rows, exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
     sequence = rows // length
     token = rows % length
@@ -349,13 +360,14 @@ def packed_again(padded: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 def _launch_pad(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], unit: int, back: bool) -> None:
     packed, padded = tensors[0], tensors[3]
     n_sequences, length, size = padded.shape
-    rows, (block, block_rows) = n_sequences * length, _block_of(size)
+    rows, (block, block_rows), stride = n_sequences * length, _block_of(size), packed.stride(0)
+    stride_unit = math.gcd(16 // packed.itemsize, stride)
     _pad_kernel(
         (-(-rows // block_rows), 1, 1),
         tensors,
         (rows, length),
-        (packed.stride(0),),
-        (size, block, block_rows, unit, back),
+        (stride // stride_unit,),
+        (size, block, block_rows, stride_unit, unit, back),
         (4, 1, None),
     )
 

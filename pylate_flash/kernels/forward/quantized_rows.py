@@ -5,6 +5,8 @@ A row is quantized as `ops.quantization.quantize` does it, to the bit.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from torch import Tensor
 from ...problem import LARGEST_VALUES, SMALLEST_SCALE
 from ..launch import kernel, wait_for_previous_kernel
 from ..reductions import max_along
-from ..rows import inverse_norm, row_addresses, rows_of_block
+from ..rows import inverse_norm, load_lines, row_addresses, rows_of_block
 from ..tables import power_of_two
 
 _LARGEST_INT8 = tl.constexpr(LARGEST_VALUES["int8"])
@@ -120,12 +122,18 @@ def _quantize_rows_kernel(
     leave_values(tensors, first_row, layout, config.size, config.block_rows, config.normalize)
 
 
-@kernel(config="size block block_rows")
+@kernel(config="size block block_rows unit")
 def _divide_by_norms_kernel(
     values_ptr, scales_ptr, offsets_ptr, divided_scales_ptr, divided_offsets_ptr,
     n_rows, n_sequences, length, stride_group, stride_sequence, stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """Scales and offsets [n_rows] divided by the norms of values * scale + offset, [groups, sequences, length, d]."""
+    """Scales and offsets [n_rows] divided by the norms of values * scale + offset, [groups, sequences, length, d].
+
+    Strides are multiples of `unit`, by which they are divided.
+    """
+    stride_group, stride_sequence, stride_token = (
+        stride_group * config.unit, stride_sequence * config.unit, stride_token * config.unit,
+    )  # fmt: skip
     rows, row_exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
     base = values_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     scale = tl.load(scales_ptr + rows, mask=row_exists, other=0.0)
@@ -138,12 +146,10 @@ def _divide_by_norms_kernel(
         slope, shift = tl.div_rn(scale, unit), tl.div_rn(offset, unit)
     squares = tl.zeros([config.block_rows], tl.float32)
     for start in tl.range(0, config.size, config.block):
-        dims = start + tl.arange(0, config.block)
-        exists = row_exists[:, None] & (dims < config.size)[None, :]
-        values = tl.load(base[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32)
+        values, inside = load_lines(base, row_exists, start, config)
         if offsets_ptr is not None:
-            values = tl.where((dims < config.size)[None, :], values * slope[:, None] + shift[:, None], 0.0)
-        squares += tl.sum(values * values, axis=1)
+            values = tl.where(inside, values * slope[:, None, None] + shift[:, None, None], 0.0)
+        squares += tl.sum(tl.sum(values * values, axis=1), axis=1)
     inverse = inverse_norm(squares, unit)
     tl.store(divided_scales_ptr + rows, scale * inverse, mask=row_exists)
     if offsets_ptr is not None:
@@ -171,13 +177,13 @@ def divided_by_norms(
     divided = torch.empty_like(scales)
     divided_offsets = None if offsets is None else torch.empty_like(offsets)
     _, n_sequences, length = (1, 1, *scales.shape)[-3:]
-    rows, size = scales.numel(), values.shape[-1]
+    rows, size, unit = scales.numel(), values.shape[-1], math.gcd(16, *strides)
     _divide_by_norms_kernel(
         (-(-rows // _NORM_ROWS), 1, 1),
         (values, scales, offsets, divided, divided_offsets),
         (rows, n_sequences, length),
-        strides,
-        (size, min(128, power_of_two(size)), _NORM_ROWS),
+        tuple([stride // unit for stride in strides]),
+        (size, min(128, power_of_two(size)), _NORM_ROWS, unit),
         (4, 3, None),
     )
     return divided, divided_offsets
