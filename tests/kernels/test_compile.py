@@ -15,6 +15,7 @@ import torch
 
 from pylate_flash.kernels import rows
 from pylate_flash.kernels.forward import maxsim_forward
+from pylate_flash.kernels.forward.quantized_rows import divided_by_norms
 from pylate_flash.problem import Options, Tensors, problem_of, replaced
 from tests.kernels.recorder import compiled
 
@@ -287,3 +288,21 @@ def test_padding_from_where_sequences_lie(unit: int, capability: int) -> None:
     origin, numbers = torch.empty(1, 128, dtype=BF16), torch.tensor([0, 32, 38, 70])
     found = compiled(lambda: rows.pad(origin, numbers, 32, numbers[:3], unit), "pad", capability)
     assert ("ld.global.v4.b32" in found["pad"].asm["ptx"]) == (unit == 8)
+
+
+@pytest.mark.parametrize(("size", "width"), [(128, ".v4.b32"), (300, ".v2.b32")])
+@pytest.mark.parametrize("name", ["rows", "pad", "divide_by_norms"])
+def test_rows_are_found_in_32_bits_and_loaded_as_wide_as_they_lie(name: str, size: int, width: str) -> None:
+    """Divisions in 64 bits, two for each row, take the GPU longer than to load it."""
+    embeddings, bounds = torch.empty(40, 180, size, dtype=BF16), torch.arange(0, 5, dtype=torch.int32)
+    values, scales = torch.empty(40, 180, size, dtype=torch.int8), torch.empty(40, 180)
+    calls = {
+        "rows": lambda: rows.norms_of(embeddings[:, :30], embeddings),
+        "pad": lambda: rows.pad(embeddings[0], bounds, 32),
+        "divide_by_norms": lambda: divided_by_norms(values, (0, 180 * size, size), scales, None),
+    }
+    ptx = compiled(calls[name], name, 90)[name].asm["ptx"]
+    assert not re.search(r"(div|rem)\.[su]64", ptx)
+    loaded = {loaded for _, loaded in _LOADS.findall(ptx)}
+    assert (width if name != "divide_by_norms" or size == 128 else ".b32") in loaded
+    assert not loaded & {".b8", ".b16", ".u8", ".u16"}
