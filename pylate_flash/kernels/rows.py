@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .config import stride_unit
 from .launch import Kernel, Region, kernel
 from .tables import architecture, power_of_two
 
@@ -239,7 +240,7 @@ def _rows_kernel(
 ):  # fmt: skip
     """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others.
 
-    Strides are multiples of `unit`, by which they are divided, so that it is known how wide loads may be.
+    Strides are divided by `unit` (`config.stride_unit`).
     """
     block = tl.program_id(0)
     UNIT: tl.constexpr = config.unit
@@ -265,7 +266,7 @@ def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple
     )
     rows, lengths, strides = _described(embeddings)
     more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else _described(more)
-    unit = math.gcd(16 // embeddings.itemsize, *strides, *more_strides)
+    unit = stride_unit((*strides, *more_strides))
     blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
     _rows_kernel(
         (blocks + more_blocks, 1, 1),
@@ -311,7 +312,7 @@ def _pad_kernel(
     """padded [n_rows / length, length, d] from packed [T, d], with zeros past the ends, and its mask; or `back` again.
 
     With an `offset_unit`, sequences do not follow each other: they begin so many elements times their offset on. The
-    stride is a multiple of `unit`, by which it is divided.
+    stride is divided by `unit` (`config.stride_unit`).
     """
     stride_token *= config.unit
     rows, exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
@@ -361,13 +362,13 @@ def _launch_pad(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | N
     packed, padded = tensors[0], tensors[3]
     n_sequences, length, size = padded.shape
     rows, (block, block_rows), stride = n_sequences * length, _block_of(size), packed.stride(0)
-    stride_unit = math.gcd(16 // packed.itemsize, stride)
+    of_stride = stride_unit((stride,))
     _pad_kernel(
         (-(-rows // block_rows), 1, 1),
         tensors,
         (rows, length),
-        (stride // stride_unit,),
-        (size, block, block_rows, stride_unit, unit, back),
+        (stride // of_stride,),
+        (size, block, block_rows, of_stride, unit, back),
         (4, 1, None),
     )
 

@@ -53,11 +53,10 @@ class Launch:
         self.arguments = (*map(tensor_of, tensors), *numbers, *strides, *kernel.one_constant(constants))
         self.options = dict(zip(("num_warps", "num_stages", "maxnreg"), warps, strict=True))
 
-    def compile(self, capability: int) -> Any:
-        """Compiled for a compute capability such as 90."""
+    def specialization(self) -> tuple[dict, dict, dict]:
+        """What Triton compiles it for: types of arguments, constants, and what is known of numbers."""
         signature, constants, attributes = {}, {}, {}
-        function = self.kernel.function
-        for index, (parameter, value) in enumerate(zip(function.params, self.arguments, strict=True)):
+        for index, (parameter, value) in enumerate(zip(self.kernel.function.params, self.arguments, strict=True)):
             name = parameter.name
             if index < len(self.described):
                 matrix = self.described[index]
@@ -78,6 +77,12 @@ class Launch:
                 signature[name] = "i32"
                 if not parameter.do_not_specialize and value % 16 == 0:
                     attributes[(index,)] = [["tt.divisibility", 16]]
+        return signature, constants, attributes
+
+    def compile(self, capability: int) -> Any:
+        """Compiled for a compute capability such as 90."""
+        signature, constants, attributes = self.specialization()
+        function = self.kernel.function
         # As Triton writes them for those who hear of what is compiled.
         json.dumps([str(value) if type(value).__name__ == "dtype" else value for value in constants.values()])
         language = GluonASTSource if function.is_gluon() else ASTSource

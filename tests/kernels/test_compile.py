@@ -17,7 +17,7 @@ from pylate_flash.kernels import rows
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.forward.quantized_rows import divided_by_norms
 from pylate_flash.problem import Options, Tensors, problem_of, replaced
-from tests.kernels.recorder import compiled
+from tests.kernels.recorder import compiled, recorded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DOCUMENTS = (40, 180, 128)
@@ -288,6 +288,16 @@ def test_padding_from_where_sequences_lie(unit: int, capability: int) -> None:
     origin, numbers = torch.empty(1, 128, dtype=BF16), torch.tensor([0, 32, 38, 70])
     found = compiled(lambda: rows.pad(origin, numbers, 32, numbers[:3], unit), "pad", capability)
     assert ("ld.global.v4.b32" in found["pad"].asm["ptx"]) == (unit == 8)
+
+
+@pytest.mark.parametrize("size", [112, 128])
+def test_other_lengths_have_norms_of_the_same_code(size: int) -> None:
+    with recorded() as launches:
+        for lengths in ((32, 180), (31, 185), (32, 256), (5, 16)):
+            rows.norms_of(*(torch.empty(40, length, size, dtype=BF16) for length in lengths))
+            rows.pad(torch.empty(90, 2 * size, dtype=BF16)[:, :size], torch.tensor([0, 30, 90]), lengths[1])
+    for of_kernel in launches.values():
+        assert all(launch.specialization() == of_kernel[0].specialization() for launch in of_kernel)
 
 
 @pytest.mark.parametrize(("size", "width"), [(128, ".v4.b32"), (300, ".v2.b32")])

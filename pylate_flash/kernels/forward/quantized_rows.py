@@ -5,14 +5,13 @@ A row is quantized as `ops.quantization.quantize` does it, to the bit.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import LARGEST_VALUES, SMALLEST_SCALE
+from ..config import stride_unit
 from ..launch import kernel, wait_for_previous_kernel
 from ..reductions import max_along
 from ..rows import inverse_norm, load_lines, row_addresses, rows_of_block
@@ -129,7 +128,7 @@ def _divide_by_norms_kernel(
 ):  # fmt: skip
     """Scales and offsets [n_rows] divided by the norms of values * scale + offset, [groups, sequences, length, d].
 
-    Strides are multiples of `unit`, by which they are divided.
+    Strides are divided by `unit` (`config.stride_unit`).
     """
     stride_group, stride_sequence, stride_token = (
         stride_group * config.unit, stride_sequence * config.unit, stride_token * config.unit,
@@ -177,7 +176,7 @@ def divided_by_norms(
     divided = torch.empty_like(scales)
     divided_offsets = None if offsets is None else torch.empty_like(offsets)
     _, n_sequences, length = (1, 1, *scales.shape)[-3:]
-    rows, size, unit = scales.numel(), values.shape[-1], math.gcd(16, *strides)
+    rows, size, unit = scales.numel(), values.shape[-1], stride_unit(strides)
     _divide_by_norms_kernel(
         (-(-rows // _NORM_ROWS), 1, 1),
         (values, scales, offsets, divided, divided_offsets),
