@@ -88,6 +88,8 @@ def test_every_road_finds_what_decompressed_codes_score(tmp_path: Path, dtype: s
                     # As on a GPU, if all rows stay there.
                     patch.setattr(Scorer, "in_place", lambda self, device, owned: owned)
                     assert_finds(index, queries, subsets, subset=own)
+                    assert_finds(index, queries[:1], [some], where="place >= 20 and place < 70")
+                    assert_finds(index, queries[:1], subsets[-1:], subset=own[-1])
                 (hit,) = index(queries[:1], k=1, matches=True)[0]
                 assert sum(similarity for _, similarity in hit["matches"]) == pytest.approx(hit["score"], rel=1e-3)
             partly = opened[3]._search.rows

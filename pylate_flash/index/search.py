@@ -130,6 +130,12 @@ class Search:
             check_finite(queries)
             yield _nothing(len(queries))
             return
+        as_own = not (in_place or self.rows.streams) and scorer.in_place(self.device, True)
+        if slots is not None and len(queries) == 1 and as_own:
+            # As documents of its own, those of fewer bits are scored where they lie.
+            own = [(slots, np.array([documents]))]
+            yield from self._among_slots(queries, k, scorer, own, show_progress, True)
+            return
         if slots is None:
             k = min(k, documents - len(self.rows.removed))
             repeated = by_kernels and len(queries) == 1 and scorer.repeats(len(queries.sequences[0]))

@@ -93,6 +93,11 @@ def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, memory: i
                     # Sums of fp8 have about 13 bits.
                     tolerance = 1e-3 if dtype == "fp8" else 1e-5
                     assert result["score"] == pytest.approx(scores[result["id"]], rel=tolerance, abs=tolerance)
+        one, expected = gpu(queries[:1], 200, ids[20:180])[0], index(queries[:1], 200, ids[20:180])[0]
+        assert {result["id"] for result in one} == {result["id"] for result in expected}
+        assert [result["score"] for result in one] == pytest.approx(
+            [result["score"] for result in expected], rel=tolerance, abs=tolerance
+        )
         assert gpu._search.rows.streams == (memory != "auto")
 
 

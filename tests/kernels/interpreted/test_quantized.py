@@ -138,6 +138,11 @@ def test_candidates_that_lie_among_others(precision: str, size: int) -> None:
     )  # fmt: skip
     assert torch.equal(found, expected)
     assert found[2] == -3.0
+    first = maxsim_in_place(
+        queries[:5], whole, queries_bounds[:2], chosen_bounds[:3], bounds[chosen[:2]].long(), candidates[:2], 5, 90, 2,
+        97, -3.0, "triton",
+    )  # fmt: skip
+    assert torch.equal(first, found[:2])
 
 
 def test_a_token_that_is_not_a_number() -> None:
