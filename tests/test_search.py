@@ -223,6 +223,7 @@ def test_an_index_in_memory_is_searched_where_it_is(tmp_path: Path) -> None:
 # Which documents have which ids
 
 
+CPU = torch.device("cpu")
 # Of any characters, and with those that are zeros in UTF-8, half of a pair, or as long as many words.
 NAMES = st.text(st.characters(codec=None), max_size=9) | st.text("ab\0", max_size=40) | st.just("\ud800")
 
@@ -253,11 +254,11 @@ def test_ids_are_found_whatever_their_keys(names: list[str], zeros: int, step: i
             documents = Documents(part for part in parts[: 1 if known is not names else 2] if part.documents)
             asked = data.draw(st.lists(st.sampled_from([*names, "", "none", "a" * 20, "no other"]), max_size=30))
             wanted = [known.index(id_) if id_ in known else -1 for id_ in asked]
-            assert documents.find([asked])[0].tolist() == wanted
+            assert documents.find([asked], 0, CPU)[0].tolist() == wanted
             there = np.array([place for place in wanted if place >= 0], np.int64)
             assert documents.ids.some(there).to_list() == [known[place] for place in there.tolist()]
         lists = [asked[:3], [], asked[3:]]
-        found, counts = documents.find(lists)
+        found, counts = documents.find(lists, 0, CPU)
         assert (found.tolist(), counts.tolist()) == (wanted, [len(own) for own in lists])
 
 
@@ -265,19 +266,23 @@ def test_ids_are_found_whatever_their_keys(names: list[str], zeros: int, step: i
 def test_another_id_with_the_key_of_one_is_none(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weighted(monkeypatch, 1)
     asked = [known, "", "a", "b", "a" * 9, "a" * 8 + "b", "b" + "a" * 8, "a\0b"]
-    table = ids_module.IdTable(ids_module.Ids.encoded([known]), np.array([0]), torch.device("cpu"))
-    found = table.find(ids_module.Texts.of_lists([asked], torch.device("cpu")))
+    table = ids_module.IdTable(ids_module.Ids.encoded([known]), np.array([0]), CPU)
+    found = table.find(ids_module.Texts.of_lists([asked], CPU))
     assert found.tolist() == [0 if id_ == known else -1 for id_ in asked]
 
 
 def test_two_documents_with_one_id_are_refused() -> None:
-    with pytest.raises(ValueError, match="damaged: two of its documents have the same id"):
-        ids_module.IdTable(ids_module.Ids.encoded(["a", "b", "a"]), np.arange(3), torch.device("cpu"))
+    index = small(None).add_documents(["a", "b"], [torch.eye(8), torch.eye(8)])
+    part = index._store.documents.parts[0]
+    part.ids = ids_module.Ids.encoded(["a", "a"])
+    for call in (lambda: index([torch.eye(8)], subset=[["b"]]), lambda: index.remove_documents(["a"])):
+        with pytest.raises(ValueError, match="the index in .*memory is damaged: two of its documents have the same id"):
+            call()
 
 
 def test_what_is_no_id_is_named() -> None:
     with pytest.raises(TypeError, match=r"subset\[8\]\[1\] must be a string, got 3 of type int"):
-        Documents().find([["a"], ["b", 3]], first=7)
+        Documents().find([["a"], ["b", 3]], 7, CPU)
 
 
 @pytest.mark.parametrize(

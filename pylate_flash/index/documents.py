@@ -16,8 +16,6 @@ from .parts import Part
 
 __all__ = ["Documents", "blocks", "cuts", "read", "runs_of"]
 
-_CPU = torch.device("cpu")
-
 
 class Documents:
     """The documents of parts put end to end. Of a document that counts as removed, the position is no other's."""
@@ -67,12 +65,11 @@ class Documents:
         """The ids of all."""
         return Ids.joined([part.ids for part in self.parts])
 
-    def find(
-        self, lists: Sequence[Sequence[str]], first: int = 0, device: torch.device = _CPU
-    ) -> tuple[Tensor, np.ndarray]:
+    def find(self, lists: Sequence[Sequence[str]], first: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
         """The position of the document of each id of some lists, -1 if it is not there, and how many each list has.
 
-        They are looked up on a device, which keeps what it needs for it. It raises what `Texts.of_lists` does.
+        They are looked up on a device, which keeps what it needs for it. It raises what `Texts.of_lists` does, and
+        `IdTable`.
         """
         texts = Texts.of_lists(lists, device, first)
         if device not in self._tables:

@@ -96,7 +96,8 @@ class IdTable:
     """Which of `ids`, of those at some places, which are distinct, others are: looked up on a device.
 
     There it keeps the text of all, and for each where that lies, its key, in order, and its place: 28 bytes. To look up
-    as many as are looked at together, the host need not wait for a GPU.
+    as many as are looked at together, the host need not wait for a GPU. Ids that are not distinct are a ValueError,
+    which begins with what their index is.
     """
 
     def __init__(self, ids: Ids, places: np.ndarray, device: torch.device) -> None:
@@ -109,7 +110,7 @@ class IdTable:
             if not (self._keys[1:] == self._keys[:-1]).any():
                 break
         else:
-            raise ValueError("the index is damaged: two of its documents have the same id")
+            raise ValueError("is damaged: two of its documents have the same id")
         self._places = chosen[order].int()
 
     def find(self, texts: Texts) -> Tensor:

@@ -119,9 +119,9 @@ class Search:
         """
         self._follow(show_progress)
         queries = replace(queries, device=self.device)
-        by_kernels = scorer.by_kernels(self.device) and not self.rows.streams
-        in_place = scorer.in_place(self.device, subsets is not None) and not self.rows.streams
+        resident = not self.rows.streams
         if subsets is not None:
+            in_place = resident and scorer.in_place(self.device, True)
             yield from self._among_candidates(queries, k, scorer, subsets, positions, show_progress, in_place)
             return
         slots = None if positions is None else self._here(positions)
@@ -130,18 +130,19 @@ class Search:
             check_finite(queries)
             yield _nothing(len(queries))
             return
-        as_own = not (in_place or self.rows.streams) and scorer.in_place(self.device, True)
-        if slots is not None and len(queries) == 1 and as_own:
+        in_place = slots is not None and resident and scorer.in_place(self.device, False)
+        if slots is None:
+            k = min(k, documents - len(self.rows.removed))
+            repeated = resident and len(queries) == 1 and scorer.by_kernels(self.device)
+            repeated = repeated and scorer.repeats(len(queries.sequences[0]))
+            if repeated and (again := self._repeated(queries, k, scorer)) is not None:
+                yield self._checked(queries, again, slots)
+                return
+        elif resident and not in_place and len(queries) == 1 and scorer.in_place(self.device, True):
             # As documents of its own, those of fewer bits are scored where they lie.
             own = [(slots, np.array([documents]))]
             yield from self._among_slots(queries, k, scorer, own, show_progress, True)
             return
-        if slots is None:
-            k = min(k, documents - len(self.rows.removed))
-            repeated = by_kernels and len(queries) == 1 and scorer.repeats(len(queries.sequences[0]))
-            if repeated and (again := self._repeated(queries, k, scorer)) is not None:
-                yield self._checked(queries, again, slots)
-                return
         ranges, chunks = self._ranges(queries, k), []
         most = max(1, _SCORES // max(stop - start for start, stop in ranges))
         if slots is None:
@@ -269,7 +270,7 @@ class Search:
         def owned() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             """Each query's, ascending."""
             for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
-                found, counts = self.store.documents.find(subsets[first:last], first, device)
+                found, counts = self.store.find(subsets[first:last], first, device)
                 slots = found - self._first
                 there = (slots >= 0) & (slots < n_documents)
                 if allowed is not None:

@@ -146,7 +146,14 @@ class PackedStore:
 
     def positions_of(self, ids: Sequence[str]) -> np.ndarray:
         """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int32."""
-        return self.documents.find([ids])[0].numpy()
+        return self.find([ids], 0, torch.device("cpu"))[0].numpy()
+
+    def find(self, lists: Sequence[Sequence[str]], first: int, device: torch.device) -> tuple[torch.Tensor, np.ndarray]:
+        """`Documents.find`; a ValueError names the index."""
+        try:
+            return self.documents.find(lists, first, device)
+        except ValueError as error:
+            raise ValueError(f"the index in {self.path} {error}") from None
 
     def positions_where(self, where: Where) -> np.ndarray:
         """Positions, ascending, of the documents whose metadata fulfil an expression. It raises what `matching` does.
