@@ -208,15 +208,20 @@ def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidate
         if documents.host_bounds is not None and n_queries * length >= RESIDUAL_MANY_ROWS:
             return maxsim_residual_by_bounds(padded, codes, documents.host_bounds, mask, EMPTY_SCORE)
         return maxsim_residual(padded, codes, queries_mask=mask, empty_score=EMPTY_SCORE)
-    starts, counts = candidates[:-1].unsqueeze(1), candidates.diff().unsqueeze(1)
-    numbers = torch.arange(int(counts.max()))
-    owned = numbers < counts
-    own = torch.where(owned, starts + numbers, -1).to(device, non_blocking=True)
+    counts = candidates.diff()
+    most = int(counts.max())
+    # Where they are scored: of one query, there may be millions.
+    starts, lengths = on_device(torch.stack([candidates[:-1], counts]), device).unsqueeze(2)
+    numbers = torch.arange(most, device=device)
+    own = torch.where(numbers < lengths, starts + numbers, -1)
     if among is not None:
         own = among.places[own].masked_fill_(own < 0, -1)
-    scores = maxsim_residual(padded, codes, queries_mask=mask, candidates=own, empty_score=EMPTY_SCORE)
-    # A mask on a GPU would wait for it.
-    return scores.flatten()[owned.flatten().nonzero()[:, 0].to(device, non_blocking=True)]
+    scores = maxsim_residual(padded, codes, queries_mask=mask, candidates=own, empty_score=EMPTY_SCORE).flatten()
+    if int(counts.min()) == most:
+        return scores
+    # On the host, as a mask on a GPU would wait for it.
+    owned = (torch.arange(most) < counts.unsqueeze(1)).flatten().nonzero()[:, 0]
+    return scores[owned.to(device, non_blocking=True)]
 
 
 def _host_scores(backend: str, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
