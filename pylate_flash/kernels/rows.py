@@ -201,7 +201,8 @@ def load_lines(base, exists, start, config: tl.constexpr):
     """A block of elements of rows [rows, lines, elements], in float32, and which are inside an embedding.
 
     A line has 128 bytes, and neighbouring ones are of other rows, so that the lanes of a warp share what a row takes by
-    itself: its address, with two divisions, and a root.
+    itself: its address, with two divisions, and a root. (Rows come first, as Triton gives lanes to the first of two
+    dimensions along which it takes nothing for contiguous.)
     """
     LINE: tl.constexpr = min(config.block, 1024 // base.dtype.element_ty.primitive_bitwidth)
     dims = start + LINE * tl.arange(0, config.block // LINE)[None, :, None] + tl.arange(0, LINE)[None, None, :]
