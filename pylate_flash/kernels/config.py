@@ -281,8 +281,7 @@ def streamed_tile(tile: HopperTile) -> HopperTile:
     """The tile of a stream of documents in 16 bits, of whose rows each group of four warps multiplies 64.
 
     More groups hide more of what each waits for: 0.86 ms in place of 0.92 with two, at 32 queries and 32,000 documents
-    of 24 to 112 tokens on an H200. Of 8 to 20 tokens two are faster, 0.87 and 0.91 with 80,000, and so they are in 8
-    bits: 0.90 and 0.98 with int8, of 24 to 112.
+    of 24 to 112 tokens on an H200. Of 8 to 20 tokens two are faster, 0.87 and 0.91 with 80,000.
     """
     return tile._replace(parts=tile.rows // 64)
 

@@ -387,6 +387,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
         streamed &= problem.packed or (masked and _stream_pays(problem, rows))
         wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
+        if streamed and not masked and length >= tables.STREAM_QUANTIZED_IN_FOUR and kind.quantized != torch.uint8:
+            wide = config.streamed_tile(wide)
         # What fits into half a tile takes a product of it.
         tail = wide.columns // 2
         if not masked and not problem.packed and not 0 < length % wide.columns <= tail:

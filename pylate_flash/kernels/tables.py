@@ -108,6 +108,9 @@ STREAM_LEAST_ALIKE = 1 << 19
 # any 0.0681 and 0.0759 with 1111 of 180.
 STREAM_COLUMNS = 64
 STREAM_QUANTIZED_MEAN_LENGTH = 192
+# From so many tokens of packed ones, on average, four groups of warps share the rows of int8 and fp8, not two: 2.02 and
+# 1.90 with fp8 at 80,000 of 24 to 112, but 0.81 and 0.87 of 8 to 32, and 2.27 and 2.36 with uint8 of 64 to 192.
+STREAM_QUANTIZED_IN_FOUR = 48
 # Fewer rows leave half of the tile empty, and are bound by memory. Microseconds by `STACKED`, and by this narrow one:
 #   3 x 2000, 32 x 333, d = 96: 51 and 46    2 x 4000, 32 x 180: 58 and 56    4 x 2000, 32 x 180, argmax: 48 and 36.
 # Tiles of longer embeddings have so many rows anyway: 74 and 59 at 2 x 2000, 32 x 180, d = 256, and 156 and 135 at
@@ -203,7 +206,6 @@ STACKED_SHARES = Shares(2, 16, 4096, in_segments=True)
 # Registers of an SM.
 REGISTERS = 1 << 16
 
-
 # Programs of the single kernel for which an SM has registers, and the shared memory of each besides operands.
 SINGLE_PROGRAMS = 7
 SINGLE_TAKES = 1536
@@ -238,8 +240,7 @@ QUANTIZED_HOPPER_MAX_SIZE = 256
 QUANTIZED_HOPPER_MIN_ROWS = 65
 # Columns of its tile where documents without masks have so many tokens at most, on average. The product of the next
 # document is under way there while the sums of one are taken, whatever their length. 32 queries on an H100, in
-# milliseconds before and since: 13.6 and 8.7 with int8 and documents of 8 to 32 tokens, 17.1 and 14.8 of 24 to 112,
-# 4.95 and 4.7 of 64 to 192, 3.2 and 3.0 of 1000 to 2000; with fp8 13.2 and 8.4, 16.1 and 13.8, 4.65 and 4.35.
+# milliseconds before and since: 13.6 and 8.7 with int8 and documents of 8 to 32 tokens, 4.95 and 4.7 of 64 to 192.
 QUANTIZED_HOPPER_COLUMNS = ((48, 32), (128, 64))
 QUANTIZED_HOPPER_STAGES = 8
 # Similarities up to which its programs quantize the query rows that they score, which spares the host a launch: with

@@ -293,8 +293,8 @@ def test_tiles_of_8_bits(served: Problem, rows: int, columns: int, tail: int, ca
     assert plan.config.starts_early
 
 
-def short_quantized(length: int) -> Problem:
-    bounds, values = torch.arange(5) * length, torch.empty(4 * length, 128, dtype=torch.int8)
+def short_quantized(length: int, dtype: torch.dtype = torch.int8) -> Problem:
+    bounds, values = torch.arange(5) * length, torch.empty(4 * length, 128, dtype=dtype)
     tensors = Tensors(torch.empty(8, 32, 128).half(), values, documents_cu_seqlens=bounds)
     return problem_of_quantized(tensors, Options(max_document_length=length), True)
 
@@ -344,6 +344,18 @@ def test_documents_are_one_stream(served: Problem, streamed: bool, capability: i
     assert not (streamed and (plan.config.tail or plan.config.starts_early))
     if streamed and served.kind.quantized is None:
         assert plan.tile.rows == 64 * plan.tile.parts
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "length", "parts"),
+    [(torch.int8, 48, 4), (torch.int8, 47, 2), (torch.float8_e4m3fn, 180, 4), (torch.uint8, 180, 2)],
+)
+def test_four_groups_of_warps_share_a_stream_in_8_bits_that_is_signed_and_not_short(
+    dtype: torch.dtype, length: int, parts: int, capability: int
+) -> None:
+    plan = quantized_plan(short_quantized(length, dtype))
+    assert (plan.config.stream, plan.tile.rows, plan.tile.parts) == (True, 256, parts)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

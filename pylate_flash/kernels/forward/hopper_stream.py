@@ -43,6 +43,7 @@ from .hopper_parts import announce, announce_last, tile_positions, unscaled
 from .hopper_products import (
     loads_scales,
     makes_scales,
+    one_of_thread,
     product,
     product_layout,
     query_operands,
@@ -131,7 +132,7 @@ def score_stream(arguments, config: gl.constexpr):
     by_lane: gl.constexpr = gl.SliceLayout(2, split_by_lane(zeros, ROWS, COLUMNS).type.layout)
     if makes_scales(config):
         row_scale = gl.convert_layout(row_scale, gl.SliceLayout(1, by_lane))
-    one = gl.minimum(n_queries, 1)
+    one = one_of_thread(n_queries)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     await_barrier(memory, AT.full_slots, slot, phase)
