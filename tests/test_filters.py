@@ -124,7 +124,7 @@ def test_what_another_process_removed_is_left_out(tmp_path: Path) -> None:
         ("EXISTS (SELECT 1)", "and nothing else"),
         ("0) UNION SELECT number FROM parts WHERE (1", "and nothing else"),
         ("(WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n)", "and nothing else"),
-        ("year IN pragma_table_info('parts')", "not authorized"),
+        ("year IN pragma_table_info('parts')", "and nothing else"),
         ("RAISE(ABORT, 'x')", "is no filter"),
         ("load_extension('x')", "not authorized to use function: load_extension"),
         ("length(randomblob(1000000000)) > 0", "not authorized to use function: randomblob"),

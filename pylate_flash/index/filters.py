@@ -30,6 +30,7 @@ _LONGEST_EXPRESSION = 10_000
 FILTER_SECONDS = 10.0
 _LONGEST_STRING = 256 << 10
 _STEPS_BETWEEN_LOOKS = 1000
+_NOTHING_ELSE = "it may read metadata and call plain functions, and nothing else"
 _FUNCTIONS = {
     "abs", "coalesce", "date", "datetime", "glob", "ifnull", "iif", "instr", "julianday", "length", "like", "lower",
     "ltrim", "max", "min", "nullif", "round", "rtrim", "strftime", "substr", "substring", "time", "trim", "typeof",
@@ -181,6 +182,9 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
         reason = str(error)
         if "interrupted" in reason:
             reason = f"it takes longer than {FILTER_SECONDS:g} s"
+        elif reason.endswith("not authorized"):
+            # As which of its errors SQLite says so, hangs on its version.
+            reason = _NOTHING_ELSE
         raise ValueError(f"where: {expression!r:.200} is no filter: {reason}; {_known(names)}") from None
     except sqlite3.DataError:
         raise ValueError(
@@ -189,10 +193,7 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
     except sqlite3.DatabaseError as error:
         if "prohibited" not in str(error) and "not authorized" not in str(error):
             raise
-        raise ValueError(
-            f"where: {expression!r:.200} is no filter: it may read metadata and call plain functions, and nothing "
-            f"else; {_known(names)}"
-        ) from None
+        raise ValueError(f"where: {expression!r:.200} is no filter: {_NOTHING_ELSE}; {_known(names)}") from None
 
 
 def _known(names: list[str]) -> str:
