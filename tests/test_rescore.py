@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from pylate_flash.index import search, store
+from pylate_flash.index.ranks import Hits
 from pylate_flash.indexes import Flat
 from tests.ranks import join_group, run_ranks
 from tests.stores import blocks_of_bytes, integers_of, small
@@ -63,6 +65,21 @@ def test_the_best_by_few_bits_are_ordered_by_sixteen(
                 found = index(QUERIES[:3], k=4, rescore=90, matches=True)
                 assert found == exact(QUERIES[:3], k=4, matches=True)
         small(tmp_path).verify()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_what_fills_the_places_of_fewer_hits_is_none(dtype: type) -> None:
+    """Whatever the integers' type: NumPy 2 takes that of an array for a number beside it."""
+    index = filled(None, "int8+float16")
+    index(QUERIES[:2], k=2, rescore=2)
+    slots, counts = np.array([[7, 5, 0], [0, 0, 0], [2, 9, 4]], dtype), np.array([2, 0, 3])
+    queries = index._asked(QUERIES[:3], 3, None, False, None, 3)["queries"]
+    again = index._again.again(
+        queries, 3, index._again.scorer(index.scorer), [Hits(slots.astype(float), slots, counts)]
+    )
+    found = [hits for some in again for hits in index._again.results(some)]
+    subset = [["d5", "d7"], [], ["d2", "d4", "d9"]]
+    assert found == filled(None, "float16")(QUERIES[:3], k=3, subset=subset)
 
 
 def test_damaged_rows_of_sixteen_bits_are_an_error_where_they_are_read(tmp_path: Path) -> None:

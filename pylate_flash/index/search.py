@@ -298,7 +298,7 @@ class Search:
             for _, slots, counts in found:
                 there = np.arange(slots.shape[1]) < counts[:, None]
                 # In the order of the documents, before what only fills the places of queries with fewer.
-                slots = np.sort(np.where(there, slots, np.iinfo(np.int64).max), axis=1)
+                slots = np.sort(np.where(there, slots, np.iinfo(slots.dtype).max), axis=1)
                 for first, last in cuts(np.arange(len(counts) + 1), _QUERIES_WITH_SUBSETS):
                     yield slots[first:last][there[first:last]], counts[first:last]
 
