@@ -57,8 +57,6 @@ def k_best_of_runs(scores: Tensor, counts: np.ndarray, k: int) -> tuple[Tensor, 
     """
     if len(counts) == 1:
         return k_best(scores.unsqueeze(0), k)
-    if len(counts) == 1:
-        return k_best(scores.unsqueeze(0), k)
     device, total = scores.device, len(scores)
     lengths = torch.from_numpy(counts).to(device, non_blocking=True)
     runs = torch.arange(len(counts), dtype=torch.int32, device=device).repeat_interleave(lengths, output_size=total)
