@@ -72,12 +72,12 @@ def test_what_fills_the_places_of_fewer_hits_is_none(dtype: type) -> None:
     """Whatever the integers' type: NumPy 2 takes that of an array for a number beside it."""
     index = filled(None, "int8+float16")
     index(QUERIES[:2], k=2, rescore=2)
+    beside, queries = index._again, index._asked(QUERIES[:3], 3, None, False, None, 3)["queries"]
     slots, counts = np.array([[7, 5, 0], [0, 0, 0], [2, 9, 4]], dtype), np.array([2, 0, 3])
-    queries = index._asked(QUERIES[:3], 3, None, False, None, 3)["queries"]
-    again = index._again.again(
-        queries, 3, index._again.scorer(index.scorer), [Hits(slots.astype(float), slots, counts)]
-    )
-    found = [hits for some in again for hits in index._again.results(some)]
+    hits = Hits(np.zeros(slots.shape, np.float32), slots, counts)
+    found = [
+        own for some in beside.again(queries, 3, beside.scorer(index.scorer), [hits]) for own in beside.results(some)
+    ]
     subset = [["d5", "d7"], [], ["d2", "d4", "d9"]]
     assert found == filled(None, "float16")(QUERIES[:3], k=3, subset=subset)
 

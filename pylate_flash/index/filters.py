@@ -182,8 +182,8 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
         reason = str(error)
         if "interrupted" in reason:
             reason = f"it takes longer than {FILTER_SECONDS:g} s"
-        elif reason.endswith("not authorized"):
-            # As which of its errors SQLite says so, hangs on its version.
+        elif reason == "not authorized":
+            # As which of its errors SQLite refuses something, hangs on its version.
             reason = _NOTHING_ELSE
         raise ValueError(f"where: {expression!r:.200} is no filter: {reason}; {_known(names)}") from None
     except sqlite3.DataError:

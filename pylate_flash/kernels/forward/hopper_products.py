@@ -65,19 +65,6 @@ def loads_scales(config):
     return (config.normalize or config.values) and not (in_type_of_centroids(config) or config.quantize_rows)
 
 
-_ONE = gl.constexpr("{ .reg .b32 lane; mov.u32 lane, %laneid; add.u32 lane, lane, $1; min.u32 $0, lane, 1; }")
-
-
-@gluon.jit
-def one_of_thread(positive):
-    """A 1 of which the compiler knows neither that it is one, nor that all threads have the same.
-
-    Of all threads, it would be in a uniform register. A multiply-add takes none beside a constant: before each, ptxas
-    moves it to a register, as many instructions more.
-    """
-    return gl.inline_asm_elementwise(_ONE, "=r,r", [positive], dtype=gl.int32, is_pure=True, pack=1)
-
-
 @gluon.jit
 def _as_operand(rows, layout: gl.constexpr):
     """Query rows as the operand of a product of another width, for which they lie as they do."""

@@ -43,7 +43,6 @@ from .hopper_parts import announce, announce_last, tile_positions, unscaled
 from .hopper_products import (
     loads_scales,
     makes_scales,
-    one_of_thread,
     product,
     product_layout,
     query_operands,
@@ -116,6 +115,19 @@ def _with_eights(state, values, ended, FIRST: gl.constexpr, memory, row_scale, c
     return state
 
 
+_ONE = gl.constexpr("{ .reg .b32 lane; mov.u32 lane, %laneid; add.u32 lane, lane, $1; min.u32 $0, lane, 1; }")
+
+
+@gluon.jit
+def _one_of_thread(positive):
+    """A 1 of which the compiler knows neither that it is one, nor that all threads have the same.
+
+    Of all threads, it would be in a uniform register. A multiply-add takes none beside a constant: before each, ptxas
+    moves it to a register, as many instructions more. (In partitions by themselves, as in `hopper`, it does not.)
+    """
+    return gl.inline_asm_elementwise(_ONE, "=r,r", [positive], dtype=gl.int32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def score_stream(arguments, config: gl.constexpr):
     """Multiply the query rows with every tile; leave the maxima of every document that has tokens."""
@@ -132,7 +144,7 @@ def score_stream(arguments, config: gl.constexpr):
     by_lane: gl.constexpr = gl.SliceLayout(2, split_by_lane(zeros, ROWS, COLUMNS).type.layout)
     if makes_scales(config):
         row_scale = gl.convert_layout(row_scale, gl.SliceLayout(1, by_lane))
-    one = one_of_thread(n_queries)
+    one = _one_of_thread(n_queries)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     await_barrier(memory, AT.full_slots, slot, phase)
