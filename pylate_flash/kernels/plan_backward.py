@@ -170,10 +170,9 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
         block = -(-documents // -(-documents // block))
 
     block_embedding = max(16, tables.power_of_two(size))
-    num_warps, block_rows = tables.SUM_WARPS, tables.SUM_ROWS
-    if block_embedding > 128:
-        num_warps = min(8, block_embedding // 128)
-        block_rows = max(4, min(block_rows, num_warps * 2048 // block_embedding))
+    # Warps that had rows of their own would add up in shared memory, of tokens that no row chose too.
+    num_warps = max(1, block_embedding // tables.SUM_ELEMENTS)
+    block_rows = tables.SUM_ROWS if block_embedding <= 256 else tables.SUM_ROWS // 2
     listing = block, alone_bits, alone_warps, n_chunks, n_segments, list_dtype, starts_dtype, sorts_in_gradient
     return ListsPlan(*listing, block_embedding, block_rows, num_warps)
 
@@ -237,10 +236,11 @@ def soft_gradient_plan(problem: Problem) -> SoftGradientPlan:
     documents = narrowed(tile, length, problem.rows)
     walked = problem.max_candidates if problem.has_candidates else problem.n_documents
     blocks = soft_blocks(problem.kind)
-    owned = tables.SOFT_SPLIT_OWNED if blocks.split else blocks.first
+    owned = tables.SOFT_SPLIT_OWNED[problem.dtype.itemsize] if blocks.split else blocks.first
     parts = Parts(blocks.first, blocks.split, owned, -(-problem.size // owned))
     programs = -(-problem.rows // queries.rows) * problem.groups * parts.number
-    n_splits = max(1, min(tables.SOFT_PER_SM * sms // programs, walked // tables.SOFT_SMALLEST_SHARE))
+    smallest = -(-tables.SOFT_SMALLEST_SHARE // max(1, -(-length // queries.columns)))
+    n_splits = max(1, min(tables.SOFT_PER_SM * sms // programs, walked // smallest))
     strides, units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
     n_blocks = -(-length // documents.rows)

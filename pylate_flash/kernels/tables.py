@@ -317,8 +317,8 @@ SHORT_TOKENS_PER_CENTROID = 2
 # Bytes of an embedding, padded, up to which a tile holds it whole, by those of an element; a longer one is read in
 # blocks. Exact products of float32 are computed outside tensor cores, unrolled: of longer rows they leave no registers.
 SOFT_MAX_BYTES = {2: 512, 4: 128}
-# Elements of a gradient that a program sums, of an embedding that is read in parts.
-SOFT_SPLIT_OWNED = 64
+# Elements of a gradient that a program sums, of an embedding that is read in parts, by the bytes of each.
+SOFT_SPLIT_OWNED = {2: 128, 4: 64}
 # Query rows x document tokens of the forward. Two programs share an SM, the exponentials of one beside the products of
 # the other.
 SOFT_FORWARD = Tile(128, 64, 4, 3)
@@ -335,7 +335,7 @@ SOFT_NARROWEST = 16
 # Programs that fill an SM, also those of a query's gradient; documents that one of the forward walks at most.
 SOFT_PER_SM = 2
 SOFT_SHARES = Shares(SOFT_PER_SM, 16, 0)
-# Documents that a program of the queries' gradient walks at least.
+# Tiles of documents that one of the queries' gradient walks at least.
 SOFT_SMALLEST_SHARE = 8
 
 # Of chosen query tokens.
@@ -397,9 +397,9 @@ ALONE_TOKENS = 2048
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
 # 0.66, 0.31 with skewed argmax; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
 LIST_SEGMENT = 512
-# Rows in flight in a program that sums, and its warps, at d = 128: 1.18, 0.35, 0.18; 16 rows in one warp 1.66, 0.48,
-# 0.26, in two 1.29, 0.40, 0.23. Longer embeddings take more warps.
-SUM_ROWS, SUM_WARPS = 8, 1
+# Rows in flight in a program that sums (half as many of more than 256 elements), and elements of a warp: 1.18, 0.35,
+# 0.18; 16 rows in one warp 1.66, 0.48, 0.26, in two 1.29, 0.40, 0.23.
+SUM_ROWS, SUM_ELEMENTS = 8, 1024
 
 # Of losses.
 

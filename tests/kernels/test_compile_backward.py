@@ -58,6 +58,15 @@ def test_lists_by_one_program(rows: int, length: int, capability: int) -> None:
     compiled(lambda: case.run("lists"), names.replace("list", "gather"), capability)
 
 
+@pytest.mark.parametrize("size", [320, 1024])
+def test_sums_of_long_embeddings_wait_for_no_other_warp(size: int, capability: int) -> None:
+    """As a program for every token would, whether any row chose it or not."""
+    case = dense((1, 200), (1, 2, 300), size, "none", dtype=torch.bfloat16)
+    found = compiled(partial(case.run, "lists", queries=False), "list sum", capability)["sum"]
+    assert found.metadata.num_warps == 1
+    assert found.metadata.shared == 0
+
+
 def test_long_documents(capability: int) -> None:
     case = dense((65, 32), (1, 1, 3000), 16, "none")
     compiled(lambda: case.run("lists", queries=False), SORTED, capability)

@@ -34,7 +34,7 @@ _MASKED = " active_tokens rows"
 # Compute capabilities; type, queries, documents, masks, options, kernels of the forward, and more of the backward.
 SOFT = [
     ((80, 90, 100, 120), BF16, (8, 64, 128), (3, 300, 128), (None, None), {}, "tall", ""),
-    ((80,), F32, (8, 64, 48), (3, 300, 48), (None, None), {}, "stacked", ""),
+    ((80,), F32, (8, 64, 48), (3, 300, 48), (None, None), {}, "stacked", " finish"),
     ((90,), BF16, (8, 64, 320), (3, 300, 320), MASKS, BOTH, "hopper" + _MASKED, " finish" + _MASKED),
     ((90,), F16, (2, 64, 96), (300, 96), (None, None), {"normalize": True}, "stacked rows", " rows"),
 ]

@@ -23,7 +23,7 @@ from pylate_flash.kernels.config import (
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.launch import check_grid
 from pylate_flash.kernels.plan import ForwardPlan, forward_plan, quantized_plan
-from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved
+from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved, soft_gradient_plan
 from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan, soft_forward_plan
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from pylate_flash.ops.maxsim_operator import with_lengths
@@ -519,6 +519,17 @@ def test_the_fused_projection_has_loads_in_flight(rows: int, size: int) -> None:
 def test_few_tiles_have_as_many_programs(capability: int) -> None:
     plans = [fused_plan(1, n, (128, 768), F16, CPU) for n in (1, 256, 257, 1 << 20)]
     assert [(plan.n_tiles, plan.programs) for plan in plans] == [(1, 1), (1, 1), (2, 2), (4096, 132)]
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "n_splits"),
+    [((9, 40, 320), (9, 866, 320), 9), ((9, 40, 320), (20, 60, 320), 2), ((64, 1024, 128), (64, 1024, 128), 1)],
+)
+def test_few_long_documents_are_shared_out_too(
+    queries: tuple[int, ...], documents: tuple[int, ...], n_splits: int, capability: int
+) -> None:
+    """For the gradient of soft MaxSim's queries: by their tiles, not by their number."""
+    assert soft_gradient_plan(problem(queries, documents)).n_splits == n_splits
 
 
 def test_sets_are_shared_out_where_there_are_few(capability: int) -> None:

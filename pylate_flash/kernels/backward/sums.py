@@ -239,6 +239,6 @@ def sum_lists(
             (inputs.documents, inputs.documents_scale, cu_seqlens, argmax, listed, starts, parts, grad_documents),
             (first, problem.rows, problem.n_documents, length, n_segments),
             strides,
-            (size, block_embedding, 8, segment, normalize, adds),
+            (size, block_embedding, plan.rows, segment, normalize, adds),
             (num_warps, 1, None),
         )
