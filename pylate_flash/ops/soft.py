@@ -214,8 +214,6 @@ def _blocked_backward(
     slope = torch.zeros((), dtype=torch.float64, device=operands.device)
     grad_rows = torch.zeros_like(operands.queries, dtype=operands.dtype) if need_queries else None
     grad_documents = None
-    if need_documents:
-        grad_documents = torch.zeros_like(operands.documents, memory_format=torch.contiguous_format)
     for block in blocks(operands, together=False):
         values = block.values.to(operands.dtype)
         scaled = values if block.scale is None else values * block.scale.unsqueeze(1)
@@ -223,7 +221,7 @@ def _blocked_backward(
         if block.mask is not None:
             # They may be no numbers.
             scaled = scaled.masked_fill(~block.mask.flatten().unsqueeze(1), 0.0)
-        total = torch.zeros_like(values)
+        total: Tensor | None = None
         for part in block.parts:
             exponents = _exponents(block, part, beta)
             probabilities = exponents.sub_(lse[block.documents, part.columns].unsqueeze(1)).exp_()
@@ -244,12 +242,21 @@ def _blocked_backward(
             if active is not None:
                 flows.masked_fill_(~active.unsqueeze(2), 0.0)
             flows = flows.flatten(0, 1) if block.exist is None else flows[block.exist]
-            if grad_documents is not None:
-                total += flows @ rows
+            if need_documents:
+                total = flows @ rows if total is None else total.addmm_(flows, rows)
             if grad_rows is not None:
                 grad_rows[part.of] += flows.T @ scaled
-        if grad_documents is not None:
-            operands.tokens(grad_documents, block.documents).copy_(unscaled(total, values, block.scale))
+        if total is not None:
+            total = unscaled(total, values, block.scale)
+            if len(total) == operands.documents.shape[:-1].numel():
+                grad_documents = total.view(operands.documents.shape)
+                continue
+            if grad_documents is None:
+                # Some may meet no query token.
+                grad_documents = torch.zeros_like(operands.documents, memory_format=torch.contiguous_format)
+            operands.tokens(grad_documents, block.documents).copy_(total)
+    if need_documents and grad_documents is None:
+        grad_documents = torch.zeros_like(operands.documents)
     if grad_rows is not None:
         grad_rows = unscaled(grad_rows, operands.queries, operands.queries_scale)
     return (slope / beta.double().square()).to(beta.dtype) if need_beta else None, grad_rows, grad_documents
