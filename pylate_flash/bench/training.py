@@ -46,6 +46,9 @@ ROWS = (
     # A small step, and one in which each query brings five hard negatives beside its own document.
     Batch("train-32", 32, 32, 32, 180),
     Batch("negatives-64x5", 64, 6 * 64, 32, 150),
+    # Embeddings as long as those of some models of pages.
+    Batch("train-64-d320", 64, 64, 32, 180, d=320),
+    Batch("pages-16-d2048", 16, 16, 32, 1000, d=2048),
 )
 
 # Of a skewed row's document tokens, and of its wins.

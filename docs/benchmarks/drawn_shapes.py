@@ -1,0 +1,204 @@
+"""Shapes that nobody chose: what the package computes in several ways, at shapes drawn at random.
+
+    python docs/benchmarks/drawn_shapes.py --output drawn.json
+
+The rows of the suites are the shapes that kernels were tuned at. Between them, a plan may be wrong by any factor. So
+this compares ways that should take about as long (packed documents, and padded ones under a mask; 8 bits and 16), and
+some with their floors, and names what takes much longer than it should. Other packages, which tune themselves for
+minutes at every new shape, are not asked.
+
+Kernels are compiled first, by several processes, each of which makes every call of its share of the shapes once.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+from tqdm import tqdm
+
+from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen, quantize, soft_maxsim
+from pylate_flash.bench.calls import bounds_of, unit_vectors
+from pylate_flash.bench.protocol import QUICK, Ceilings, floor_of, make_two_times_stopwatch, measure, measure_ceilings
+from pylate_flash.bench.rows import L2, Row
+from script_results import about, write
+
+SIZES = (48, 64, 96, 128, 128, 128, 192, 256, 320, 384, 512, 768, 1024)
+# What a shape may take, in operations and in bytes of its documents, and at least, or a launch is all that is seen.
+MOST_FLOPS, LEAST_FLOPS, MOST_BYTES = 1.2e12, 1e9, 4e8
+# Of what is launched and waited for, in milliseconds, whatever the shape.
+OF_A_CALL = 0.005
+
+
+class Limit(NamedTuple):
+    """`way` should take at most `factor` times as long as `other`, which is another one or a floor."""
+
+    way: str
+    other: str
+    factor: float
+
+
+LIMITS = (
+    Limit("padded", "floor", 2.0),
+    Limit("packed", "masked", 1.2),
+    Limit("masked", "padded", 1.3),
+    Limit("normalised", "padded", 1.5),
+    Limit("int8", "padded", 1.1),
+    Limit("fp8", "padded", 1.1),
+    Limit("uint8", "int8", 1.3),
+    Limit("packed int8", "packed", 1.1),
+    Limit("packed 4 bits", "packed", 1.3),
+    Limit("step", "floor of a step", 3.0),
+    Limit("masked step", "step", 1.2),
+    Limit("soft step", "step", 8.0),
+)
+
+
+def draw(number: int, seed: int, most: float = MOST_FLOPS, least: float = LEAST_FLOPS) -> list[Row]:
+    """Shapes, lengths and numbers being drawn by their logarithms, that take from `least` to `most` operations."""
+    generator, found = random.Random(seed), []
+
+    def between(low: int, high: int) -> int:
+        return round(2 ** generator.uniform(math.log2(low), math.log2(high)))
+
+    while len(found) < number:
+        queries = generator.choice((1, between(2, 40), between(2, 40), between(40, 500)))
+        length = between(6, 1000)
+        row = Row(
+            f"drawn-{seed}-{len(found)}",
+            queries,
+            between(50, 20_000),
+            between(4, 200) if generator.random() < 0.75 else between(200, 1100),
+            length,
+            d=generator.choice(SIZES),
+            shortest=max(1, length // generator.choice((2, 3, 8))),
+        )
+        if least < 2.0 * row.Nq * row.Lq * row.Nd * row.Ld * row.d < most and 2 * row.Nd * row.Ld * row.d < MOST_BYTES:
+            found.append(row)
+    return found
+
+
+def ways(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """The calls to compare, in bfloat16, by name; codes only of sizes that have them."""
+    generator = torch.Generator(device).manual_seed(0)
+    unit = partial(unit_vectors, generator=generator, dtype=torch.bfloat16)
+    queries, documents, lengths = unit(row.Nq, row.Lq, row.d), unit(row.Nd, row.Ld, row.d), row.lengths()
+    mask = (torch.arange(row.Ld) < lengths.unsqueeze(1)).to(device)
+    packed, bounds = documents[mask], bounds_of(lengths).to(device)
+    packed_queries = queries.flatten(0, 1)
+    query_bounds = torch.arange(row.Nq + 1, dtype=torch.int32, device=device) * row.Lq
+    told = {"max_query_length": row.Lq, "max_document_length": row.Ld}
+
+    def of_packed(of: Any) -> Callable[[], Tensor]:
+        return partial(maxsim_varlen, packed_queries, of, query_bounds, bounds, **told)
+
+    grad_scores = torch.randn(row.Nq, row.Nd, device=device, generator=generator)
+    leaves = queries.detach().clone().requires_grad_(), documents.detach().clone().requires_grad_()
+
+    def step(score: Callable[..., Tensor], *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            return torch.autograd.grad(score(*leaves, *arguments, **options), leaves, grad_scores)
+
+    found: dict[str, Callable[[], Any]] = {
+        "padded": partial(maxsim, queries, documents),
+        "masked": partial(maxsim, queries, documents, documents_mask=mask),
+        "normalised": partial(maxsim, queries, documents, normalize=True),
+        "packed": of_packed(packed),
+        "step": partial(step, maxsim),
+        "masked step": partial(step, maxsim, documents_mask=mask),
+        "soft step": partial(step, soft_maxsim, 10.0),
+        "packed int8": of_packed(quantize(packed)),
+    }
+    for precision in ("int8", "uint8", "fp8"):
+        found[precision] = partial(maxsim, queries, quantize(documents, precision))
+    if row.d <= 128 and row.d % 32 == 0:
+        found["packed 4 bits"] = partial(maxsim_residual, queries, codes(len(packed), row.d, bounds, generator))
+    return found
+
+
+def codes(n_tokens: int, size: int, bounds: Tensor, generator: torch.Generator) -> ResidualCodes:
+    """Random codes of 4 bits, with as many centroids as PLAID would have."""
+    device = generator.device
+    number = min(n_tokens, 1 << int(16 * n_tokens**0.5).bit_length() - 1)
+    draw_integers = partial(torch.randint, device=device, generator=generator)
+    return ResidualCodes(
+        draw_integers(number, (n_tokens,), dtype=torch.int32),
+        draw_integers(256, (n_tokens, size // 2), dtype=torch.uint8),
+        unit_vectors(number, size, generator=generator, dtype=torch.float16),
+        torch.linspace(-1.0, 1.0, 16, device=device).half() / size**0.5,
+        bounds,
+    )
+
+
+def beyond(times: Mapping[str, float]) -> dict[str, float]:
+    """Which ways take longer than `LIMITS` say, with the factor that they take: "int8 / padded" and so on."""
+    found = {}
+    for way, other, factor in LIMITS:
+        if way in times and other in times and times[way] > factor * times[other] + OF_A_CALL:
+            found[f"{way} / {other}"] = round(times[way] / times[other], 2)
+    return found
+
+
+def call_once(rows: list[Row], device: str) -> None:
+    """Make every call of some shapes, so that its kernels are compiled and kept."""
+    with torch.no_grad():
+        for row in rows:
+            for call in ways(row, torch.device(device)).values():
+                call()
+
+
+def compare(row: Row, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
+    """A shape with its floors, the times of its ways, of a GPU alone, and what is beyond a limit."""
+    stopwatch = make_two_times_stopwatch(device, QUICK.flush_bytes)
+    with torch.no_grad():
+        timings = measure(ways(row, device), stopwatch, QUICK)
+    found = {
+        name: timing.median_ms if timing.device_ms is None else timing.device_ms for name, timing in timings.items()
+    }
+    # Of padded documents, with their padding.
+    whole = replace(row, shortest=None)
+    floors = {"floor": whole, "floor of a step": replace(whole, step=True)}
+    times = {name: floor_of(of.work(torch.bfloat16), ceilings).milliseconds for name, of in floors.items()} | found
+    rounded = {name: float(f"{time:.4g}") for name, time in times.items()}
+    return {"name": row.name, "shape": row.shape, "milliseconds": rounded, "beyond": beyond(times)}
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="A .json file, written after every shape.")],
+    shapes: Annotated[int, typer.Option(help="How many are drawn.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Other shapes for each.")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes that compile.", min=1)] = 12,
+    most: Annotated[float, typer.Option(help="Operations of a shape, at most.")] = MOST_FLOPS,
+    least: Annotated[float, typer.Option(help="Operations of a shape, at least.")] = LEAST_FLOPS,
+) -> None:
+    """Compare the package's own ways at shapes drawn at random."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = draw(shapes, seed, most, least)
+    if device.type == "cuda":
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            shares = [pool.submit(call_once, rows[first::workers], device.type) for first in range(workers)]
+            for share in tqdm(shares, desc="compiling", unit="share"):
+                share.result()
+    ceilings = measure_ceilings(device, torch.bfloat16, others=L2)
+    result: dict[str, Any] = {**about(), "seed": seed, "rows": []}
+    for row in tqdm(rows, desc="timing", unit="shape"):
+        found = compare(row, device, ceilings)
+        result["rows"].append(found)
+        write(result, output)
+        if found["beyond"]:
+            named = ", ".join(f"{name} {factor}" for name, factor in found["beyond"].items())
+            tqdm.write(f"{found['shape']}: {named}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,74 @@
+"""Shapes drawn at random are the same for a seed, every way computes what it says, and what takes too long is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import drawn_shapes
+from drawn_shapes import Limit
+from pylate_flash.bench.rows import Row
+
+
+def test_shapes_are_those_of_a_seed_and_within_the_bounds():
+    found = drawn_shapes.draw(20, seed=3, most=1e10, least=1e8)
+    assert found == drawn_shapes.draw(20, seed=3, most=1e10, least=1e8)
+    assert found != drawn_shapes.draw(20, seed=4, most=1e10, least=1e8)
+    assert len({row.name for row in found}) == 20
+    for row in found:
+        assert 1e8 < row.Nq * row.Nd * row.Lq * row.Ld * row.d * 2 < 1e10
+        assert 1 <= row.shortest <= row.Ld
+
+
+@pytest.mark.parametrize("size", [64, 320])
+def test_ways_agree(size):
+    """As far as roundings let them: of all tokens, of those of a mask, and with codes, which are of other documents."""
+    row = Row("tiny", 3, 7, 5, 40, d=size, shortest=10)
+    assert row.lengths().min() < 40
+    ways = drawn_shapes.ways(row, torch.device("cpu"))
+    found = {name: call() for name, call in ways.items()}
+    assert ("packed 4 bits" in found) == (size == 64)
+    for first, second, tolerance in (
+        ("normalised", "padded", 1e-2),
+        ("packed", "masked", 1e-6),
+        ("int8", "padded", 2e-2),
+        ("uint8", "padded", 2e-2),
+        ("fp8", "padded", 5e-2),
+        ("packed int8", "packed", 2e-2),
+    ):
+        torch.testing.assert_close(
+            found[first], found[second], rtol=tolerance, atol=tolerance, msg=f"{first}, {second}"
+        )
+    assert not torch.equal(found["masked"], found["padded"])
+    for step in ("step", "masked step", "soft step"):
+        assert [gradient.shape for gradient in found[step]] == [(3, 5, size), (7, 40, size)]
+    assert not found["masked step"][1][row.lengths() < 40, -1].any()
+
+
+def test_limits_are_of_ways_and_floors():
+    names = {name for limit in drawn_shapes.LIMITS for name in limit[:2]}
+    ways = drawn_shapes.ways(Row("tiny", 1, 2, 3, 4, d=64, shortest=2), torch.device("cpu"))
+    assert names <= {*ways, "floor", "floor of a step"}
+
+
+def test_what_is_beyond_a_limit_is_named(monkeypatch):
+    limits = (Limit("int8", "padded", 1.1), Limit("packed", "masked", 1.2), Limit("codes", "padded", 1.0))
+    monkeypatch.setattr(drawn_shapes, "LIMITS", limits)
+    assert drawn_shapes.beyond({"padded": 1.0, "int8": 2.0, "packed": 1.0, "masked": 1.0}) == {"int8 / padded": 2.0}
+    # As long as a call takes that computes nothing.
+    assert drawn_shapes.beyond({"padded": 0.001, "int8": 0.002}) == {}
+
+
+def test_every_shape_is_written(tmp_path, monkeypatch, capsys, ceilings):
+    monkeypatch.setattr(drawn_shapes, "measure_ceilings", lambda *_, **__: ceilings)
+    monkeypatch.setattr(drawn_shapes, "LIMITS", (Limit("padded", "floor", 0.0),))
+    output = tmp_path / "out" / "drawn.json"
+    drawn_shapes.main(output, shapes=2, seed=5, workers=1, most=1e8, least=1e6)
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert [row["name"] for row in result["rows"]] == ["drawn-5-0", "drawn-5-1"]
+    printed = capsys.readouterr().out
+    for row in result["rows"]:
+        assert row["milliseconds"]["padded"] > 0
+        assert f"{row['shape']}: padded / floor {row['beyond']['padded / floor']}" in printed
