@@ -66,7 +66,8 @@ LIMITS = (
 
 def draw(number: int, seed: int, most: float = MOST_FLOPS, least: float = LEAST_FLOPS) -> list[Row]:
     """Shapes, lengths and numbers being drawn by their logarithms, that take from `least` to `most` operations."""
-    generator, found = random.Random(seed), []
+    generator = random.Random(seed)
+    found: list[Row] = []
 
     def between(low: int, high: int) -> int:
         return round(2 ** generator.uniform(math.log2(low), math.log2(high)))
@@ -97,7 +98,7 @@ def ways(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
     packed, bounds = documents[mask], bounds_of(lengths).to(device)
     packed_queries = queries.flatten(0, 1)
     query_bounds = torch.arange(row.Nq + 1, dtype=torch.int32, device=device) * row.Lq
-    told = {"max_query_length": row.Lq, "max_document_length": row.Ld}
+    told: dict[str, Any] = {"max_query_length": row.Lq, "max_document_length": row.Ld}
 
     def of_packed(of: Any) -> Callable[[], Tensor]:
         return partial(maxsim_varlen, packed_queries, of, query_bounds, bounds, **told)
