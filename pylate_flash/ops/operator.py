@@ -172,6 +172,8 @@ class _Repeated:
 
 
 repeated = _Repeated(4096)
+# Bytes lent to a backward up to which it is repeated, and they are there until it is over.
+LENT_REPEATED = 8 << 20
 # What computes a call: from its tensors to the results, tensors or None, and what else there is to know of it.
 Computation = Callable[[Sequence[Tensor | None]], tuple[Sequence[Tensor | None], Any]]
 _SEEN, _REFUSED = "seen once", "cannot be repeated"
@@ -387,8 +389,9 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             if grad_scores is None:
                 return (None,) * len(ctx.needs_input_grad)
             saved, options, likes, needs = ctx.saved_tensors, ctx.options, ctx.likes, ctx.needs_input_grad[1 : n + 1]
-            lent = ctx.lent
-            inputs = (grad_scores, *saved)
+            lent, ctx.lent, inputs = ctx.lent, [], (grad_scores, *saved)
+            if sum(each.nbytes for each in lent if each is not None) <= LENT_REPEATED:
+                inputs, lent = (*inputs, *lent), []
             key = signature(operation.function, inputs, (*options, *needs, *likes))
             if is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
                 # A graph of the backward is asked for: the operator has one, which says that there is no second
@@ -402,8 +405,8 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             else:
 
                 def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
-                    grad_scores, *saved = inputs
-                    arguments, kept = (*saved[:n_tensors], *options), [*saved[n_tensors:], *lent]
+                    grad_scores, *given = inputs
+                    arguments, kept = (*given[:n_tensors], *options), [*given[n_tensors:], *lent]
                     lent.clear()
                     return cast_like(operation.compute_gradients(grad_scores, kept, arguments, needs), likes), None
 
