@@ -31,6 +31,7 @@ from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen, 
 from pylate_flash.bench.calls import bounds_of, unit_vectors
 from pylate_flash.bench.protocol import QUICK, Ceilings, floor_of, make_two_times_stopwatch, measure, measure_ceilings
 from pylate_flash.bench.rows import L2, Row
+from pylate_flash.bench.suite import CPU_FLOPS
 from script_results import about, write
 
 SIZES = (48, 64, 96, 128, 128, 128, 192, 256, 320, 384, 512, 768, 1024)
@@ -64,8 +65,8 @@ LIMITS = (
 )
 
 
-def draw(number: int, seed: int, most: float = MOST_FLOPS, least: float = LEAST_FLOPS) -> list[Row]:
-    """Shapes, lengths and numbers being drawn by their logarithms, that take from `least` to `most` operations."""
+def draw(number: int, seed: int) -> list[Row]:
+    """Shapes, whose lengths and numbers are drawn by their logarithms."""
     generator = random.Random(seed)
     found: list[Row] = []
 
@@ -84,7 +85,8 @@ def draw(number: int, seed: int, most: float = MOST_FLOPS, least: float = LEAST_
             d=generator.choice(SIZES),
             shortest=max(1, length // generator.choice((2, 3, 8))),
         )
-        if least < 2.0 * row.Nq * row.Lq * row.Nd * row.Ld * row.d < most and 2 * row.Nd * row.Ld * row.d < MOST_BYTES:
+        elements = row.Nd * row.Ld * row.d
+        if LEAST_FLOPS < 2.0 * row.Nq * row.Lq * elements < MOST_FLOPS and 2 * elements < MOST_BYTES:
             found.append(row)
     return found
 
@@ -175,17 +177,17 @@ def compare(row: Row, device: torch.device, ceilings: Ceilings) -> dict[str, Any
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="A .json file, written after every shape.")],
+    output: Annotated[Path, typer.Option(help="A .json file, written after every shape.", dir_okay=False)],
     shapes: Annotated[int, typer.Option(help="How many are drawn.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Other shapes for each.")] = 0,
+    seed: Annotated[int, typer.Option(help="Which shapes: other ones for each seed.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes that compile.", min=1)] = 12,
-    most: Annotated[float, typer.Option(help="Operations of a shape, at most.")] = MOST_FLOPS,
-    least: Annotated[float, typer.Option(help="Operations of a shape, at least.")] = LEAST_FLOPS,
 ) -> None:
-    """Compare the package's own ways at shapes drawn at random."""
+    """Compare the package's own ways at shapes drawn at random, on a GPU; a CPU gets smaller batches of them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = draw(shapes, seed, most, least)
-    if device.type == "cuda":
+    rows = draw(shapes, seed)
+    if device.type == "cpu":
+        rows = [row.within(CPU_FLOPS) for row in rows]
+    else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             shares = [pool.submit(call_once, rows[first::workers], device.type) for first in range(workers)]
             for share in tqdm(shares, desc="compiling", unit="share"):

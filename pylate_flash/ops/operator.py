@@ -389,7 +389,8 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             if grad_scores is None:
                 return (None,) * len(ctx.needs_input_grad)
             saved, options, likes, needs = ctx.saved_tensors, ctx.options, ctx.likes, ctx.needs_input_grad[1 : n + 1]
-            lent, ctx.lent, inputs = ctx.lent, [], (grad_scores, *saved)
+            lent, ctx.lent = ctx.lent, []
+            inputs = (grad_scores, *saved)
             if sum(each.nbytes for each in lent if each is not None) <= LENT_REPEATED:
                 inputs, lent = (*inputs, *lent), []
             key = signature(operation.function, inputs, (*options, *needs, *likes))

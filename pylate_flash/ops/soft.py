@@ -214,6 +214,7 @@ def _blocked_backward(
     slope = torch.zeros((), dtype=torch.float64, device=operands.device)
     grad_rows = torch.zeros_like(operands.queries, dtype=operands.dtype) if need_queries else None
     grad_documents = None
+    no_gradient = partial(torch.zeros_like, operands.documents, memory_format=torch.contiguous_format)
     for block in blocks(operands, together=False):
         values = block.values.to(operands.dtype)
         scaled = values if block.scale is None else values * block.scale.unsqueeze(1)
@@ -253,10 +254,10 @@ def _blocked_backward(
                 continue
             if grad_documents is None:
                 # Some may meet no query token.
-                grad_documents = torch.zeros_like(operands.documents, memory_format=torch.contiguous_format)
+                grad_documents = no_gradient()
             operands.tokens(grad_documents, block.documents).copy_(total)
     if need_documents and grad_documents is None:
-        grad_documents = torch.zeros_like(operands.documents)
+        grad_documents = no_gradient()
     if grad_rows is not None:
         grad_rows = unscaled(grad_rows, operands.queries, operands.queries_scale)
     return (slope / beta.double().square()).to(beta.dtype) if need_beta else None, grad_rows, grad_documents

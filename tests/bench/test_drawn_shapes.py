@@ -13,12 +13,14 @@ from pylate_flash.bench.rows import Row
 
 
 def test_shapes_are_those_of_a_seed_and_within_the_bounds():
-    found = drawn_shapes.draw(20, seed=3, most=1e10, least=1e8)
-    assert found == drawn_shapes.draw(20, seed=3, most=1e10, least=1e8)
-    assert found != drawn_shapes.draw(20, seed=4, most=1e10, least=1e8)
+    found = drawn_shapes.draw(20, seed=3)
+    assert found == drawn_shapes.draw(20, seed=3)
+    assert found != drawn_shapes.draw(20, seed=4)
     assert len({row.name for row in found}) == 20
     for row in found:
-        assert 1e8 < row.Nq * row.Nd * row.Lq * row.Ld * row.d * 2 < 1e10
+        flops = row.Nq * row.Nd * row.Lq * row.Ld * row.d * 2
+        assert drawn_shapes.LEAST_FLOPS < flops < drawn_shapes.MOST_FLOPS
+        assert row.Nd * row.Ld * row.d * 2 < drawn_shapes.MOST_BYTES
         assert 1 <= row.shortest <= row.Ld
 
 
@@ -64,8 +66,10 @@ def test_what_is_beyond_a_limit_is_named(monkeypatch):
 def test_every_shape_is_written(tmp_path, monkeypatch, capsys, ceilings):
     monkeypatch.setattr(drawn_shapes, "measure_ceilings", lambda *_, **__: ceilings)
     monkeypatch.setattr(drawn_shapes, "LIMITS", (Limit("padded", "floor", 0.0),))
+    monkeypatch.setattr(drawn_shapes, "CPU_FLOPS", 1e6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     output = tmp_path / "out" / "drawn.json"
-    drawn_shapes.main(output, shapes=2, seed=5, workers=1, most=1e8, least=1e6)
+    drawn_shapes.main(output, shapes=2, seed=5, workers=1)
     result = json.loads(output.read_text(encoding="utf-8"))
     assert [row["name"] for row in result["rows"]] == ["drawn-5-0", "drawn-5-1"]
     printed = capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -66,9 +67,19 @@ def test_a_learned_beta_of_one_element_keeps_its_shape_and_type() -> None:
         assert (gradient.shape, gradient.dtype) == (beta.shape, beta.dtype)
 
 
+@pytest.mark.parametrize("candidates", [[0, 1, 2], [0, 2, 2]])
+def test_documents_that_meet_no_query_token_get_zeros(candidates: list[int]) -> None:
+    """The first query has no token; the other one has the second document, or none."""
+    queries, documents = torch.randn(3, 8, requires_grad=True), torch.randn(8, 10).T.requires_grad_()
+    bounds = [torch.tensor(bounds) for bounds in ([0, 0, 3], [0, 4, 10])]
+    scores = soft_maxsim_varlen(queries, documents, 2.0, *bounds, candidates_cu_seqlens=torch.tensor(candidates))
+    (gradient,) = torch.autograd.grad(scores.sum(), documents)
+    assert gradient.is_contiguous()
+    assert gradient.any(dim=1).tolist() == [False] * 4 + [candidates == [0, 1, 2]] * 6
+
+
 Q, D, TOKENS, BOUNDS = torch.ones(2, 3, 4), torch.ones(3, 5, 4), torch.ones(3, 4), torch.tensor([0, 1, 3])
 LEARNED = torch.nn.Parameter(torch.tensor(-2.0))
-
 
 test_one_error_for_each_mistake = mistakes(
     wrong(TypeError, "beta must be a number or a floating tensor of one element, got str", soft_maxsim, Q, D, "2"),
