@@ -30,7 +30,8 @@ from pylate_flash.kernels.launch import kernel
 from pylate_flash.kernels.plan import ForwardPlan, tall_plan
 from pylate_flash.kernels.reductions import larger
 from pylate_flash.kernels.rows import active_tokens, norms_of
-from pylate_flash.kernels.tables import DOCUMENT_COST, HOPPER_SHARES, Blocks, HopperTile, power_of_two
+from pylate_flash.kernels.tables import DOCUMENT_COST, HOPPER_SHARES, power_of_two
+from pylate_flash.kernels.tiles import Blocks, HopperTile
 from pylate_flash.problem import Problem, Tensors
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)

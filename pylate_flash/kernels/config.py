@@ -14,7 +14,7 @@ import torch
 
 from ..problem import Kind, Problem, rounded_total
 from . import tables
-from .tables import Blocks, HopperTile, Tile
+from .tiles import Blocks, HopperTile, Tile
 from .versions import has_gluon
 
 INT32_MAX = 2**31 - 1
@@ -277,12 +277,14 @@ def hopper_tail(tile: HopperTile, document_length: int | None) -> int:
     return tail if tile.columns - tail >= tables.HOPPER_TAIL_SAVES * columns else 0
 
 
-def streamed_tile(tile: HopperTile) -> HopperTile:
-    """The tile of a stream of documents, of whose rows each group of four warps multiplies 64.
+def streamed_tile(tile: HopperTile, rows: int) -> HopperTile:
+    """The tile of a stream of documents that `rows` query rows meet, of which each group of four warps multiplies 64.
 
     More groups hide more of what each waits for: in 16 bits 0.86 ms in place of 0.92 with two, at 32 queries and 32,000
     documents of 24 to 112 tokens on an H200. Of 8 to 20 tokens two are faster, 0.87 and 0.91 with 80,000.
     """
+    if tile in (tables.HOPPER_BLOCKS, tables.HOPPER_BLOCKS_SUMMED):
+        return tables.STREAM_BLOCKS_NARROW if rows <= tables.STREAM_BLOCKS_NARROW.rows else tables.STREAM_BLOCKS
     return tile._replace(parts=tile.rows // 64)
 
 
@@ -306,13 +308,13 @@ def quantized_hopper_tile(size: int, narrow: bool, length: int | None, streamed:
     """
     tile = tables.QUANTIZED_HOPPER_NARROW if narrow else tables.QUANTIZED_HOPPER
     if size > 128:
-        tile = tables.QUANTIZED_HOPPER_LONG
+        tile = tables.QUANTIZED_HOPPER_LONG if size <= 256 else tables.QUANTIZED_HOPPER_LONGEST
     if streamed:
         return tile._replace(columns=tables.STREAM_COLUMNS, num_stages=tables.QUANTIZED_HOPPER_STAGES)
     columns = next((n for most, n in tables.QUANTIZED_HOPPER_COLUMNS if length is not None and length <= most), None)
     if columns is None:
         return tile
-    stages = tile.num_stages if size > 128 else tables.QUANTIZED_HOPPER_STAGES
+    stages = min(tables.QUANTIZED_HOPPER_STAGES, tile.num_stages * tile.columns // columns)
     return tile._replace(columns=columns, num_stages=stages)
 
 
@@ -321,13 +323,13 @@ def single_columns(query_length: int) -> int:
     return min(tables.SINGLE.columns, max(16, tables.power_of_two(query_length)))
 
 
-def single_tile(capability: int, size: int, item: int, columns: int, small: bool) -> Tile:
+def single_tile(capability: int, size: int, item: int, columns: int, small: bool, normalize: bool) -> Tile:
     """Tile of `columns` tokens of one query, of `size` elements, against its documents; `small`: of fewer of theirs."""
     blocks = embedding_blocks(capability, size, item)
     split, row_bytes = blocks.split, blocks.held * item
     tile = tables.SINGLE_SPLIT if split else tables.SINGLE_PACKED if small else tables.SINGLE
     if row_bytes > tables.MAX_ROW_BYTES:
-        tile = tables.SINGLE_IN_TWO
+        tile = tables.SINGLE_IN_TWO_NORMS if normalize else tables.SINGLE_IN_TWO
     return fitted(tile._replace(columns=columns), capability, row_bytes, split)
 
 
@@ -336,7 +338,7 @@ def single_config(
     capability: int, kind: Kind, columns: int, small: bool, in_segments: bool, units: tuple[int, int]
 ) -> Config:
     item = kind.dtype.itemsize
-    tile = single_tile(capability, kind.size, item, columns, small)
+    tile = single_tile(capability, kind.size, item, columns, small, kind.normalize)
     blocks = embedding_blocks(capability, kind.size, item)
     documents = "run" if kind.candidates is None else "candidates"
     special = {"documents": documents, "in_segments": in_segments, "flatten": _flattened(capability, blocks)}
@@ -359,7 +361,7 @@ def single_runs(capability: int, kind: Kind, columns: int) -> tuple[int, int, in
     unlike = kind.cu_seqlens is not None or kind.documents_mask is not None
     if unlike or not _flattened(capability, blocks):
         return tables.SINGLE_UNLIKE
-    tile = single_tile(capability, kind.size, item, columns, False)
+    tile = single_tile(capability, kind.size, item, columns, False, kind.normalize)
     rows = tile.rows * tile.num_stages
     if capability == 9 and tile.rows >= 64:
         # An operand of Hopper's products.

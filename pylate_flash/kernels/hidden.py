@@ -46,7 +46,8 @@ from .launch import Described, kernel, wait_for_previous_kernel
 from .plan_operations import FusedPlan
 from .reductions import larger
 from .rows import inverse_norm
-from .tables import FusedTile, power_of_two
+from .tables import power_of_two
+from .tiles import FusedTile
 
 # Of a tile, four warps each, written out one by one in the kernels.
 PARTS = gl.constexpr(2)

@@ -16,7 +16,8 @@ import torch
 from ..problem import Problem, rounded_total
 from . import config, tables
 from .config import Config
-from .tables import Blocks, HopperTile, Shares, Tile, registers_of
+from .tables import registers_of
+from .tiles import Blocks, HopperTile, Shares, Tile
 from .versions import has_gluon
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ IMPLEMENTATIONS = ("auto", "triton", "blocked")
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.float8_e4m3fn)
 # What the tests reach; the kernels sum longer embeddings block by block.
 KERNEL_MAX_EMBEDDING_SIZE = 4096
-_QUANTIZED = "documents are quantized"
 
 
 def _kernels_take(device: torch.device, dtype: torch.dtype, embedding_size: int) -> str | None:
@@ -206,7 +206,25 @@ def forward_plan(problem: Problem) -> ForwardPlan:
     pairs = _pairs_plan(problem)
     if pairs is not None:
         return pairs
-    return _single_plan(problem) if _is_single(problem) else _stacked_plan(problem)
+    if _is_single(problem) and not _prefers_hopper(problem):
+        return _single_plan(problem)
+    plan = _stacked_plan(problem)
+    # Whole documents of embeddings in blocks would have query rows be read again for each.
+    on_hopper = plan.kernel == "hopper" and (plan.config.stream or problem.size <= tables.HOPPER_MAX_SIZE)
+    return plan if on_hopper or not _is_single(problem) else _single_plan(problem)
+
+
+def _prefers_hopper(problem: Problem) -> bool:
+    """Whether one query of long embeddings is faster by the Hopper kernel, where that can serve it.
+
+    With norms, it has the documents be read once more.
+    """
+    kind, total = problem.kind, rounded_total(problem.n_tokens)
+    if problem.n_queries > 1 or kind.size <= 128 or problem.with_argmax or problem.has_candidates:
+        return False
+    if kind.normalize:
+        return total <= tables.ONE_QUERY_NORMS_LENGTH * problem.n_documents
+    return not problem.packed or (total >= tables.ONE_QUERY_PACKED_TOKENS and not _documents_are_short(problem))
 
 
 def _is_single(problem: Problem) -> bool:
@@ -287,12 +305,11 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     capability, _ = tables.architecture(kind.device)
     unpadded = _unpadded(problem)
     rows = stacked_rows(problem, unpadded)
-    streamed = is_streamed(problem, problem.document_strides[-1]) and (packed or _stream_pays(problem, rows))
+    streamed = is_streamed(problem, problem.document_strides[-1]) and (packed or stream_pays(problem, rows))
     wide = config.hopper_tile(capability, kind.size, item, rows <= tables.HOPPER_NARROW_ROWS, kind.with_argmax)
     why, why_not = _ONE_MATRIX, _not_in_blocks(problem)
     if in_blocks := why_not is None:
         wide = tables.HOPPER_BLOCKS if kind.size <= tables.SUMMED_EMBEDDING else tables.HOPPER_BLOCKS_SUMMED
-        streamed = False
     if wide is None:
         why += why_not or ""
         if capability == 9 and item == 4:
@@ -305,7 +322,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         alike = not packed and kind.documents_mask is None
         tail = 0 if kind.with_argmax and not in_blocks else config.hopper_tail(wide, length if alike else None)
         special = {"stream": True} if streamed else {"tail": tail}
-        wide = config.streamed_tile(wide) if streamed else wide
+        wide = config.streamed_tile(wide, rows) if streamed else wide
         plan = hopper_plan(problem, wide, why + ON_HOPPER + STREAMED * streamed, unpadded, **special)
         if not packed or config.planned_length(problem) <= plan.splits.whole:
             return plan
@@ -347,12 +364,18 @@ def is_streamed(problem: Problem, row: int, mean_length: float = math.inf) -> bo
     return fits and rounded_total(problem.n_tokens) <= mean_length * problem.all_documents
 
 
-def _stream_pays(problem: Problem, rows: int) -> bool:
+def stream_pays(problem: Problem, rows: int) -> bool:
     """Whether padded documents that may be a stream are scored faster so, by so many query rows of a group."""
+    length, unlike = problem.document_length, problem.kind.documents_mask is not None
+    if problem.size > tables.HOPPER_MAX_SIZE:
+        left = -length % tables.HOPPER_BLOCKS.columns
+        narrow = rows <= tables.STREAM_BLOCKS_NARROW.rows
+        return unlike or narrow or left > tables.STREAM_BLOCKS_SAVES * (length + left)
     few, short = tables.STREAM_FEW_ROWS if problem.size <= 256 else tables.STREAM_FEW_ROWS_OF_LONG
-    alike = problem.kind.documents_mask is None and problem.document_length > short
+    alike = not unlike and length > short
     least = tables.STREAM_LEAST_ALIKE if alike else tables.STREAM_LEAST
-    enough = rows * problem.n_tokens >= least * tables.architecture(problem.device)[1]
+    columns = problem.all_documents * -(-length // tables.STREAM_COLUMNS) * tables.STREAM_COLUMNS
+    enough = rows * columns >= least * tables.architecture(problem.device)[1]
     return enough and not (alike and rows <= few)
 
 
@@ -365,83 +388,6 @@ def hopper_plan(problem: Problem, tile: HopperTile, reason: str, unpadded: bool 
     """The plan of the Hopper kernel with this tile."""
     blocks = config.hopper_blocks(problem.size, 2 if problem.kind.quantized is None else 1)
     return tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)
-
-
-def quantized_plan(problem: Problem) -> ForwardPlan:
-    """Choose the kernel, the tile and the grid of a call with quantized documents.
-
-    Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
-    """
-    kind, rows = problem.kind, stacked_rows(problem)
-    own = kind.quantize_queries and problem.n_queries == problem.groups
-    if own and short_takes(problem, 8) and problem.n_tokens >= _least_tokens_of_short(problem):
-        return short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
-    capability, _ = tables.architecture(kind.device)
-    why_not = _quantized_needs_stacked(problem, rows)
-    if why_not is None:
-        masked, narrow = kind.documents_mask is not None, rows <= tables.HOPPER_NARROW_ROWS
-        length, total = problem.document_length, problem.n_tokens
-        if problem.packed:
-            total = rounded_total(total)
-            length = total // problem.n_documents
-        streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
-        streamed &= problem.packed or (masked and _stream_pays(problem, rows))
-        wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
-        if streamed and not masked and length >= tables.STREAM_QUANTIZED_IN_FOUR and kind.quantized != torch.uint8:
-            wide = config.streamed_tile(wide)
-        # What fits into half a tile takes a product of it.
-        tail = wide.columns // 2
-        if not masked and not problem.packed and not 0 < length % wide.columns <= tail:
-            tail = 0
-        # Sums of rows, which affine documents need, take as long as a launch where there are many.
-        here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or kind.quantized != torch.uint8)
-        here = here and not config.hopper_blocks(kind.size, 1).second
-        problem, reason = problem if here else _with_values(problem), _QUANTIZED + ON_HOPPER + STREAMED * streamed
-        special = {"stream": True} if streamed else {"tail": tail, "starts_early": not masked}
-        return hopper_plan(problem, wide, reason, quantize_rows=here, **special)
-    item = 1 if kind.quantize_queries else kind.dtype.itemsize
-    blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
-    rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))
-    tile = few if rows <= few.rows else tables.QUANTIZED_TILE._replace(rows=rows)
-    tile = config.fitted(tile, capability, blocks.held * item, blocks.split)
-    registers = None
-    if capability == 9 and tile.num_warps == tables.QUANTIZED_TILE.num_warps and not blocks.split:
-        # Two programs share an SM, so that products of one run beside the maxima of the other. That leaves a thread
-        # 128 registers: a whole tile takes 120 with products of 8 bits. Left alone, ptxas takes more of others.
-        registers = registers_of(2, tile.num_warps)
-    # Each program quantizes the query rows that it scores, which spares the host a launch, and the GPU waiting for it:
-    # one query and 100 documents (32 x 180) take 0.091 ms in place of 0.113. Of many rows, each program has more to
-    # quantize, and more programs the same.
-    here = kind.quantize_queries and tile.rows <= few.rows and not blocks.split
-    if kind.quantize_queries and not here:
-        problem = _with_values(problem)
-    per_sm = tables.QUANTIZED_PER_SM[tile.num_warps]
-    shares = Shares(per_sm, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_SPLIT)
-    reason = _QUANTIZED + why_not
-    return tall_plan(problem, "stacked", tile, blocks, shares, reason, quantize_rows=here, registers=registers)
-
-
-def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
-    """Why the Hopper kernel does not serve quantized documents, None where it does."""
-    kind = problem.kind
-    if tables.architecture(kind.device)[0] != 9 or not has_gluon():
-        return ""
-    if not kind.quantize_queries:
-        return "; the Hopper kernel multiplies 8 bits by 8 bits"
-    if kind.size > tables.QUANTIZED_HOPPER_MAX_SIZE:
-        return f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
-    if problem.has_candidates:
-        return "; packed documents are candidates"
-    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS:
-        return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet a document"
-    if not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 1)):
-        return f"; {UNCOPIED}"
-    return None
-
-
-def _with_values(problem: Problem) -> Problem:
-    """The problem of queries that were quantized before, one row after the other."""
-    return problem._replace(query_strides=(problem.query_length * problem.size, problem.size))
 
 
 def short_takes(problem: Problem, nbits: int) -> bool:
@@ -469,14 +415,6 @@ def _documents_are_short(problem: Problem) -> bool:
     elements = config.single_columns(problem.query_length) * problem.size
     fits = 2 * elements <= tables.SHORT_MAX_ELEMENTS and config.planned_length(problem) <= tables.LONGEST_WHOLE
     return fits and short_takes(problem, 16)
-
-
-def _least_tokens_of_short(problem: Problem) -> float:
-    """Tokens of documents in 8 bits from which on `forward.short` serves them."""
-    if config.single_columns(problem.query_length) <= 32:
-        return tables.SHORT_QUANTIZED_TOKENS
-    unpacked_fp8 = problem.kind.quantized == torch.float8_e4m3fn and not problem.packed
-    return math.inf if unpacked_fp8 else tables.SHORT_QUANTIZED_WIDE
 
 
 def short_plan(problem: Problem, nbits: int, documents: str, reason: str) -> ForwardPlan:

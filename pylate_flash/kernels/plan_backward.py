@@ -10,7 +10,7 @@ import torch
 
 from . import tables
 from .config import divided_strides, narrowed, padded_query_length, residual_blocks, soft_blocks, soft_tile
-from .tables import Blocks, Tile
+from .tiles import Blocks, Tile
 
 if TYPE_CHECKING:
     from ..problem import Problem

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..problem import replaced
+from ..problem import replaced, rounded_total
 from . import config, tables
 from .config import INT32_MAX, divided_strides, embedding_blocks, stacked_tile
 from .plan import (
@@ -27,13 +27,18 @@ from .plan import (
     short_plan,
     short_takes,
     stacked_rows,
+    stream_pays,
     tall_plan,
 )
-from .tables import FusedTile, Shares, Tile, registers_of
+from .tables import registers_of
+from .tiles import FusedTile, Shares, Tile
 from .versions import has_gluon
 
 if TYPE_CHECKING:
     from ..problem import Problem
+
+
+_QUANTIZED = "documents are quantized"
 
 
 class FusedPlan(NamedTuple):
@@ -314,3 +319,98 @@ def residual_plan(
         registers = registers_of(per_sm, tile.num_warps)
     shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_SPLIT)
     return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)
+
+
+def quantized_plan(problem: Problem) -> ForwardPlan:
+    """Choose the kernel, the tile and the grid of a call with quantized documents.
+
+    Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
+    """
+    kind, rows = problem.kind, stacked_rows(problem)
+    own = kind.quantize_queries and problem.n_queries == problem.groups
+    if own and short_takes(problem, 8) and problem.n_tokens >= _least_tokens_of_short(problem):
+        return short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
+    capability, _ = tables.architecture(kind.device)
+    why_not = _quantized_needs_stacked(problem, rows)
+    if why_not is None:
+        masked, narrow = kind.documents_mask is not None, rows <= tables.HOPPER_NARROW_ROWS
+        length, total = problem.document_length, problem.n_tokens
+        if problem.packed:
+            total = rounded_total(total)
+            length = total // problem.n_documents
+        streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
+        streamed &= problem.packed or ((masked or _short_in_stream(problem, narrow)) and stream_pays(problem, rows))
+        wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
+        if streamed and not masked and length >= tables.STREAM_QUANTIZED_IN_FOUR and kind.quantized != torch.uint8:
+            wide = config.streamed_tile(wide, rows)
+        # What fits into half a tile takes a product of it.
+        tail = wide.columns // 2
+        if not masked and not problem.packed and not 0 < length % wide.columns <= tail:
+            tail = 0
+        # Sums of rows, which affine documents need, take as long as a launch where there are many.
+        here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or kind.quantized != torch.uint8)
+        here = here and not config.hopper_blocks(kind.size, 1).second
+        problem, reason = problem if here else _with_values(problem), _QUANTIZED + ON_HOPPER + STREAMED * streamed
+        special = {"stream": True} if streamed else {"tail": tail, "starts_early": not masked}
+        return hopper_plan(problem, wide, reason, quantize_rows=here, **special)
+    item = 1 if kind.quantize_queries else kind.dtype.itemsize
+    blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
+    rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))
+    tile = few if rows <= few.rows else tables.QUANTIZED_TILE._replace(rows=rows)
+    tile = config.fitted(tile, capability, blocks.held * item, blocks.split)
+    registers = None
+    if capability == 9 and tile.num_warps == tables.QUANTIZED_TILE.num_warps and not blocks.split:
+        # Two programs share an SM, so that products of one run beside the maxima of the other. That leaves a thread
+        # 128 registers: a whole tile takes 120 with products of 8 bits. Left alone, ptxas takes more of others.
+        registers = registers_of(2, tile.num_warps)
+    # Each program quantizes the query rows that it scores, which spares the host a launch, and the GPU waiting for it:
+    # one query and 100 documents (32 x 180) take 0.091 ms in place of 0.113. Of many rows, each program has more to
+    # quantize, and more programs the same.
+    here = kind.quantize_queries and tile.rows <= few.rows and not blocks.split
+    if kind.quantize_queries and not here:
+        problem = _with_values(problem)
+    per_sm = tables.QUANTIZED_PER_SM[tile.num_warps]
+    shares = Shares(per_sm, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_SPLIT)
+    reason = _QUANTIZED + why_not
+    return tall_plan(problem, "stacked", tile, blocks, shares, reason, quantize_rows=here, registers=registers)
+
+
+def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
+    """Why the Hopper kernel does not serve quantized documents, None where it does."""
+    kind = problem.kind
+    if tables.architecture(kind.device)[0] != 9 or not has_gluon():
+        return ""
+    if not kind.quantize_queries:
+        return "; the Hopper kernel multiplies 8 bits by 8 bits"
+    if kind.size > tables.QUANTIZED_HOPPER_MAX_SIZE:
+        return f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
+    if problem.has_candidates:
+        return "; packed documents are candidates"
+    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS:
+        return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet a document"
+    if not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 1)):
+        return f"; {UNCOPIED}"
+    return None
+
+
+def _short_in_stream(problem: Problem, narrow: bool) -> bool:
+    """Whether padded documents in 8 bits, without masks, leave so many columns of whole tiles empty."""
+    length = problem.document_length
+    tile = config.quantized_hopper_tile(problem.size, narrow, length)
+    # Of a wide tile, half may be multiplied.
+    columns = min(tile.columns, tables.STREAM_COLUMNS)
+    whole, stream = -(-length // columns) * columns, -(-length // 8) * 8
+    return length <= tables.STREAM_QUANTIZED_SHORT or whole >= tables.STREAM_QUANTIZED_SAVES * stream
+
+
+def _with_values(problem: Problem) -> Problem:
+    """The problem of queries that were quantized before, one row after the other."""
+    return problem._replace(query_strides=(problem.query_length * problem.size, problem.size))
+
+
+def _least_tokens_of_short(problem: Problem) -> float:
+    """Tokens of documents in 8 bits from which on `forward.short` serves them."""
+    if config.single_columns(problem.query_length) <= 32:
+        return tables.SHORT_QUANTIZED_TOKENS
+    unpacked_fp8 = problem.kind.quantized == torch.float8_e4m3fn and not problem.packed
+    return math.inf if unpacked_fp8 else tables.SHORT_QUANTIZED_WIDE

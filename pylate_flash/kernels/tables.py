@@ -7,69 +7,10 @@ take fewer stages where shared memory is smaller.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 
-
-class Tile(NamedTuple):
-    """Rows and columns of a product, its warps, and how many loads are in flight."""
-
-    rows: int
-    columns: int
-    num_warps: int
-    num_stages: int
-
-
-class HopperTile(NamedTuple):
-    """Rows and columns of a product, the parts of four warps that share the rows, and how many loads are in flight."""
-
-    rows: int
-    columns: int
-    parts: int
-    num_stages: int
-
-
-class FusedTile(NamedTuple):
-    """Hidden states of a tile, elements of d_model in a chunk, of an embedding with padding, blocks of query rows, rows
-    of a block, and stages.
-    """
-
-    rows: int
-    chunk: int
-    embedding: int
-    blocks: int
-    columns: int
-    num_stages: int
-
-
-class Blocks(NamedTuple):
-    """Elements of an embedding that a tile holds: in a block, in a second one (0: there is none), or split.
-
-    Split, an embedding is read block by block.
-    """
-
-    first: int
-    second: int
-    split: bool
-
-    @property
-    def held(self) -> int:
-        return self.first + self.second
-
-
-class Shares(NamedTuple):
-    """How documents are shared out: programs of an SM, and the most that one walks: documents, work of a split.
-
-    Where the last is 0, packed documents are not split, and runs need not fill whole waves.
-    """
-
-    per_sm: int
-    longest: int
-    largest: int
-    # Whether a document too long for one program is scored in segments.
-    in_segments: bool = False
-
+from .tiles import HopperTile, Shares, Tile
 
 # Rows of a sum. A query is padded to a multiple of the first of `PADDINGS` that leaves few enough rows empty; if none
 # does, each row's maximum may be stored, and summed afterwards.
@@ -89,9 +30,9 @@ HOPPER_LONG = HopperTile(128, 64, 2, 5)
 # 54 microseconds instead of 86 by `STACKED_IN_TWO` at 5 x 3000, 32 x 64, d = 320, and 123 instead of 406 at 8 x 2000,
 # 32 x 180, d = 384; with 128 columns, 121 of d = 320.
 HOPPER_LONGEST = HopperTile(128, 64, 2, 4)
-# Padded documents are a stream as well: under masks or where they are short, from so many similarities of an SM on; and
-# where they are alike, if more than so many query rows meet them, and from more similarities on. Short are those of so
-# many tokens at most. Milliseconds on an H200 of 32 queries of 32 tokens in 16 bits, by themselves and as a stream:
+# Padded documents are a stream as well: under masks or where they are short, from so many similarities of whole tiles
+# of an SM on; and where they are alike, if more than so many query rows meet them, and from more on. Short are those of
+# so many tokens at most. Milliseconds on an H200 of 32 queries of 32 tokens in 16 bits, by themselves and as a stream:
 # 0.0705 and 0.0563 with 1000 documents of 60 to 180, under masks, and 0.0741 and 0.0668 of 180; 0.0184 and 0.0180 with
 # 100 under masks; 0.879 and 0.718 with 10000 of 100 to 300, and 1.167 and 0.994 of 300; of 4 queries 0.0446 and 0.0326
 # with 2000 of 60 to 180, but 0.0355 and 0.0372 of 180. Of more than 256 elements, with 333 documents: of 5 queries
@@ -108,6 +49,12 @@ STREAM_LEAST_ALIKE = 1 << 19
 # any 0.0681 and 0.0759 with 1111 of 180.
 STREAM_COLUMNS = 64
 STREAM_QUANTIZED_MEAN_LENGTH = 192
+# Those that are alike, of 8 bits, where they are short, or whole tiles take so many times as many columns. As whole
+# documents and as a stream of int8: 32 queries and 400,000 tokens in documents of 8, 24, 32, 48, 60, 72, 100 and 131
+# tokens 0.793 and 0.420, 0.256 and 0.204, 0.194 and 0.193, 0.193 and 0.169, 0.156 and 0.171, 0.190 and 0.158, 0.162 and
+# 0.152, 0.176 and 0.148; of 4 queries and four times as many tokens 0.164 and 0.137 of 32, 0.116 and 0.129 of 60.
+STREAM_QUANTIZED_SHORT = 32
+STREAM_QUANTIZED_SAVES = 1.2
 # From so many tokens of packed ones, on average, four groups of warps share the rows of int8 and fp8, not two: 2.02 and
 # 1.90 with fp8 at 80,000 of 24 to 112, but 0.81 and 0.87 of 8 to 32, and 2.27 and 2.36 with uint8 of 64 to 192.
 STREAM_QUANTIZED_IN_FOUR = 48
@@ -125,6 +72,15 @@ HOPPER_MAX_SIZE = 384
 # `HOPPER_LONGEST`, 0.146 and 0.135 at the first, 0.331 and 0.185 at 32 x 1000, 32 x 180.
 HOPPER_BLOCKS = HopperTile(128, 256, 2, 4)
 HOPPER_BLOCKS_SUMMED = HopperTile(128, 256, 2, 3)
+# Of those as a stream, and of few rows: for products of 256 columns, ptxas finds no registers beside its other warps.
+# Padded documents that are alike are no stream where whole tiles leave no more of their columns empty. Milliseconds of
+# whole documents and of a stream: 2.47 and 0.241 at 8 x 16488, 30 x 9, d = 1024, 0.168 and 0.127, 0.155 and 0.137,
+# 0.124 and 0.138 at 8 x 1500, 8 x 1100 and 8 x 800, 32 x 128, 180 and 256, d = 768, 0.717 and 0.488 at 32 x 1000, 32 x
+# 300, d = 512, 0.678 and 0.135 at 16 x 500, 32 x 40, d = 4096, 0.867 and 0.634 at 16 x 300, 32 x 300; packed 0.130 and
+# 0.114 where they have 128 to 256 tokens, d = 768.
+STREAM_BLOCKS = HopperTile(128, 128, 2, 6)
+STREAM_BLOCKS_NARROW = HopperTile(64, 128, 1, 6)
+STREAM_BLOCKS_SAVES = 1 / 10
 # Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
 # at 2 x 4000, 512 x 77. Of packed documents, on an H100: 18.6 ms instead of 20.0 at 32 x 500000, 32 x 24..112, 18.3
 # instead of 19.2 at 200 x 50000, 32 x 64..192; where all have 128 tokens and no tail, 2.64 instead of 2.59.
@@ -172,6 +128,9 @@ MIN_IN_TWO = 65
 MAX_IN_TWO = 511
 STACKED_IN_TWO = Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 4, 3)
 SINGLE_IN_TWO = Tile(32, 64, 4, 3)
+# With norms, which take a tile from shared memory to other registers than its product does: of 32 rows, Triton swizzles
+# no tile that two layouts read. 0.154 and 0.042 ms at 1 x 1000, 32 x 300, d = 192, 0.233 and 0.079 of 384.
+SINGLE_IN_TWO_NORMS = Tile(64, 64, 4, 3)
 # Tensor cores truncate what they add, which is 4e-6 of a score at d = 4096. Sums of so many products are added up
 # outside them, rounded.
 SUMMED_EMBEDDING = 1024
@@ -209,6 +168,14 @@ REGISTERS = 1 << 16
 # Programs of the single kernel for which an SM has registers, and the shared memory of each besides operands.
 SINGLE_PROGRAMS = 7
 SINGLE_TAKES = 1536
+# One query of more than 128 elements is the Hopper kernel's instead: with packed documents from so many tokens on, with
+# norms where documents have no more than so many on average. Milliseconds of 32 query tokens by both, of 192, 384 and
+# 1024 elements: 0.059 and 0.041, 0.084 and 0.068, 0.181 and 0.152 at 1 x 1000 (of 300), under masks 0.067 and 0.039,
+# 0.110 and 0.063, 0.159 and 0.132, packed 0.049 and 0.037, 0.085 and 0.059, 0.148 and 0.128, but 0.0103 and 0.0119,
+# 0.0142 and 0.0151, 0.0231 and 0.0232 at 1 x 100 (of 180). With norms, 1 x 5336 (50 x 21) take 0.087 and 0.041, 0.220
+# and 0.060, 0.339 and 0.130.
+ONE_QUERY_PACKED_TOKENS = 1 << 16
+ONE_QUERY_NORMS_LENGTH = 32
 # Documents that one walks, at most: where all programs run at once, and where they do not. Microseconds with 2 and 16:
 # 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
 SINGLE_LONGEST = 16, 2
@@ -234,7 +201,10 @@ QUANTIZED_PER_SM = {QUANTIZED_TILE.num_warps: 2, QUANTIZED_FEW_ROWS.num_warps: 3
 QUANTIZED_HOPPER = HopperTile(256, 128, 2, 6)
 QUANTIZED_HOPPER_NARROW = HopperTile(128, 128, 2, 6)
 QUANTIZED_HOPPER_LONG = HopperTile(128, 128, 2, 5)
-QUANTIZED_HOPPER_MAX_SIZE = 256
+# Of up to 384 elements, fewer tiles do: milliseconds by `QUANTIZED_TILE` and by it with int8, 2.76 and 1.17 at 90 x
+# 237, 482 x 156, d = 320, 0.306 and 0.140 at 32 x 1024, 32 x 180, d = 384.
+QUANTIZED_HOPPER_LONGEST = HopperTile(128, 128, 2, 3)
+QUANTIZED_HOPPER_MAX_SIZE = 384
 # Query rows from which on it serves: a part multiplies 64. Fewer are bound by memory: 0.130 ms by
 # `QUANTIZED_FEW_ROWS` and 0.187 by this one at 1 x 10000, 32 x 300.
 QUANTIZED_HOPPER_MIN_ROWS = 65
@@ -270,8 +240,9 @@ RESIDUAL_SCRATCH = 256 << 20
 # 0.102 and 0.105 with 1024 of 180; of 5 queries 3.24 and 7.43 with 250000 of 24 to 112, before two workers took turns.
 # As they are, on an H200, with 40000 documents of 24 to 112: of 64 queries 2.59 and 2.81 (2 bits 2.60 and 2.77), of 96
 # 4.01 and 3.74, of 128 5.30 and 4.84; of 64 with 8000 of 250 to 350, 2.20 and 2.50.
+# Of one query of 128 tokens with 600 documents of 540 0.048 and 0.113, of 100 with 10000 of 300 0.331 and 0.795.
 RESIDUAL_COPIED_SIZES = 64, 128
-RESIDUAL_COPIED_ROWS = 129, 2048
+RESIDUAL_COPIED_ROWS = 65, 2048
 RESIDUAL_COPIED_TILE = HopperTile(256, 64, 2, 8)
 # Rows of a program of the gradient, and programs of an SM at which the documents are shared out no more.
 RESIDUAL_GRADIENT_ROWS = 32

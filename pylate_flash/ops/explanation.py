@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..kernels.plan import ForwardPlan, choose, forward_plan, quantized_plan, why
+from ..kernels.plan import ForwardPlan, choose, forward_plan, why
 from ..kernels.plan_backward import BackwardPlan, SoftGradientPlan, backward_plan, soft_gradient_plan
-from ..kernels.plan_operations import soft_forward_plan
-from ..kernels.tables import HopperTile, Tile
+from ..kernels.plan_operations import quantized_plan, soft_forward_plan
+from ..kernels.tiles import HopperTile, Tile
 from ..problem import Options, Tensors
 from .checks import check_differentiation, check_layout, check_none, checked_flag, checked_problem
 from .maxsim_operator import checked, with_lengths

@@ -16,19 +16,23 @@ from tests.kernels.recorder import compiled
 from tests.kernels.test_compile import inputs
 
 # Of whole blocks, with everything and without; and of one that is not whole.
-CASES = [*product((1024, 4096), (False, True), (False, True)), (392, True, True), (1032, True, True)]
+CASES = [*product((1024, 4096), (False, True), (False, True)), *product((392, 1032), (True,), (False, True))]
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
-@pytest.mark.parametrize("layout", ["padded", "exclude", "zero", "packed", "lists"])
+@pytest.mark.parametrize("layout", ["padded", "whole", "exclude", "zero", "packed", "lists"])
+@pytest.mark.parametrize("n_queries", [1, 6])
 @pytest.mark.parametrize(("size", "normalize", "with_argmax"), CASES)
 def test_products_of_blocks_follow_each_other(
-    size: int, layout: str, normalize: bool, with_argmax: bool, capability: int
+    size: int, layout: str, n_queries: int, normalize: bool, with_argmax: bool, capability: int
 ) -> None:
     """Both operands come from shared memory, copied 16 bytes at a time, but scales; a block is four products."""
     masks = None, torch.bool if layout in ("exclude", "zero") else None
     packed, offsets = layout in ("packed", "lists"), None
-    tensors = inputs((6, 32, size), (400, size) if packed else (4, 300, size), masks=masks)
+    length = 512 if layout == "whole" else 300
+    # More rows than one query has unless it meets a stream.
+    query_length = 70 if with_argmax or normalize or packed or length == 512 else 32
+    tensors = inputs((n_queries, query_length, size), (400, size) if packed else (4, length, size), masks=masks)
     if packed:
         tensors = tensors._replace(documents_cu_seqlens=torch.arange(5) * 100)
     if layout == "lists":
@@ -39,8 +43,10 @@ def test_products_of_blocks_follow_each_other(
     call = partial(forward.maxsim_forward, problem, tensors, starts)
     code = compiled(call, names, capability)["hopper"]
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+?)k\S+ \{[^}]*\}, (\S)", code.asm["ptx"])
-    # The last product of 300 tokens, or of who knows how many, is of half a tile.
-    assert set(products) == {("m64n256", "%"), ("m64n128", "%")}
+    # Those of a stream are of half a tile, as is the last one of 300 tokens, or of who knows how many.
+    expected = {"m64n128"} if layout != "whole" else set()
+    expected |= {"m64n256"} if layout == "whole" or with_argmax else set()
+    assert set(products) == {(product, "%") for product in expected}
     copies = set(re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)", code.asm["ptx"]))
     assert copies == ({"0x10", "0x4"} if normalize else {"0x10"})
     lines = [line for line in get_sass(code.asm["cubin"]).splitlines() if ";" in line]

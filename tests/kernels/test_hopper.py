@@ -20,7 +20,7 @@ import make_layouts
 from pylate_flash.kernels import tables
 from pylate_flash.kernels.config import config_of
 from pylate_flash.kernels.forward import hopper, hopper_parts, hopper_reductions
-from pylate_flash.kernels.tables import Blocks
+from pylate_flash.kernels.tiles import Blocks
 from pylate_flash.problem import kind_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

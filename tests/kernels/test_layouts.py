@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 
 import make_layouts
 from pylate_flash.kernels.config import hopper_blocks
-from pylate_flash.kernels.tables import HOPPER_LONG, HOPPER_MAX_SIZE, Blocks
+from pylate_flash.kernels.tables import HOPPER_LONG, HOPPER_MAX_SIZE
+from pylate_flash.kernels.tiles import Blocks
 from pylate_flash.kernels.versions import triton_version
 from tests.kernels.test_hopper import NARROW, OF_96, OF_256, compiled, see, seen
 

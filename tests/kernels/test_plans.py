@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ from pylate_flash.kernels.config import (
 )
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.launch import check_grid
-from pylate_flash.kernels.plan import ForwardPlan, forward_plan, quantized_plan
+from pylate_flash.kernels.plan import ForwardPlan, forward_plan
 from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved, soft_gradient_plan
-from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan, soft_forward_plan
+from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan, quantized_plan, soft_forward_plan
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from pylate_flash.ops.maxsim_operator import with_lengths
 from pylate_flash.ops.quantized import problem_of_quantized
@@ -62,7 +63,7 @@ def test_tiles_fit_into_shared_memory(size: int, major: int, with_argmax: bool) 
         assert 2 * blocks.held * (loaded + tile.num_stages * tile.columns) <= budget
         assert tile.num_stages >= 2
     for query_length in (1, 32, 64):
-        tile = single_tile(major, size, 2, single_columns(query_length), False)
+        tile = single_tile(major, size, 2, single_columns(query_length), False, False)
         loaded = tile.columns * (tile.num_stages if blocks.split else 1)
         assert 2 * blocks.held * (loaded + tile.num_stages * tile.rows) <= budget
 
@@ -124,8 +125,8 @@ def far_apart(document_length: int) -> Problem:
     return found._replace(document_length=document_length)
 
 
-def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bool = False) -> Problem:
-    queries, documents = torch.empty(n_queries, 64, 96).bfloat16(), torch.empty(longest + 30, 96).bfloat16()
+def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bool = False, size: int = 96) -> Problem:
+    queries, documents = torch.empty(n_queries, 64, size).bfloat16(), torch.empty(longest + 30, size).bfloat16()
     bounds, owned = torch.tensor([0, 10, 20, 30, longest + 30]), torch.tensor([0, 3, 4]) if candidates else None
     options = Options(max_document_length=longest, max_candidates=3, normalize=normalize)
     given = {"documents_cu_seqlens": bounds, "candidates_cu_seqlens": owned}
@@ -188,6 +189,7 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (quantized_plan, quantized((1, 1024, 128), (40, 1024, 128), torch.float8_e4m3fn)),
     (quantized_plan, quantized((3, 32, 96), (40, 7, 96))),
     (quantized_plan, quantized((32, 32, 256), (40, 180, 256))),
+    (quantized_plan, quantized((32, 32, 272), (40, 180, 272))),
     (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.uint8)),
     (quantized_plan, quantized((4, 150, 16), (4, 5, 180, 16))),
     (quantized_plan, packed_quantized()),
@@ -212,7 +214,7 @@ OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (soft_forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
     (soft_forward_plan, packed(2, 260, candidates=True), "stacked", "candidates"),
     (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.int8, False), "stacked", "8 bits by 8 bits"),
-    (quantized_plan, quantized((32, 32, 272), (40, 180, 272)), "stacked", "at most 256 dimensions"),
+    (quantized_plan, quantized((32, 32, 400), (40, 180, 400)), "stacked", "at most 384 dimensions"),
     (quantized_plan, quantized((32, 32, 72), (40, 180, 72)), "stacked", "copied 16 bytes at a time"),
     (quantized_plan, unaligned_quantized(), "stacked", "copied 16 bytes at a time"),
     (quantized_plan, quantized((2, 32, 128), (40, 180, 128)), "stacked", "fewer than 65 query tokens"),
@@ -284,6 +286,7 @@ def test_what_other_kernels_serve(
         (quantized((1, 1024, 128), (40, 1024, 128), torch.float8_e4m3fn), 256, 128, 0),
         (quantized((3, 32, 96), (40, 30, 96)), 128, 32, 0),
         (quantized((32, 32, 256), (40, 180, 256)), 128, 128, 64),
+        (quantized((32, 32, 384), (40, 60, 384)), 128, 64, 0),
         (packed_quantized(), 256, 128, 64),
     ],
 )
@@ -335,6 +338,16 @@ def short_quantized(length: int, dtype: torch.dtype = torch.int8) -> Problem:
         (masked(quantized((32, 32, 128), (900, 180, 128))), True),
         (masked(quantized((32, 32, 128), (900, 300, 128))), False),
         (masked(quantized((32, 32, 128), (40, 180, 128))), False),
+        # Whole tiles of 32, 64 or 128 columns, or half of these, leave fewer of them empty than the others do.
+        *((quantized((32, 32, 128), (4000, n, 128)), True) for n in (9, 32, 40, 72, 131)),
+        *((quantized((32, 32, 128), (4000, n, 128)), False) for n in (60, 64, 128, 180)),
+        (quantized((32, 32, 128), (40, 9, 128)), False),
+        # So do those of 256 of long embeddings, which are a stream however few they are.
+        *((problem((8, 32, 768), (4, n, 768)), True) for n in (1, 128, 200, 300, 400)),
+        *((problem((8, 32, 768), (4, n, 768)), False) for n in (240, 256, 1000)),
+        (masked(problem((8, 32, 768), (4, 256, 768))), True),
+        (packed(16, 256, size=768), True),
+        (problem((8, 32, 768), (4, 200, 768), argmax=True), False),
     ],
 )
 def test_documents_are_one_stream(served: Problem, streamed: bool, capability: int) -> None:
@@ -344,6 +357,46 @@ def test_documents_are_one_stream(served: Problem, streamed: bool, capability: i
     assert not (streamed and (plan.config.tail or plan.config.starts_early))
     if streamed and served.kind.quantized is None:
         assert plan.tile.rows == 64 * plan.tile.parts
+
+
+def one_packed(n: int, length: int, size: int, **options: Any) -> Problem:
+    documents, bounds = torch.empty(1, size).half().expand(n * length, size), torch.arange(n + 1) * length
+    tensors = Tensors(torch.empty(1, 32, size).half(), documents, documents_cu_seqlens=bounds)
+    given = problem_of(tensors, Options(max_document_length=length, **options))
+    return given._replace(document_strides=(0, 0, size), aligned=True)
+
+
+NORMS = {"normalize": True}
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(
+    ("served", "on_hopper", "rows"),
+    [
+        (problem((1, 32, 192), (900, 180, 192)), True, 128),
+        (masked(problem((1, 32, 384), (900, 180, 384))), True, 128),
+        (problem((1, 32, 768), (900, 180, 768)), True, 64),
+        (problem((1, 64, 768), (900, 256, 768)), True, 64),
+        (problem((1, 32, 128), (900, 180, 128)), False, 64),
+        (problem((1, 32, 192), (900, 180, 192), argmax=True), False, 32),
+        (problem((1, 32, 192), (900, 180, 192), F32), False, 64),
+        (problem((2, 32, 192), (2, 900, 180, 192)), False, 32),
+        (one_packed(900, 180, 192), True, 128),
+        (one_packed(100, 180, 192), False, 32),
+        # Norms are taken from tiles that are in shared memory anyway, if they are full.
+        (one_packed(900, 180, 192, **NORMS), False, 64),
+        (one_packed(4000, 20, 192, **NORMS), True, 128),
+        (one_packed(900, 180, 768, **NORMS), False, 64),
+        (one_packed(4000, 20, 768, **NORMS), True, 64),
+        # Documents may be longer than one program should score.
+        (one_packed(2, 60_000, 192), False, 32),
+    ],
+)
+def test_one_query_of_long_embeddings(served: Problem, on_hopper: bool, rows: int, capability: int) -> None:
+    plan = forward_plan(served)
+    assert plan.kernel == ("hopper" if on_hopper and capability == 90 else "single"), plan.reason
+    if capability == 90:
+        assert plan.tile.rows == rows
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -397,10 +450,11 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
         given = problem_of(tensors, Options(0, longest, normalize=normalize), with_argmax)
         return forward_plan(given._replace(document_strides=(0, 0, size), aligned=True)).kernel
 
-    assert served(tensors) == ("short" if short else "single")
+    otherwise = "hopper" if capability == 90 and size > 128 else "single"
+    assert served(tensors) == ("short" if short else otherwise)
     assert served(tensors, longest=5000) == "single"
     assert served(tensors, with_argmax=True) == "single"
-    assert served(tensors, normalize=True) == "single"
+    assert served(tensors, normalize=True) == otherwise
     wide = tensors._replace(queries=tensors.queries.float(), documents=documents.float())
     assert served(wide) == ("hopper" if capability == 90 and size <= 128 else "single")
     assert served(wide, longest=60_000) == "single", "a document may be one that takes segments"

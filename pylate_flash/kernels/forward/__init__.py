@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Tensors, replaced
-from ..plan import ForwardPlan, forward_plan, quantized_plan
-from ..plan_operations import decompressed_tokens, residual_plan, soft_forward_plan, sparse_plan
+from ..plan import ForwardPlan, forward_plan
+from ..plan_operations import decompressed_tokens, quantized_plan, residual_plan, soft_forward_plan, sparse_plan
 from ..rows import Norms, active_tokens, inverse_norms, norms_of
 from ..tables import LONGEST_WHOLE
 from .codes import decompressed_embeddings

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..launch import kernel, wait_for_previous_kernel
-from ..tables import Blocks, power_of_two
+from ..tables import power_of_two
+from ..tiles import Blocks
 
 # Tokens that a program decompresses.
 _TOKENS = 32

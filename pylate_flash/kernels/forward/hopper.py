@@ -36,7 +36,7 @@ from ..tables import DOCUMENT_COST, STREAM_DOCUMENT_COST
 from .common import ForwardTensors, numbers_of
 from .hopper_barriers import address_of, converts, has_lower, stream_memory
 from .hopper_codes import decode_stream, pair_table, staging_bytes
-from .hopper_long import blocks_memory, copy_blocks, product_of_blocks
+from .hopper_long import blocks_memory, copy_blocks, copy_stream_blocks, product_of_blocks
 from .hopper_pairs import pair_stream
 from .hopper_parts import copy_documents, document_range, scales_tokens, unscaled
 from .hopper_products import (
@@ -385,6 +385,19 @@ def _hopper_kernel(
                 ],
                 [4 * PARTS, 1, 1, 1, 1],
                 [_multiplying_registers(config), 32, 32, 32, 32],
+            )
+        elif config.blocks.split:
+            gl.warp_specialize(
+                [
+                    (copy_stream_blocks, (arguments, copied, walked, config, SCALED)),
+                    (score_stream, (arguments, config)),
+                    (add_maxima, (arguments, config, gl.constexpr(0))),
+                    (add_maxima, (arguments, config, gl.constexpr(1))),
+                    (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
+                ],
+                [4 * PARTS, 2, 2, 1],
+                # What is left is for the first: 80, or of one group of warps 232.
+                [160 if PARTS == 2 else 200, 40, 40, 40],
             )
         else:
             gl.warp_specialize(

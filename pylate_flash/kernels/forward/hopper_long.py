@@ -23,9 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon import copy_to_shared, next_slot
 from ..tables import SUMMED_EMBEDDING as _SUMMED
+from .hopper_barriers import (
+    arrive,
+    arrive_when_copied,
+    await_barrier,
+    load_word,
+    offsets,
+    rows_of_product,
+    spans,
+    store_word,
+)
 from .hopper_parts import document_at, scales_tokens, tile_positions, tokens_of, tokens_read
 from .hopper_products import first_rows, product_layout
 from .hopper_reductions import columns_in_two
+from .hopper_walk import SPAN, await_span, ended_of, of_tile, run_start_of
 
 SUMMED_EMBEDDING = gl.constexpr(_SUMMED)
 
@@ -40,7 +51,7 @@ def blocks_memory(dtype: gl.constexpr, config: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], dtype)
     query_slots = gl.allocate_shared_memory(dtype, [config.tile.num_stages, ROWS, BLOCK], layout)
     totals = query_slots
-    if config.size > SUMMED_EMBEDDING:
+    if config.size > SUMMED_EMBEDDING and config.tile.columns > 128:
         sums_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS // PARTS, HALF], gl.float32)
         totals = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS // PARTS, HALF], sums_layout)
     return query_slots, totals
@@ -53,17 +64,24 @@ def _sums_of_products(
     """Sums of products of a part's rows and tokens, over at most 1024 elements, and the slot after those read."""
     _query_tiles, tiles, blocks, _scales, _offsets, full, empty = operands
     query_slots, _totals = blocks
-    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
+    AT: gl.constexpr = offsets(config)
+    ROWS: gl.constexpr = rows_of_product(config)
     products = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(config, 2, COLUMNS))
     for _ in range(begin, end, config.blocks.first):
-        mbarrier.wait(full.index(slot), phase)
+        if config.stream:
+            await_barrier(full, AT.full_slots, slot, phase)
+        else:
+            mbarrier.wait(full.index(slot), phase)
         # The copies are ordinary writes, and the tensor cores read past the path of those.
         fence_async_shared()
         rows = query_slots.index(slot).slice(PART * ROWS, ROWS)
         tile = first_rows(tiles.index(slot), COLUMNS).permute((1, 0))
         products = warpgroup_mma(rows, tile, products, is_async=True)
         products = warpgroup_mma_wait(0, deps=[products])
-        mbarrier.arrive(empty.index(slot), count=1)
+        if config.stream:
+            arrive(empty, AT.empty_slots, slot)
+        else:
+            mbarrier.arrive(empty.index(slot), count=1)
         slot, phase = next_slot(slot, phase, config.tile.num_stages)
     return products, slot, phase
 
@@ -83,7 +101,7 @@ def product_of_blocks(operands, slot, phase, config: gl.constexpr, COLUMNS: gl.c
     # The elements before those that are summed last, and of a step. With one step, its loop is none, and ptxas spills.
     BEFORE: gl.constexpr = (config.size - 1) // SUMMED_EMBEDDING * SUMMED_EMBEDDING
     STEP: gl.constexpr = min(SUMMED_EMBEDDING, max(BEFORE // 2, 64))
-    ROWS: gl.constexpr = config.tile.rows // config.tile.parts
+    ROWS: gl.constexpr = rows_of_product(config)
     IN_REGISTERS: gl.constexpr = COLUMNS <= 128
     layout: gl.constexpr = product_layout(config, 2, COLUMNS)
     half: gl.constexpr = product_layout(config, 2, COLUMNS // 2)
@@ -116,15 +134,39 @@ def product_of_blocks(operands, slot, phase, config: gl.constexpr, COLUMNS: gl.c
 
 
 @gluon.jit
-def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
-    """Copy the blocks of the query rows and of the tokens of the run's documents, tile by tile, as slots get empty."""
+def product_of_stream(operands, slot, phase, config: gl.constexpr):
+    """As `product_of_blocks`, and after which eights of columns of the tile in the slot after it documents end."""
+    AT: gl.constexpr = offsets(config)
+    similarities, slot, phase = product_of_blocks(operands, slot, phase, config, config.tile.columns, 0)
+    memory = operands[-1]
+    await_barrier(memory, AT.full_slots, slot, phase)
+    return similarities, slot, phase, load_word(memory, AT.ends_of_slots, slot)
+
+
+@gluon.jit
+def _query_blocks(arguments, rows, dims, config: gl.constexpr):
+    """Where the first elements of the query rows of a program begin, and how far from there those of each are."""
     queries, _, _, share, numbers, _ = arguments
     queries_ptr, _, _, stride_query, stride_query_token = queries
-    row_block, group, first, last = share
-    n_queries, query_length, padded_query_length, n_documents, document_length, _ = numbers
+    row_block, group, _, _ = share
+    n_queries, query_length, padded_query_length, _, _, _ = numbers
+    first_row = row_block * config.tile.rows
+    rows += first_row
+    # Rows past the end are those of the last query, or token: no sum takes them.
+    first_query = gl.minimum(first_row // padded_query_length, n_queries - 1)
+    query = gl.minimum(rows // padded_query_length, n_queries - 1)
+    token = gl.minimum(rows % padded_query_length, query_length - 1)
+    of_rows = ((query - first_query) * stride_query + token * stride_query_token)[:, None] + dims[None, :]
+    return queries_ptr + (group * n_queries + first_query).to(gl.int64) * stride_query, of_rows
+
+
+@gluon.jit
+def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
+    """Copy the blocks of the query rows and of the tokens of the run's documents, tile by tile, as slots get empty."""
     (
         documents_ptr, active_ptr, bounds_ptr, scale_ptr, _, cu_seqlens_ptr, offsets_ptr, tiles, blocks_of_queries,
-        scales, _, full, empty, _, _, _, _, _, stride_group, stride_document, stride_token,
+        scales, _, full, empty, group, first, last, n_documents, document_length, stride_group, stride_document,
+        stride_token,
     ) = copied  # fmt: skip
     query_slots, _ = blocks_of_queries
     SIZE: gl.constexpr = config.size
@@ -135,14 +177,8 @@ def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
     # tile before have been read.
     gl.static_assert(BLOCK * config.tile.num_stages < SIZE)
     positions, dims, _, _, scale_positions = tile_positions(UNIT, config)
-    first_row = row_block * config.tile.rows
-    rows = first_row + gl.arange(0, config.tile.rows, layout=positions.type.layout)
-    # Rows past the end are those of the last query, or token: no sum takes them.
-    first_query = gl.minimum(first_row // padded_query_length, n_queries - 1)
-    query = gl.minimum(rows // padded_query_length, n_queries - 1)
-    token = gl.minimum(rows % padded_query_length, query_length - 1)
-    of_rows = ((query - first_query) * stride_query + token * stride_query_token)[:, None] + dims[None, :]
-    queries_ptr += (group * n_queries + first_query).to(gl.int64) * stride_query
+    rows = gl.arange(0, config.tile.rows, layout=positions.type.layout)
+    queries_ptr, of_rows = _query_blocks(arguments, rows, dims, config)
     source = documents_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, stride_group, stride_document, stride_token
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -171,3 +207,63 @@ def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
                     copy_to_shared(scales.index(0), scale_ptr + first_token + of_scales)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 slot, phase = next_slot(slot, phase, config.tile.num_stages)
+
+
+@gluon.jit
+def copy_stream_blocks(arguments, copied, walked, config: gl.constexpr, SCALED: gl.constexpr):
+    """As `copy_blocks`, of documents as a stream (`hopper_stream`)."""
+    AT: gl.constexpr = offsets(config)
+    (
+        documents_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, blocks_of_queries, scales, _, memory, _, group,
+        first, _, n_documents, document_length, _, _, stride_token,
+    ) = copied  # fmt: skip
+    query_slots, _ = blocks_of_queries
+    SIZE: gl.constexpr = config.size
+    BLOCK: gl.constexpr = config.blocks.first
+    COLUMNS: gl.constexpr = config.tile.columns
+    SPANS: gl.constexpr = spans(config)
+    LISTED: gl.constexpr = config.offset_unit > 0
+    # As in `copy_blocks`.
+    gl.static_assert(BLOCK * config.tile.num_stages < SIZE)
+    positions, dims, _, _, scale_positions = tile_positions(8, config)
+    rows = gl.arange(0, config.tile.rows, layout=positions.type.layout)
+    queries_ptr, of_rows = _query_blocks(arguments, rows, dims, config)
+    run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)
+    step = config.offset_unit if LISTED else stride_token
+    if not LISTED:
+        documents_ptr += run_start.to(gl.int64) * stride_token
+    tokens, places = walked
+    rows_of_columns = places if LISTED else tokens
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    span = gl.to_tensor(0)
+    span_phase = gl.to_tensor(0)
+    whole = gl.to_tensor(True)
+    while whole:
+        eights, ended_in_span = await_span(memory, span, span_phase, config)
+        for number in range(0, gl.cdiv(8 * eights, COLUMNS)):
+            tile = SPAN // COLUMNS * span + number
+            of_tokens = of_tile(rows_of_columns, tile, positions, config)[:, None] * step + dims[None, :]
+            for dim in range(0, SIZE, BLOCK):
+                await_barrier(memory, AT.empty_slots, slot, phase)
+                store_word(memory, AT.ends_of_slots, slot, ended_of(ended_in_span, number, config))
+                arrive(memory, AT.full_slots, slot)
+                if SIZE % BLOCK == 0:
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows)
+                    copy_to_shared(tiles.index(slot), documents_ptr + dim + of_tokens)
+                else:
+                    inside = (dim + dims < SIZE)[None, :]
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows, mask=inside)
+                    copy_to_shared(tiles.index(slot), documents_ptr + dim + of_tokens, mask=inside)
+                if SCALED and dim + BLOCK >= SIZE:
+                    of_scales = of_tile(tokens, tile, scale_positions, config)
+                    copy_to_shared(scales.index(0), scale_ptr + run_start + of_scales)
+                arrive_when_copied(memory, AT.full_slots, slot)
+                slot, phase = next_slot(slot, phase, config.tile.num_stages)
+        arrive(memory, AT.empty_spans, span)
+        span, span_phase = next_slot(span, span_phase, SPANS)
+        whole = eights == SPAN // 8
+    await_barrier(memory, AT.empty_slots, slot, phase)
+    store_word(memory, AT.ends_of_slots, slot, -1)
+    arrive(memory, AT.full_slots, slot)
+    arrive_when_copied(memory, AT.full_slots, slot)

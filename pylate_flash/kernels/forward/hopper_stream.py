@@ -39,6 +39,7 @@ from .hopper_barriers import (
     summing_workers,
     warps_of_sums,
 )
+from .hopper_long import product_of_stream
 from .hopper_parts import announce, announce_last, tile_positions, unscaled
 from .hopper_products import (
     loads_scales,
@@ -138,7 +139,9 @@ def score_stream(arguments, config: gl.constexpr):
     ROWS: gl.constexpr = config.tile.rows
     COLUMNS: gl.constexpr = config.tile.columns
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
-    query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, 0)
+    query_tiles, row_scale = tiles, gl.to_tensor(0)
+    if not config.blocks.split:
+        query_tiles, row_scale = query_operands(queries, share, numbers, tiles, config, 0)
     operands = (query_tiles, tiles, second_tiles, scales, token_offsets, memory, memory)
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(config, ITEM, COLUMNS))
     by_lane: gl.constexpr = gl.SliceLayout(2, split_by_lane(zeros, ROWS, COLUMNS).type.layout)
@@ -152,7 +155,10 @@ def score_stream(arguments, config: gl.constexpr):
     fence_async_shared()
     state = gl.full([ROWS, 4], float("-inf"), gl.float32, by_lane), gl.to_tensor(0), gl.to_tensor(1)
     while ended >= 0:
-        similarities, slot, phase, next_ended = product(operands, slot, phase, one, config, COLUMNS, 0)
+        if config.blocks.split:
+            similarities, slot, phase, next_ended = product_of_stream(operands, slot, phase, config)
+        else:
+            similarities, slot, phase, next_ended = product(operands, slot, phase, one, config, COLUMNS, 0)
         eights = _maxima_of_eights(similarities, ROWS, COLUMNS)
         state = _with_eights(state, eights, ended, 0, memory, row_scale, config)
         ended = next_ended

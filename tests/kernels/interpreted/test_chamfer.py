@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from pylate_flash import chamfer
 from pylate_flash.kernels import plan_operations, tables
-from pylate_flash.kernels.tables import Tile
+from pylate_flash.kernels.tiles import Tile
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, compute_chamfer, problem_of_sets
 from tests.ops.chamfer_cases import (
     METRICS,
