@@ -301,14 +301,15 @@ def pairs_tile(kind: Kind, rows: int) -> HopperTile:
     return tables.PAIRS_WIDE if wide else tables.PAIRS
 
 
-def quantized_hopper_tile(size: int, narrow: bool, length: int | None, streamed: bool = False) -> HopperTile:
+def quantized_hopper_tile(size: int, narrow: bool, affine: bool, length: int | None, streamed: bool) -> HopperTile:
     """Tile of the Hopper kernel for embeddings of `size` elements in 8 bits.
 
     Documents have `length` tokens, on average, or under masks who knows how many (None).
     """
     tile = tables.QUANTIZED_HOPPER_NARROW if narrow else tables.QUANTIZED_HOPPER
     if size > 128:
-        tile = tables.QUANTIZED_HOPPER_LONG if size <= 256 else tables.QUANTIZED_HOPPER_LONGEST
+        longest = tables.QUANTIZED_HOPPER_AFFINE_LONGEST if affine else tables.QUANTIZED_HOPPER_LONGEST
+        tile = tables.QUANTIZED_HOPPER_LONG if size <= 256 else longest
     if streamed:
         return tile._replace(columns=tables.STREAM_COLUMNS, num_stages=tables.QUANTIZED_HOPPER_STAGES)
     columns = next((n for most, n in tables.QUANTIZED_HOPPER_COLUMNS if length is not None and length <= most), None)

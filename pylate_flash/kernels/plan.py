@@ -215,15 +215,17 @@ def forward_plan(problem: Problem) -> ForwardPlan:
 
 
 def _prefers_hopper(problem: Problem) -> bool:
-    """Whether one query of long embeddings is faster by the Hopper kernel, where that can serve it.
+    """Whether short queries of long embeddings are scored faster by the Hopper kernel, where that can serve them.
 
-    With norms, it has the documents be read once more.
+    With norms, it has the documents be read once more. In blocks, several queries with documents of their own were not
+    measured.
     """
     kind, total = problem.kind, rounded_total(problem.n_tokens)
-    if problem.n_queries > 1 or kind.size <= 128 or problem.with_argmax or problem.has_candidates:
+    longest = tables.HOPPER_MAX_SIZE if problem.n_queries > 1 else KERNEL_MAX_EMBEDDING_SIZE
+    if not 128 < kind.size <= longest or problem.with_argmax or problem.has_candidates:
         return False
     if kind.normalize:
-        return total <= tables.ONE_QUERY_NORMS_LENGTH * problem.n_documents
+        return total <= tables.ONE_QUERY_NORMS_LENGTH * problem.all_documents
     return not problem.packed or (total >= tables.ONE_QUERY_PACKED_TOKENS and not _documents_are_short(problem))
 
 
@@ -374,9 +376,14 @@ def stream_pays(problem: Problem, rows: int) -> bool:
     few, short = tables.STREAM_FEW_ROWS if problem.size <= 256 else tables.STREAM_FEW_ROWS_OF_LONG
     alike = not unlike and length > short
     least = tables.STREAM_LEAST_ALIKE if alike else tables.STREAM_LEAST
-    columns = problem.all_documents * -(-length // tables.STREAM_COLUMNS) * tables.STREAM_COLUMNS
-    enough = rows * columns >= least * tables.architecture(problem.device)[1]
-    return enough and not (alike and rows <= few)
+    return enough_for_stream(problem, rows, least) and not (alike and rows <= few)
+
+
+def enough_for_stream(problem: Problem, rows: int, least: int) -> bool:
+    """Whether so many query rows meet enough padded documents; where tiles are mostly empty, all columns count."""
+    length, empty = problem.document_length, -problem.document_length % tables.STREAM_COLUMNS
+    counted = length + empty if empty > length else length
+    return rows * problem.all_documents * counted >= least * tables.architecture(problem.device)[1]
 
 
 def stacked_rows(problem: Problem, unpadded: bool = False) -> int:

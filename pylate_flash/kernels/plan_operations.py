@@ -21,6 +21,7 @@ from .plan import (
     UNCOPIED,
     ForwardPlan,
     Splits,
+    enough_for_stream,
     hopper_plan,
     is_streamed,
     run_length,
@@ -339,16 +340,17 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
             total = rounded_total(total)
             length = total // problem.n_documents
         streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
-        streamed &= problem.packed or ((masked or _short_in_stream(problem, narrow)) and stream_pays(problem, rows))
-        wide = config.quantized_hopper_tile(kind.size, narrow, None if masked else length, streamed)
-        if streamed and not masked and length >= tables.STREAM_QUANTIZED_IN_FOUR and kind.quantized != torch.uint8:
+        streamed &= problem.packed or (stream_pays(problem, rows) if masked else _is_short(problem, rows))
+        affine = kind.quantized == torch.uint8
+        wide = config.quantized_hopper_tile(kind.size, narrow, affine, None if masked else length, streamed)
+        if streamed and not masked and length >= tables.STREAM_QUANTIZED_IN_FOUR and not affine:
             wide = config.streamed_tile(wide, rows)
         # What fits into half a tile takes a product of it.
         tail = wide.columns // 2
         if not masked and not problem.packed and not 0 < length % wide.columns <= tail:
             tail = 0
         # Sums of rows, which affine documents need, take as long as a launch where there are many.
-        here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or kind.quantized != torch.uint8)
+        here = rows * total <= tables.QUANTIZED_HOPPER_OWN and (narrow or not affine)
         here = here and not config.hopper_blocks(kind.size, 1).second
         problem, reason = problem if here else _with_values(problem), _QUANTIZED + ON_HOPPER + STREAMED * streamed
         special = {"stream": True} if streamed else {"tail": tail, "starts_early": not masked}
@@ -393,14 +395,12 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
     return None
 
 
-def _short_in_stream(problem: Problem, narrow: bool) -> bool:
-    """Whether padded documents in 8 bits, without masks, leave so many columns of whole tiles empty."""
+def _is_short(problem: Problem, rows: int) -> bool:
+    """Whether padded documents in 8 bits, without masks, are short, or leave so many columns of whole tiles empty."""
     length = problem.document_length
-    tile = config.quantized_hopper_tile(problem.size, narrow, length)
-    # Of a wide tile, half may be multiplied.
-    columns = min(tile.columns, tables.STREAM_COLUMNS)
-    whole, stream = -(-length // columns) * columns, -(-length // 8) * 8
-    return length <= tables.STREAM_QUANTIZED_SHORT or whole >= tables.STREAM_QUANTIZED_SAVES * stream
+    columns = next((n for most, n in tables.QUANTIZED_HOPPER_COLUMNS if length <= most), tables.STREAM_COLUMNS)
+    saves = -(-length // columns) * columns >= tables.STREAM_QUANTIZED_SAVES * (-(-length // 8) * 8)
+    return (saves or length <= tables.STREAM_QUANTIZED_SHORT) and enough_for_stream(problem, rows, tables.STREAM_LEAST)
 
 
 def _with_values(problem: Problem) -> Problem:

@@ -30,13 +30,15 @@ HOPPER_LONG = HopperTile(128, 64, 2, 5)
 # 54 microseconds instead of 86 by `STACKED_IN_TWO` at 5 x 3000, 32 x 64, d = 320, and 123 instead of 406 at 8 x 2000,
 # 32 x 180, d = 384; with 128 columns, 121 of d = 320.
 HOPPER_LONGEST = HopperTile(128, 64, 2, 4)
-# Padded documents are a stream as well: under masks or where they are short, from so many similarities of whole tiles
-# of an SM on; and where they are alike, if more than so many query rows meet them, and from more on. Short are those of
-# so many tokens at most. Milliseconds on an H200 of 32 queries of 32 tokens in 16 bits, by themselves and as a stream:
-# 0.0705 and 0.0563 with 1000 documents of 60 to 180, under masks, and 0.0741 and 0.0668 of 180; 0.0184 and 0.0180 with
-# 100 under masks; 0.879 and 0.718 with 10000 of 100 to 300, and 1.167 and 0.994 of 300; of 4 queries 0.0446 and 0.0326
-# with 2000 of 60 to 180, but 0.0355 and 0.0372 of 180. Of more than 256 elements, with 333 documents: of 5 queries
-# 0.0250 and 0.0276 of 180 (d = 320), and of 4 queries 0.0232 and 0.0252 of 60 to 180 (d = 384).
+# Padded documents are a stream as well: under masks or where they are short, from so many similarities of an SM on; and
+# where they are alike, if more than so many query rows meet them, and from more similarities on. Short are those of so
+# many tokens at most; those that leave more than half of a tile empty count as whole tiles: 0.025 and 0.015 at 13 x
+# 367, 65 x 11, d = 192, 0.091 and 0.026 at 73 x 354, 36 x 7, d = 320. Milliseconds on an H200 of 32 queries of 32
+# tokens in 16 bits, by themselves and as a stream: 0.0705 and 0.0563 with 1000 documents of 60 to 180, under masks, and
+# 0.0741 and 0.0668 of 180; 0.0184 and 0.0180 with 100 under masks; 0.879 and 0.718 with 10000 of 100 to 300, and 1.167
+# and 0.994 of 300; of 4 queries 0.0446 and 0.0326 with 2000 of 60 to 180, but 0.0355 and 0.0372 of 180. Of more than
+# 256 elements, with 333 documents: of 5 queries 0.0250 and 0.0276 of 180 (d = 320), and of 4 queries 0.0232 and 0.0252
+# of 60 to 180 (d = 384).
 STREAM_FEW_ROWS = 128, 64
 STREAM_FEW_ROWS_OF_LONG = 256, 32
 STREAM_LEAST = 1 << 16
@@ -168,12 +170,12 @@ REGISTERS = 1 << 16
 # Programs of the single kernel for which an SM has registers, and the shared memory of each besides operands.
 SINGLE_PROGRAMS = 7
 SINGLE_TAKES = 1536
-# One query of more than 128 elements is the Hopper kernel's instead: with packed documents from so many tokens on, with
-# norms where documents have no more than so many on average. Milliseconds of 32 query tokens by both, of 192, 384 and
-# 1024 elements: 0.059 and 0.041, 0.084 and 0.068, 0.181 and 0.152 at 1 x 1000 (of 300), under masks 0.067 and 0.039,
-# 0.110 and 0.063, 0.159 and 0.132, packed 0.049 and 0.037, 0.085 and 0.059, 0.148 and 0.128, but 0.0103 and 0.0119,
-# 0.0142 and 0.0151, 0.0231 and 0.0232 at 1 x 100 (of 180). With norms, 1 x 5336 (50 x 21) take 0.087 and 0.041, 0.220
-# and 0.060, 0.339 and 0.130.
+# Short queries of more than 128 elements are the Hopper kernel's instead: with packed documents from so many tokens on,
+# with norms where documents have no more than so many on average. Milliseconds of one of 32 tokens by both, of 192, 384
+# and 1024 elements: 0.059 and 0.041, 0.084 and 0.068, 0.181 and 0.152 at 1 x 1000 (of 300), under masks 0.067 and
+# 0.039, 0.110 and 0.063, 0.159 and 0.132, packed 0.049 and 0.037, 0.085 and 0.059, 0.148 and 0.128, but 0.0103 and
+# 0.0119, 0.0142 and 0.0151, 0.0231 and 0.0232 at 1 x 100 (of 180); of 16 with 100 documents of their own, d = 192,
+# 0.054 and 0.040. With norms, 1 x 5336 (50 x 21) take 0.087 and 0.041, 0.220 and 0.060, 0.339 and 0.130.
 ONE_QUERY_PACKED_TOKENS = 1 << 16
 ONE_QUERY_NORMS_LENGTH = 32
 # Documents that one walks, at most: where all programs run at once, and where they do not. Microseconds with 2 and 16:
@@ -202,8 +204,10 @@ QUANTIZED_HOPPER = HopperTile(256, 128, 2, 6)
 QUANTIZED_HOPPER_NARROW = HopperTile(128, 128, 2, 6)
 QUANTIZED_HOPPER_LONG = HopperTile(128, 128, 2, 5)
 # Of up to 384 elements, fewer tiles do: milliseconds by `QUANTIZED_TILE` and by it with int8, 2.76 and 1.17 at 90 x
-# 237, 482 x 156, d = 320, 0.306 and 0.140 at 32 x 1024, 32 x 180, d = 384.
+# 237, 482 x 156, d = 320, 0.306 and 0.140 at 32 x 1024, 32 x 180, d = 384. Affine ones get their signs while more tiles
+# are copied: 0.258 and 0.194 with uint8 by that of others and by theirs, at 32 x 1024, 32 x 180, d = 320.
 QUANTIZED_HOPPER_LONGEST = HopperTile(128, 128, 2, 3)
+QUANTIZED_HOPPER_AFFINE_LONGEST = HopperTile(128, 64, 2, 6)
 QUANTIZED_HOPPER_MAX_SIZE = 384
 # Query rows from which on it serves: a part multiplies 64. Fewer are bound by memory: 0.130 ms by
 # `QUANTIZED_FEW_ROWS` and 0.187 by this one at 1 x 10000, 32 x 300.

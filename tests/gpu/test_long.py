@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from pylate_flash import explain, maxsim
+from pylate_flash.kernels import plan
 from pylate_flash.ops import maxsim_ragged, maxsim_varlen
+from pylate_flash.ops.operator import repeated
 from tests.gpu.tools import CAPABILITY, HALF, exact, random_mask, unit
 
 pytestmark = [
@@ -19,7 +21,7 @@ pytestmark = [
 # Of several blocks, a last one with padding, several sums of blocks, and a last sum of one block with padding.
 SIZES = [392, 512, 1024, 1048, 2048, 3080, 4096]
 # A tile of rows with room, several of them, queries whose rows end within one, and rows that are sums by themselves.
-QUERIES = [(3, 32), (32, 32), (5, 77), (1, 129), (70, 1)]
+QUERIES = [(1, 32), (3, 32), (32, 32), (5, 77), (1, 129), (70, 1)]
 # Tokens of documents: none, one, a product of half a tile, a whole one, one more, two, two and a half.
 LENGTHS = [256, 0, 1, 128, 129, 257, 512, 640, 0, 3, 70]
 
@@ -81,6 +83,58 @@ def test_packed(n_queries: int, query_length: int, size: int, normalize: bool) -
     double = queries.double(), documents.double(), of_queries, bounds
     assert_close(found, maxsim_varlen(*double, **options, implementation="blocked"), size)
     assert (found[:, bounds.diff() == 0] == -2.0).all()
+
+
+@pytest.mark.parametrize("size", [392, 1024, 2056])
+@pytest.mark.parametrize(("n_queries", "query_length"), [(1, 32), (6, 80)])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("masking", [None, "exclude", "zero"])
+@pytest.mark.parametrize("length", [1, 7, 65, 300])
+def test_bits_of_documents_by_themselves(
+    size: int, n_queries: int, query_length: int, normalize: bool, masking: str | None, length: int, monkeypatch
+) -> None:
+    """Equal documents have equal scores, whether they are a stream or not."""
+    n_documents = 30_000 // length
+    queries = unit(n_queries, query_length, size, dtype=HALF, seed=1)
+    documents = 2 * unit(n_documents, length, size, dtype=HALF)
+    mask = None if masking is None else random_mask((n_documents, length))
+    options = {"documents_mask": mask, "masking": masking or "exclude", "normalize": normalize}
+    streamed = n_queries > 1 or not normalize or length < 32
+    assert explain(queries, documents, **options).forward.config.stream == streamed
+    found = maxsim(queries, documents, **options, empty_score=-2.0)
+    expected = maxsim(queries.double(), documents.double(), **options, empty_score=-2.0, implementation="blocked")
+    assert_close(found, expected, size)
+    repeated.forget()
+    monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
+    alone = maxsim(queries, documents, **options, empty_score=-2.0)
+    repeated.forget()
+    # One query is another kernel's then.
+    assert torch.equal(found, alone) or (n_queries == 1 and streamed)
+
+
+@pytest.mark.parametrize("size", [136, 192, 256, 384, 512, 2048])
+@pytest.mark.parametrize("query_length", [1, 32, 64])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("length", [9, 180])
+def test_short_queries(size: int, query_length: int, own: bool, length: int) -> None:
+    """One query, or some with documents of their own, padded, masked and packed."""
+    groups, n_documents = 3 if own else 1, 90_000 // length
+    queries = unit(groups, query_length, size, dtype=HALF, seed=1)
+    documents = unit(*((groups,) if own else ()), n_documents, length, size, dtype=HALF)
+    mask = random_mask(tuple(documents.shape[:-1]))
+    for options in ({}, {"documents_mask": mask, "masking": "zero"}, {"documents_mask": mask}):
+        on_hopper = explain(queries, documents, **options).forward.kernel == "hopper"
+        assert on_hopper == (not own or size <= 384)
+        found = maxsim(queries, documents, **options, empty_score=-2.0)
+        assert torch.equal(maxsim(queries, documents, **options, empty_score=-2.0), found)
+        expected = maxsim(queries.double(), documents.double(), **options, empty_score=-2.0, implementation="blocked")
+        assert_close(found, expected, size)
+    if not own:
+        bounds = torch.arange(n_documents + 1, device="cuda", dtype=torch.int32) * length
+        of_queries = torch.tensor([0, query_length], device="cuda", dtype=torch.int32)
+        told = {"max_query_length": query_length, "max_document_length": length}
+        packed = queries[0], documents.flatten(0, 1), of_queries, bounds
+        assert_close(maxsim_varlen(*packed, **told), maxsim(queries.double(), documents.double()), size)
 
 
 @pytest.mark.parametrize("size", [392, 2048])

@@ -92,14 +92,16 @@ def test_bits_of_documents_by_themselves(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MASKS[1:])
+@pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
-@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("size", [64, 256, 320])
 @pytest.mark.parametrize(("normalize", "masking"), [(False, "exclude"), (True, "exclude"), (False, "zero")])
 def test_quantized(precision: str, name: str, shape: tuple[int, int], size: int, normalize: bool, masking: str) -> None:
     queries, documents = unit(8, 32, size, dtype=HALF, seed=1), quantize(unit(*shape, size), precision)
     options = {"documents_mask": mask_of(name, *shape), "normalize": normalize, "masking": masking}
-    assert explain(queries, documents, **options).forward.config.stream
+    # Alike, of 64 and of 180 tokens, they fill whole tiles.
+    alike = options["documents_mask"] is None and shape[1] in (64, 180)
+    assert explain(queries, documents, **options).forward.config.stream != alike
     options["empty_score"] = -2.0
     found = maxsim(queries, documents, **options)
     tolerance = 1e-3 if precision == "fp8" else 2e-6

@@ -79,12 +79,20 @@ def test_where_the_last_tile_is_narrower() -> None:
 
 @pytest.mark.parametrize(
     ("size", "length", "columns"),
-    [(128, 20, 32), (96, 48, 32), (128, 49, 64), (128, 128, 64), (128, 129, 128), (256, 20, 32), (128, None, 128)],
-)
+    [
+        (128, 20, 32), (96, 48, 32), (128, 49, 64), (128, 128, 64), (128, 129, 128), (256, 20, 32), (128, None, 128),
+        (384, 20, 32), (384, 49, 64), (384, None, 128),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("narrow", [False, True])
-def test_tiles_of_8_bits_are_as_short_as_documents(size: int, length: int | None, columns: int, narrow: bool) -> None:
-    tile = quantized_hopper_tile(size, narrow, length)
-    assert tile.columns == columns
+@pytest.mark.parametrize("affine", [False, True])
+def test_tiles_of_8_bits_are_as_short_as_documents(
+    size: int, length: int | None, columns: int, narrow: bool, affine: bool
+) -> None:
+    tile = quantized_hopper_tile(size, narrow, affine, length, False)
+    # Affine tokens get their signs while others are copied.
+    assert tile.columns == (min(columns, 64) if affine and size > 256 else columns)
+    assert tile.num_stages > 3 or not affine
     assert tile.rows == (256 if size <= 128 and not narrow else 128)
     assert tile.num_stages * tile.columns * size <= SHARED_MEMORY[90] - (16 << 10)
 
@@ -380,7 +388,8 @@ NORMS = {"normalize": True}
         (problem((1, 32, 128), (900, 180, 128)), False, 64),
         (problem((1, 32, 192), (900, 180, 192), argmax=True), False, 32),
         (problem((1, 32, 192), (900, 180, 192), F32), False, 64),
-        (problem((2, 32, 192), (2, 900, 180, 192)), False, 32),
+        (problem((2, 32, 192), (2, 900, 180, 192)), True, 128),
+        (problem((2, 32, 768), (2, 900, 180, 768)), False, 64),
         (one_packed(900, 180, 192), True, 128),
         (one_packed(100, 180, 192), False, 32),
         # Norms are taken from tiles that are in shared memory anyway, if they are full.
@@ -392,7 +401,7 @@ NORMS = {"normalize": True}
         (one_packed(2, 60_000, 192), False, 32),
     ],
 )
-def test_one_query_of_long_embeddings(served: Problem, on_hopper: bool, rows: int, capability: int) -> None:
+def test_short_queries_of_long_embeddings(served: Problem, on_hopper: bool, rows: int, capability: int) -> None:
     plan = forward_plan(served)
     assert plan.kernel == ("hopper" if on_hopper and capability == 90 else "single"), plan.reason
     if capability == 90:
