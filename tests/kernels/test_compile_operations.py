@@ -455,7 +455,7 @@ def test_centroids_are_copied_ahead(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
-    ("nbits", "n_queries", "with_argmax"), [(4, 1, False), (4, 4, False), (4, 7, True), (2, 1, False)]
+    ("nbits", "n_queries", "with_argmax"), [(4, 1, False), (4, 2, False), (4, 7, True), (2, 1, False)]
 )
 def test_hopper_keeps_residual_codes_in_registers(
     nbits: int, n_queries: int, with_argmax: bool, capability: int

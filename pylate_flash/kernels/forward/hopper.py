@@ -13,7 +13,7 @@ exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row ma
 - a row's maximum stays spread over the four lanes that share the row until the document ends, and from there to the
   sums in the layout of the products;
 - documents, and codes, are taken as one stream of tokens (`hopper_stream`), but where more than the maximum is asked
-  for, where those of 8 bits are long, or padded without masks, or where few query rows meet padded ones without masks;
+  for, where those of 8 bits are long, or where padded ones without masks fill whole tiles, or meet few query rows;
 - long embeddings, of which no query rows fit into registers, come block by block with them (`hopper_long`).
 
 Measured on an H200 in bfloat16 against `_stacked_kernel` in the same run: 0.354 ms and 0.450 at 1 x 1000, 1024 x 1024

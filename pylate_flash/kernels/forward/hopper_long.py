@@ -6,7 +6,9 @@ its rows over the blocks of a tile, in registers. Tensor cores truncate what the
 registers too, for the second half, for which there are none, in shared memory.
 
 A wide tile is what counts: L2 delivers 8 TB/s to all SMs, and of 64 elements, 128 x 256 products read 48 KB; in tiles
-of 128 x 128, as many products read a third more.
+of 128 x 128, as many products read a third more. But a tile is of one document, and is read with all query rows,
+however short that is. As a stream (`hopper_stream`), for whose products of 256 columns there are no registers beside
+its other warps, only documents of whole wide tiles take longer.
 """
 
 from __future__ import annotations
