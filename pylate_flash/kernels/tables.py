@@ -163,6 +163,11 @@ LIKELY_LENGTH = 4
 # 0.023.
 SINGLE_LIKELY_LENGTH = 8192
 HOPPER_SHARES = Shares(1, 64, 16384)
+# More waves in which its programs may run, where so few SMs work in the last one that this leaves so much of what an SM
+# walks, and how many tokens it could walk while a program begins, at most. By arithmetic, not measured: 142 row blocks
+# and 163 documents in shares of 82 take 132 SMs three waves, in shares of 33 six, a fifth less.
+MORE_WAVES, MORE_WAVES_SAVE = 16, 0.95
+PROGRAM_COST = 512
 STACKED_SHARES = Shares(2, 16, 4096, in_segments=True)
 # Registers of an SM.
 REGISTERS = 1 << 16
