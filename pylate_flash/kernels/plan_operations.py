@@ -1,7 +1,7 @@
 """Plans of other operations.
 
-Soft MaxSim's forward, chosen query tokens and residual codes, by the kernels of the forward; how hidden states are
-projected, how XTR's search walks through similarities, and how two sets of points meet.
+Documents in 8 bits, soft MaxSim's forward, chosen query tokens and residual codes, by the kernels of the forward; how
+hidden states are projected, how XTR's search walks through similarities, and how two sets of points meet.
 """
 
 from __future__ import annotations
