@@ -32,7 +32,7 @@ from .plan import (
     tall_plan,
 )
 from .tables import registers_of
-from .tiles import FusedTile, Shares, Tile
+from .tiles import FusedTile, HopperTile, Shares, Tile
 from .versions import has_gluon
 
 if TYPE_CHECKING:
@@ -339,10 +339,12 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         if problem.packed:
             total = rounded_total(total)
             length = total // problem.n_documents
-        streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
-        streamed &= problem.packed or (stream_pays(problem, rows) if masked else _is_short(problem, rows))
         affine = kind.quantized == torch.uint8
-        wide = config.quantized_hopper_tile(kind.size, narrow, affine, None if masked else length, streamed)
+        tile_of = functools.partial(config.quantized_hopper_tile, kind.size, narrow, affine, None if masked else length)
+        streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
+        if not problem.packed:
+            streamed &= stream_pays(problem, rows) if masked else _is_short(problem, rows, tile_of(False))
+        wide = tile_of(streamed)
         if streamed and not masked and length >= tables.STREAM_QUANTIZED_IN_FOUR and not affine:
             wide = config.streamed_tile(wide, rows)
         # What fits into half a tile takes a product of it.
@@ -395,10 +397,11 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
     return None
 
 
-def _is_short(problem: Problem, rows: int) -> bool:
+def _is_short(problem: Problem, rows: int, whole: HopperTile) -> bool:
     """Whether padded documents in 8 bits, without masks, are short, or leave so many columns of whole tiles empty."""
     length = problem.document_length
-    columns = next((n for most, n in tables.QUANTIZED_HOPPER_COLUMNS if length <= most), tables.STREAM_COLUMNS)
+    # Of a wide tile, half may be multiplied.
+    columns = min(whole.columns, tables.STREAM_COLUMNS)
     saves = -(-length // columns) * columns >= tables.STREAM_QUANTIZED_SAVES * (-(-length // 8) * 8)
     return (saves or length <= tables.STREAM_QUANTIZED_SHORT) and enough_for_stream(problem, rows, tables.STREAM_LEAST)
 

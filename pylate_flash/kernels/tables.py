@@ -163,11 +163,6 @@ LIKELY_LENGTH = 4
 # 0.023.
 SINGLE_LIKELY_LENGTH = 8192
 HOPPER_SHARES = Shares(1, 64, 16384)
-# More waves in which its programs may run, where so few SMs work in the last one that this leaves so much of what an SM
-# walks, and how many tokens it could walk while a program begins, at most. By arithmetic, not measured: 142 row blocks
-# and 163 documents in shares of 82 take 132 SMs three waves, in shares of 33 six, a fifth less.
-MORE_WAVES, MORE_WAVES_SAVE = 16, 0.95
-PROGRAM_COST = 512
 STACKED_SHARES = Shares(2, 16, 4096, in_segments=True)
 # Registers of an SM.
 REGISTERS = 1 << 16
@@ -181,8 +176,8 @@ SINGLE_TAKES = 1536
 # 0.039, 0.110 and 0.063, 0.159 and 0.132, packed 0.049 and 0.037, 0.085 and 0.059, 0.148 and 0.128, but 0.0103 and
 # 0.0119, 0.0142 and 0.0151, 0.0231 and 0.0232 at 1 x 100 (of 180); of 16 with 100 documents of their own, d = 192,
 # 0.054 and 0.040. With norms, 1 x 5336 (50 x 21) take 0.087 and 0.041, 0.220 and 0.060, 0.339 and 0.130.
-ONE_QUERY_PACKED_TOKENS = 1 << 16
-ONE_QUERY_NORMS_LENGTH = 32
+SINGLE_HOPPER_TOKENS = 1 << 16
+SINGLE_HOPPER_NORMS_LENGTH = 32
 # Documents that one walks, at most: where all programs run at once, and where they do not. Microseconds with 2 and 16:
 # 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
 SINGLE_LONGEST = 16, 2
