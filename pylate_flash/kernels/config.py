@@ -228,13 +228,17 @@ def narrowed(tile: Tile, rows: int, columns: int) -> Tile:
 
 
 @functools.lru_cache(maxsize=1024)
-def stacked_tile(capability: int, size: int, item: int, rows: int, with_argmax: bool) -> Tile:
+def stacked_tile(
+    capability: int, size: int, item: int, rows: int, with_argmax: bool, blocks: Blocks | None = None
+) -> Tile:
     """Tile for `rows` stacked query rows of `size` elements, on compute capability major `capability`.
+
+    `blocks`: how it holds embeddings, None for `embedding_blocks`.
 
     The argmax takes registers, and with 256 rows those spill: 5.78 ms, and 4.82 ms with 128, at 1024 x 1024, 32 x 180.
     So do two sums of a wide tile.
     """
-    blocks = embedding_blocks(capability, size, item)
+    blocks = blocks or embedding_blocks(capability, size, item)
     split, row_bytes = blocks.split, blocks.held * item
     tile = tables.STACKED_SPLIT if split else tables.STACKED
     if row_bytes > tables.MAX_ROW_BYTES:

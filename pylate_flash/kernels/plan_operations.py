@@ -14,7 +14,7 @@ import torch
 
 from ..problem import replaced, rounded_total
 from . import config, tables
-from .config import INT32_MAX, divided_strides, embedding_blocks, stacked_tile
+from .config import INT32_MAX, divided_strides, embedding_blocks, stacked_tile, whole_or_split
 from .plan import (
     ON_HOPPER,
     STREAMED,
@@ -126,10 +126,11 @@ class SearchPlan(NamedTuple):
 def search_plan(problem: Problem, k: int) -> SearchPlan:
     capability, sms = tables.architecture(problem.device)
     item, n_documents = problem.dtype.itemsize, problem.n_documents
-    tile = stacked_tile(capability, problem.size, item, problem.rows, True)
     blocks = embedding_blocks(capability, problem.size, item)
-    # One block, of which a part is padding, where the forward takes two.
-    block_embedding = blocks.first if blocks.split or not blocks.second else max(16, tables.power_of_two(problem.size))
+    if blocks.second:
+        # One block, of which a part is padding, where the forward takes two; a longer one would leave no room.
+        blocks = whole_or_split(problem.size, item, 16, tables.XTR_MOST_ROW_BYTES)
+    tile = stacked_tile(capability, problem.size, item, problem.rows, True, blocks)
     row_blocks = -(-problem.rows // tile.rows)
     run = run_length(n_documents, row_blocks, sms, per_sm=2, longest=16)
     groups, n_groups, wanted = 0, n_documents, min(tables.XTR_MOST_MAXIMA, tables.XTR_MAXIMA_PER_TOKEN * k)
@@ -143,7 +144,7 @@ def search_plan(problem: Problem, k: int) -> SearchPlan:
     # In multiples of 16, as launches want it.
     scratch = -(-max(1 << tables.XTR_BIN_BITS, n_groups if groups else 0, collected) // 16) * 16
     registers = None if blocks.split or item > 2 else tables.registers_of(2, tile.num_warps)
-    walk = tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run)
+    walk = tile, blocks.first, blocks.split, row_blocks, run, -(-n_documents // run)
     return SearchPlan(*walk, groups, n_groups, collection, scratch, registers)
 
 
@@ -358,7 +359,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         special = {"stream": True} if streamed else {"tail": tail, "starts_early": not masked}
         return hopper_plan(problem, wide, reason, quantize_rows=here, **special)
     item = 1 if kind.quantize_queries else kind.dtype.itemsize
-    blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
+    blocks, few = whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
     rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))
     tile = few if rows <= few.rows else tables.QUANTIZED_TILE._replace(rows=rows)
     tile = config.fitted(tile, capability, blocks.held * item, blocks.split)

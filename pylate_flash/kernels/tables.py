@@ -385,6 +385,8 @@ CHUNK_MULTIPLE = 16
 
 # Of XTR's search.
 
+# Bytes of an embedding that is padded to one block where the forward takes two, at most. A longer one is split.
+XTR_MOST_ROW_BYTES = 512
 # Bins of a step, as a power of two, and the steps that narrow 32 bits down to 1 value.
 XTR_BIN_BITS = 11
 XTR_STEPS = 3

@@ -585,14 +585,20 @@ def test_chamfer(capability: int, dtype: torch.dtype, x: tuple, y: tuple, masked
 
 @pytest.mark.parametrize(
     ("dtype", "size", "masked", "capability"),
-    [(BF16, 128, False, 80), (BF16, 128, False, 90), (F32, 96, True, 90)],
+    [
+        (BF16, 128, False, 80),
+        (BF16, 128, False, 90),
+        (F32, 96, True, 90),
+        (BF16, 136, False, 120),
+        (BF16, 320, False, 90),
+    ],
     indirect=["capability"],
 )
 def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capability: int) -> None:
     queries, documents = torch.zeros(64, 32, size, dtype=dtype), torch.zeros(100, 180, size, dtype=dtype)
     active, bounds = (torch.zeros(100, n, dtype=torch.int32) if masked else None for n in (180, 2))
     problem, rule = problem_of(Tensors(queries, documents), Options(), True), Rule(256, True, 1e-3)
-    assert plan_operations.search_plan(problem, rule.k).groups == 4
+    assert plan_operations.search_plan(problem, rule.k).groups > 1
     with recorded() as launches:
         xtr.retrieve(problem, xtr.SearchTensors(queries, documents, active, bounds), rule)
     counts = {name: len(of_kernel) for name, of_kernel in launches.items()}
