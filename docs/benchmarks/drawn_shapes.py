@@ -1,11 +1,12 @@
 """Shapes that nobody chose: what the package computes in several ways, at shapes drawn at random.
 
     python docs/benchmarks/drawn_shapes.py --output drawn.json
+    python docs/benchmarks/drawn_shapes.py --operations --shapes 50 --output operations.json
 
 The rows of the suites are the shapes that kernels were tuned at. Between them, a plan may be wrong by any factor. So
-this compares ways that should take about as long (packed documents, and padded ones under a mask; 8 bits and 16), and
-some with their floors, and names what takes much longer than it should. Other packages, which tune themselves for
-minutes at every new shape, are not asked.
+this compares ways that should take about as long (packed documents, and padded ones under a mask; 8 bits and 16; with
+`--operations`, other operations and what they are made of), and some with their floors, and names what takes much
+longer than it should. Other packages, which tune themselves for minutes at every new shape, are not asked.
 
 Kernels are compiled first, by several processes, each of which makes every call of its share of the shapes once.
 """
@@ -23,11 +24,26 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import typer
 from torch import Tensor
 from tqdm import tqdm
 
-from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen, quantize, soft_maxsim
+from pylate_flash import (
+    ResidualCodes,
+    chamfer,
+    maxsim,
+    maxsim_cross_entropy,
+    maxsim_from_hidden,
+    maxsim_pairwise,
+    maxsim_residual,
+    maxsim_sparse_queries,
+    maxsim_varlen,
+    maxsim_varlen_pairwise,
+    quantize,
+    soft_maxsim,
+    xtr_scores,
+)
 from pylate_flash.bench.calls import bounds_of, unit_vectors
 from pylate_flash.bench.protocol import QUICK, Ceilings, floor_of, make_two_times_stopwatch, measure, measure_ceilings
 from pylate_flash.bench.rows import L2, Row
@@ -37,6 +53,8 @@ from script_results import about, write
 SIZES = (48, 64, 96, 128, 128, 128, 192, 256, 320, 384, 512, 768, 1024)
 # What a shape may take, in operations and in bytes of its documents, and at least, or a launch is all that is seen.
 MOST_FLOPS, LEAST_FLOPS, MOST_BYTES = 1.2e12, 1e9, 4e8
+# What models give for a token, before it is projected.
+HIDDEN_SIZE = 768
 # Of what is launched and waited for, in milliseconds, whatever the shape.
 OF_A_CALL = 0.005
 
@@ -62,6 +80,23 @@ LIMITS = (
     Limit("step", "floor of a step", 3.0),
     Limit("masked step", "step", 1.2),
     Limit("soft step", "step", 8.0),
+    Limit("own documents", "one query", 1.2),
+    Limit("own packed documents", "own documents", 1.2),
+    Limit("pairs", "one query", 1.3),
+    Limit("packed pairs", "pairs", 1.2),
+    Limit("chamfer", "pairs", 2.5),
+    Limit("queries mask", "padded", 1.2),
+    Limit("half the tokens", "padded", 1.2),
+    Limit("float32", "padded", 3.5),
+    Limit("soft", "padded", 3.0),
+    Limit("xtr", "padded", 3.0),
+    Limit("hidden", "projected", 1.05),
+    Limit("hidden step", "projected step", 1.05),
+    Limit("cross entropy step", "step", 1.15),
+    Limit("packed step", "masked step", 1.2),
+    Limit("float32 step", "step", 3.5),
+    Limit("pairs step", "pairs", 5.0),
+    Limit("own documents step", "own documents", 5.0),
 )
 
 
@@ -129,6 +164,68 @@ def ways(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
     return found
 
 
+def operations(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls of other operations, and of `maxsim` what they should take about as long as, by name."""
+    generator = torch.Generator(device).manual_seed(0)
+    unit = partial(unit_vectors, generator=generator, dtype=torch.bfloat16)
+    queries, documents, lengths = unit(row.Nq, row.Lq, row.d), unit(row.Nd, row.Ld, row.d), row.lengths()
+    mask = (torch.arange(row.Ld) < lengths.unsqueeze(1)).to(device)
+    queries_mask = torch.rand(row.Nq, row.Lq, device=device, generator=generator) < 0.9
+    hidden, weight = unit(row.Nd, row.Ld, HIDDEN_SIZE), unit(row.d, HIDDEN_SIZE)
+    each, every = max(1, row.Nd // row.Nq), torch.arange(row.Nd, device=device) % row.Nq
+    alone, own = queries[: row.Nd], documents[: each * row.Nq].unflatten(0, (-1, each))
+    meeting = queries[every]
+    packed, bounds, boundaries = documents[mask], bounds_of(lengths).to(device), partial(torch.arange, device=device)
+    told: dict[str, Any] = {"max_query_length": row.Lq, "max_document_length": row.Ld}
+    candidates = boundaries(row.Nq + 1) * row.Nd // row.Nq
+    labels, half = boundaries(row.Nq) % row.Nd, boundaries(0, row.Lq, 2).expand(row.Nd, -1).contiguous()
+
+    def projected(queries: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        return maxsim(queries, F.linear(hidden, weight), normalize=True)
+
+    def step(of: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
+        leaves = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+        with torch.enable_grad():
+            grad_output = torch.randn_like(of(*leaves, **options))
+
+        def run() -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                wanted = [leaf for leaf in leaves if leaf.requires_grad]
+                return torch.autograd.grad(of(*leaves, **options), wanted, grad_output)
+
+        return run
+
+    of_pairs = packed, boundaries(row.Nd + 1) * row.Lq, bounds
+    wide = queries.float(), documents.float()
+    query_bounds = boundaries(row.Nq + 1) * row.Lq
+    of_packed = queries.flatten(0, 1), packed, query_bounds, bounds
+    return {
+        "padded": partial(maxsim, queries, documents),
+        "one query": partial(maxsim, queries[:1], documents),
+        "own documents": partial(maxsim, alone, own[: len(alone)]),
+        "pairs": partial(maxsim_pairwise, meeting, documents),
+        "packed pairs": partial(maxsim_varlen_pairwise, meeting.flatten(0, 1), *of_pairs, **told),
+        "chamfer": partial(chamfer, meeting, documents, metric="inner_product"),
+        "queries mask": partial(maxsim, queries, documents, queries_mask=queries_mask),
+        "half the tokens": partial(maxsim_sparse_queries, queries, documents, half),
+        "float32": partial(maxsim, *wide),
+        "soft": partial(soft_maxsim, queries, documents, 10.0),
+        "xtr": partial(xtr_scores, queries, documents),
+        "hidden": partial(maxsim_from_hidden, queries, hidden, weight),
+        "projected": partial(projected, queries, hidden, weight),
+        "hidden step": step(maxsim_from_hidden, queries, hidden, weight),
+        "projected step": step(projected, queries, hidden, weight),
+        "step": step(maxsim, queries, documents),
+        "masked step": step(maxsim, queries, documents, documents_mask=mask),
+        "packed step": step(maxsim_varlen, *of_packed, **told),
+        "cross entropy step": step(maxsim_cross_entropy, queries, documents, labels=labels),
+        "float32 step": step(maxsim, *wide),
+        "pairs step": step(maxsim_pairwise, meeting, documents),
+        "own documents step": step(maxsim, alone, own[: len(alone)]),
+        "own packed documents": partial(maxsim_varlen, *of_packed, candidates_cu_seqlens=candidates, **told),
+    }
+
+
 def codes(n_tokens: int, size: int, bounds: Tensor, generator: torch.Generator) -> ResidualCodes:
     """Random codes of 4 bits, with as many centroids as PLAID would have."""
     device = generator.device
@@ -152,26 +249,29 @@ def beyond(times: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def call_once(rows: list[Row], device: str) -> None:
+Ways = Callable[[Row, torch.device], dict[str, Callable[[], Any]]]
+
+
+def call_once(of: Ways, rows: list[Row], device: str) -> None:
     """Make every call of some shapes, so that its kernels are compiled and kept."""
     with torch.no_grad():
         for row in rows:
-            for call in ways(row, torch.device(device)).values():
+            for call in of(row, torch.device(device)).values():
                 call()
 
 
-def compare(row: Row, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
+def compare(of: Ways, row: Row, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
     """A shape with its floors, the times of its ways, of a GPU alone, and what is beyond a limit."""
     stopwatch = make_two_times_stopwatch(device, QUICK.flush_bytes)
     with torch.no_grad():
-        timings = measure(ways(row, device), stopwatch, QUICK)
+        timings = measure(of(row, device), stopwatch, QUICK)
     found = {
         name: timing.median_ms if timing.device_ms is None else timing.device_ms for name, timing in timings.items()
     }
     # Of padded documents, with their padding.
     whole = replace(row, shortest=None)
     floors = {"floor": whole, "floor of a step": replace(whole, step=True)}
-    times = {name: floor_of(of.work(torch.bfloat16), ceilings).milliseconds for name, of in floors.items()} | found
+    times = {name: floor_of(some.work(torch.bfloat16), ceilings).milliseconds for name, some in floors.items()} | found
     rounded = {name: float(f"{time:.4g}") for name, time in times.items()}
     return {"name": row.name, "shape": row.shape, "milliseconds": rounded, "beyond": beyond(times)}
 
@@ -181,21 +281,22 @@ def main(
     shapes: Annotated[int, typer.Option(help="How many are drawn.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Which shapes: other ones for each seed.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes that compile.", min=1)] = 12,
+    other: Annotated[bool, typer.Option("--operations", help="Operations besides MaxSim, and float32.")] = False,
 ) -> None:
     """Compare the package's own ways at shapes drawn at random, on a GPU; a CPU gets smaller batches of them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = draw(shapes, seed)
+    rows, of = draw(shapes, seed), operations if other else ways
     if device.type == "cpu":
         rows = [row.within(CPU_FLOPS) for row in rows]
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            shares = [pool.submit(call_once, rows[first::workers], device.type) for first in range(workers)]
+            shares = [pool.submit(call_once, of, rows[first::workers], device.type) for first in range(workers)]
             for share in tqdm(shares, desc="compiling", unit="share"):
                 share.result()
     ceilings = measure_ceilings(device, torch.bfloat16, others=L2)
     result: dict[str, Any] = {**about(), "seed": seed, "rows": []}
     for row in tqdm(rows, desc="timing", unit="shape"):
-        found = compare(row, device, ceilings)
+        found = compare(of, row, device, ceilings)
         result["rows"].append(found)
         write(result, output)
         if found["beyond"]:

@@ -49,10 +49,32 @@ def test_ways_agree(size):
     assert not found["masked step"][1][row.lengths() < 40, -1].any()
 
 
+@pytest.mark.parametrize(("queries", "documents"), [(3, 7), (1, 7), (9, 4)])
+def test_operations_agree(queries, documents):
+    """Where they score alike; a step of packed embeddings gives no gradient of padding."""
+    row = Row("tiny", queries, documents, 6, 40, d=64, shortest=10)
+    found = {name: call() for name, call in drawn_shapes.operations(row, torch.device("cpu")).items()}
+    whole = found["padded"].float()
+    torch.testing.assert_close(found["one query"], whole[:1])
+    torch.testing.assert_close(found["float32"], whole, rtol=1e-2, atol=1e-2)
+    every = torch.arange(documents)
+    torch.testing.assert_close(found["pairs"].float(), whole[every % queries, every])
+    own = found["own documents"]
+    torch.testing.assert_close(own.flatten(), whole[torch.arange(own.numel()) // own.shape[1], every[: own.numel()]])
+    torch.testing.assert_close(found["hidden"], found["projected"], rtol=1e-2, atol=1e-2)
+    assert found["own packed documents"].numel() == found["packed pairs"].numel() == documents
+    for name, sizes in {
+        "step": [(queries, 6), (documents, 40)],
+        "packed step": [(queries * 6,), (int(row.lengths().sum()),)],
+        "cross entropy step": [(queries, 6), (documents, 40)],
+    }.items():
+        assert [gradient.shape for gradient in found[name]] == [(*size, 64) for size in sizes]
+
+
 def test_limits_are_of_ways_and_floors():
     names = {name for limit in drawn_shapes.LIMITS for name in limit[:2]}
-    ways = drawn_shapes.ways(Row("tiny", 1, 2, 3, 4, d=64, shortest=2), torch.device("cpu"))
-    assert names <= {*ways, "floor", "floor of a step"}
+    row, device = Row("tiny", 1, 2, 3, 4, d=64, shortest=2), torch.device("cpu")
+    assert names <= {*drawn_shapes.ways(row, device), *drawn_shapes.operations(row, device), "floor", "floor of a step"}
 
 
 def test_what_is_beyond_a_limit_is_named(monkeypatch):
