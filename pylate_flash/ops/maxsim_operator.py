@@ -70,7 +70,8 @@ def reference_scores(
     groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
     if normalize:
         queries, groups = normalized(queries), normalized(groups)
-    similarities = scale * (queries.unsqueeze(1) @ groups.transpose(-1, -2))
+    # A product of matrices would repeat queries for every document.
+    similarities = scale * torch.einsum("qsd,qntd->qnst", queries, groups)
     similarities = similarities.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
     # One more token, which takes no part unless it is alone, as there is no maximum of none.
     empty = ~there.any(dim=-1)
