@@ -186,7 +186,9 @@ def operations(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
     def step(of: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
         leaves = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
         with torch.enable_grad():
-            grad_output = torch.randn_like(of(*leaves, **options))
+            found = of(*leaves, **options)
+        # That of a loss is 1.
+        grad_output = torch.randn_like(found) if found.dim() else torch.ones_like(found)
 
         def run() -> tuple[Tensor, ...]:
             with torch.enable_grad():

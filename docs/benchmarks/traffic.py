@@ -152,7 +152,7 @@ def _lists(problem: Problem, argmax: torch.Tensor) -> dict[str, Traffic]:
     plan = plan_backward.lists_plan(problem, lent=True)
     if plan.alone_bits:
         raise ValueError("problem must have lists that several programs sort")
-    documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, tables.LIST_SEGMENT
+    documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, plan.segment
     each, listed, chunk = problem.argmax_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables.LIST_CHUNK_BITS
     pairs, row, part = argmax.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
     starts = documents * (length + 1) * plan.starts_dtype.itemsize

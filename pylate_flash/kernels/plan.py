@@ -155,7 +155,8 @@ def tall_plan(
         documents = "listed"
     if shares.largest and kind.cu_seqlens is not None and documents == "run":
         cost = tables.STREAM_DOCUMENT_COST if streamed else tables.DOCUMENT_COST
-        documents, splits = "split", splits_of(problem, row_blocks, sms, shares.per_sm, shares.largest, cost)
+        documents = "split"
+        splits = splits_of(problem, row_blocks, sms, shares.per_sm, shares.largest, cost, kernel == "hopper")
         run, n_runs = splits.per_split, splits.number
         if shares.in_segments and config.planned_length(problem) > splits.whole:
             special["in_segments"] = True
@@ -164,7 +165,8 @@ def tall_plan(
                 special["registers"] = registers_of(2, tile.num_warps)
     else:
         if shares.largest:
-            run = run_length(per_query, programs, sms, shares.per_sm, shares.longest)
+            length = problem.document_length if kernel == "hopper" else 0
+            run = run_length(per_query, programs, sms, shares.per_sm, shares.longest, length)
         else:
             run = max(1, min(shares.longest, per_query * programs // (shares.per_sm * sms)))
         n_runs = -(-per_query // run) or 1
@@ -175,19 +177,39 @@ def tall_plan(
     return ForwardPlan(made, strides, padded, run, n_runs, per_query, splits, row_blocks, padded // group, reason)
 
 
-def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: int) -> int:
+def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: int, length: int = 0) -> int:
     """Documents that one program walks: about `longest`, or fewer so that every SM gets work.
 
     `programs` programs share each run, and `per_sm` of them fit on an SM at a time. The runs are split so
     that the programs fill whole waves: a few programs more than a wave would take as long as a second one.
+    Where even so the last wave is rather empty, and documents have `length` tokens (0: not known), they are split into
+    more waves.
     """
     slots = per_sm * sms
     waves = -(-documents * programs // (slots * longest))
-    return max(1, -(-documents // max(1, slots * waves // programs)))
+
+    def run_in(waves: int) -> int:
+        return max(1, -(-documents // max(1, slots * waves // programs)))
+
+    def tokens_in(run: int) -> int:
+        """What an SM walks, one program after another."""
+        return -(-programs * -(-documents // run) // slots) * (run * length + tables.PROGRAM_COST)
+
+    run = run_in(waves)
+    if length == 0 or documents == 0:
+        return run
+    shortest = min(map(run_in, range(waves + 1, waves + 1 + tables.MORE_WAVES)), key=tokens_in)
+    return shortest if tokens_in(shortest) < tables.MORE_WAVES_SAVE * tokens_in(run) else run
 
 
 def splits_of(
-    problem: Problem, programs: int, sms: int, per_sm: int, largest: int, cost: int = tables.DOCUMENT_COST
+    problem: Problem,
+    programs: int,
+    sms: int,
+    per_sm: int,
+    largest: int,
+    cost: int = tables.DOCUMENT_COST,
+    more_waves: bool = False,
 ) -> Splits:
     """Split packed documents so that every SM gets an equal share, in whole waves, as `run_length` does.
 
@@ -195,7 +217,8 @@ def splits_of(
     gaps. The total is rounded (`rounded_total`), so that what is repeated of one serves others.
     """
     work = rounded_total(problem.n_tokens) + problem.n_documents * cost
-    per_split = max(tables.SMALLEST_SPLIT, run_length(work, programs, sms, per_sm, largest))
+    run = run_length(work, programs, sms, per_sm, largest, int(more_waves))
+    per_split = max(tables.SMALLEST_SPLIT, run)
     # What takes less than half an SM's share of the time can wait for its turn, even the last.
     whole = max(tables.LONGEST_WHOLE, per_split, work * programs // (2 * per_sm * sms))
     return Splits(per_split, whole, -(-work // per_split))

@@ -115,6 +115,8 @@ class ListsPlan(NamedTuple):
     # left of long ones) of each document.
     n_chunks: int
     n_segments: int
+    # Rows of a segment.
+    segment: int
     list_dtype: torch.dtype
     starts_dtype: torch.dtype
     # Whether what sorts fits into the memory of the documents' own gradient.
@@ -138,7 +140,9 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
             f"got {length}"
         )
     n_chunks = -(-rows >> tables.LIST_CHUNK_BITS)
-    n_segments = 0 if rows <= 2 * tables.LIST_SEGMENT else -(-rows // tables.LIST_SEGMENT) - 1
+    few = documents * rows <= tables.LIST_FEW_ROWS and rows > tables.LIST_LONG * length
+    segment = tables.LIST_SEGMENT_OF_FEW if few else tables.LIST_SEGMENT
+    n_segments = 0 if rows <= 2 * segment else -(-rows // segment) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     starts_dtype = torch.uint16 if rows < 1 << 16 and not packed else torch.int32
     alone_bits, alone_warps = 0, 1
@@ -173,8 +177,8 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     # Warps that had rows of their own would add up in shared memory, of tokens that no row chose too.
     num_warps = max(1, block_embedding // tables.SUM_ELEMENTS)
     block_rows = tables.SUM_ROWS if block_embedding <= 256 else tables.SUM_ROWS // 2
-    listing = block, alone_bits, alone_warps, n_chunks, n_segments, list_dtype, starts_dtype, sorts_in_gradient
-    return ListsPlan(*listing, block_embedding, block_rows, num_warps)
+    listing = block, alone_bits, alone_warps, n_chunks, n_segments, segment, list_dtype, starts_dtype
+    return ListsPlan(*listing, sorts_in_gradient, block_embedding, block_rows, num_warps)
 
 
 class ResidualGradientPlan(NamedTuple):

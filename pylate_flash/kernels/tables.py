@@ -163,6 +163,11 @@ LIKELY_LENGTH = 4
 # 0.023.
 SINGLE_LIKELY_LENGTH = 8192
 HOPPER_SHARES = Shares(1, 64, 16384)
+# More waves in which its programs may run, where so few SMs work in the last one that this leaves so much of what an SM
+# walks, and how many tokens it could walk while a program begins, at most. By arithmetic, not measured: 142 row blocks
+# and 163 documents in shares of 82 take 132 SMs three waves, in shares of 33 six, a fifth less.
+MORE_WAVES, MORE_WAVES_SAVE = 16, 0.95
+PROGRAM_COST = 512
 STACKED_SHARES = Shares(2, 16, 4096, in_segments=True)
 # Registers of an SM.
 REGISTERS = 1 << 16
@@ -372,6 +377,9 @@ ALONE_TOKENS = 2048
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
 # 0.66, 0.31 with skewed argmax; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
 LIST_SEGMENT = 512
+# And where there are at most so many rows of all documents, but more than so many times as many of each as it has
+# tokens: lists are long then, and few programs would sum them.
+LIST_SEGMENT_OF_FEW, LIST_FEW_ROWS, LIST_LONG = 128, 1 << 20, 64
 # Rows in flight in a program that sums (half as many of more than 256 elements), and elements of a warp: 1.18, 0.35,
 # 0.18; 16 rows in one warp 1.66, 0.48, 0.26, in two 1.29, 0.40, 0.23.
 SUM_ROWS, SUM_ELEMENTS = 8, 1024

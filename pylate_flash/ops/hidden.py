@@ -83,7 +83,8 @@ def maxsim_from_hidden(
     """MaxSim scores of queries against the projected hidden states of documents, differentiable.
 
     Equal to `maxsim(queries, torch.nn.functional.linear(hidden, weight, bias), normalize=True)`, except that of the
-    projected documents no more than 64 MiB (or one document) exist at any time.
+    projected documents no more than 64 MiB (or one document) exist at any time; where a gradient is needed, of them and
+    their gradient half as many bytes as of the hidden states, if that is more.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ def maxsim_from_hidden(
         [d, d_queries] and [d] or None: the linear layer of the queries. The tensors of `weight` and `bias` themselves
         where one layer serves both sides.
     queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length, max_document_length
-        For packed tokens, as in `maxsim_varlen`. Where the projected documents take more than the 64 MiB, the call
+        For packed tokens, as in `maxsim_varlen`. Where the projected documents take more than that, the call
         reads `documents_cu_seqlens`, and waits for the GPU if they lie there.
     normalize
         Divide every query and every projected document embedding by its Euclidean norm (at least 1e-12) first.

@@ -15,7 +15,7 @@ from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, m
 from tests.gpu.calls import hidden_states
 from tests.gpu.tools import CAPABILITY, HALF, allocated, captured, memory_of, on_gpu, random_mask
 from tests.ops.cases import relative_error
-from tests.ops.test_hidden import SCRATCHES, Problem, as_rounded, problems
+from tests.ops.test_hidden import SCRATCHES, Problem, as_rounded, limit_scratch, problems
 
 pytestmark = pytest.mark.gpu
 kernel = partial(maxsim_from_hidden, implementation="triton")
@@ -31,7 +31,7 @@ def test_float32(problem: Problem, scratch: int) -> None:
     # Candidates lie on the host, so as not to be waited for.
     on_device = on_gpu(problem, kept=("candidates_cu_seqlens",))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SCRATCH_BYTES", scratch)
+        limit_scratch(patch, scratch)
         scores, found = on_device(kernel), on_device.gradients(kernel)
     torch.testing.assert_close(scores.cpu().double(), expected.double(), rtol=1e-5, atol=1e-5)
     noise = 1e-5 * max(1.0, *(gradient.norm().item() for gradient in gradients.values()))
@@ -52,7 +52,7 @@ def on_host(problem: Problem) -> Problem:
 @pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float16, HALF])
 def test_half(layout: str, dtype: torch.dtype, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    limit_scratch(monkeypatch, scratch)
     problem = hidden_states(layout, dtype)
     exact = on_host(problem).to(torch.float64)
     # Rounded to 8 bits a few times, a similarity moves by about 2^-8 of its size, and the sum of 25 of them by less.
@@ -187,7 +187,7 @@ def test_a_mask_of_all_query_tokens_is_none(
     layout: str, masked: bool, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager, in a CUDA graph, and of any type."""
-    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    limit_scratch(monkeypatch, scratch)
     problem = hidden_states(layout, HALF)
     rest = {name: mask for name, mask in problem.rest.items() if masked and name == "documents_mask"}
     without = Problem(problem.tensors, rest)

@@ -23,7 +23,7 @@ from pylate_flash.kernels.config import (
 )
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.launch import check_grid
-from pylate_flash.kernels.plan import ForwardPlan, forward_plan
+from pylate_flash.kernels.plan import ForwardPlan, forward_plan, run_length
 from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved, soft_gradient_plan
 from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan, quantized_plan, soft_forward_plan
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
@@ -365,6 +365,31 @@ def test_documents_are_one_stream(served: Problem, streamed: bool, capability: i
     assert not (streamed and (plan.config.tail or plan.config.starts_early))
     if streamed and served.kind.quantized is None:
         assert plan.tile.rows == 64 * plan.tile.parts
+
+
+@given(
+    st.integers(1, 20_000), st.integers(1, 600), st.integers(1, 300), st.integers(1, 4), st.integers(1, 100),
+    st.integers(1, 2000),
+)  # fmt: skip
+def test_programs_leave_few_sms_without_work(
+    documents: int, programs: int, sms: int, per_sm: int, longest: int, length: int
+) -> None:
+    def tokens(run: int) -> int:
+        return -(-programs * -(-documents // run) // (per_sm * sms)) * (run * length + tables.PROGRAM_COST)
+
+    before = run_length(documents, programs, sms, per_sm, longest)
+    after = run_length(documents, programs, sms, per_sm, longest, length)
+    assert 1 <= after <= before
+    assert after == before or tokens(after) < 0.95 * tokens(before)
+
+
+def test_many_row_blocks_meet_few_documents_in_more_waves() -> None:
+    assert run_length(163, 142, 132, 1, 64) == 82
+    assert run_length(163, 142, 132, 1, 64, 124) == 33
+    # Where documents are short, programs would begin for longer than that saves.
+    assert run_length(163, 142, 132, 1, 64, 30) == 82
+    # As many programs as SMs, nearly.
+    assert run_length(1024, 128, 132, 1, 64, 180) == run_length(1024, 128, 132, 1, 64) == 64
 
 
 def one_packed(n: int, length: int, size: int, **options: Any) -> Problem:

@@ -96,13 +96,19 @@ def problems(
 SCRATCHES = st.sampled_from([module.SCRATCH_BYTES, 1, 2000, 8000])
 
 
+def limit_scratch(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Whatever the hidden states take."""
+    patch.setattr(module, "SCRATCH_BYTES", nbytes)
+    patch.setattr(module, "STATES_PER_SCRATCH", 1 << 60)
+
+
 @settings(max_examples=80)
 @given(problem=problems(), scratch=SCRATCHES)
 def test_scores_and_gradients_equal_the_definition(problem: Problem, scratch: int) -> None:
     wide = problem.to(torch.float64)
     scores, expected = wide(maxsim_from_hidden_reference), wide.gradients(maxsim_from_hidden_reference)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SCRATCH_BYTES", scratch)
+        limit_scratch(patch, scratch)
         torch.testing.assert_close(problem(maxsim_from_hidden), scores.float(), rtol=1e-5, atol=1e-5)
         found = problem.gradients(maxsim_from_hidden)
     # Gradients may cancel to rounding noise.
@@ -171,7 +177,7 @@ def test_one_layer_for_both_sides_gets_the_sum_of_both_gradients() -> None:
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 300])
 @pytest.mark.parametrize("name", ["queries", "hidden", "weight", "bias"])
 def test_only_the_needed_gradients(name: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    limit_scratch(monkeypatch, scratch)
     asked, compute = [], hidden.compute_hidden_gradients
     monkeypatch.setattr(
         hidden, "compute_hidden_gradients", lambda *arguments: asked.append(compute(*arguments)) or asked[-1]
@@ -203,7 +209,7 @@ def test_the_scratch_stays_within_its_bound(layout: str, monkeypatch: pytest.Mon
         sizes.append(2 * gradient.untyped_storage().nbytes())
         return grad_queries, gradient
 
-    monkeypatch.setattr(module, "SCRATCH_BYTES", bound)
+    limit_scratch(monkeypatch, bound)
     monkeypatch.setattr(module, "_project", projecting)
     monkeypatch.setattr(module, "compute_gradients", differentiating)
     Problem({"queries": queries, "hidden": hidden, "weight": weight}, options).gradients(maxsim_from_hidden)
@@ -226,17 +232,40 @@ def test_the_projection_is_kept_only_where_it_and_its_gradient_fit(monkeypatch: 
     expected = problem().gradients(maxsim_from_hidden)
     assert len(projections) == 1
     # The projected embeddings take 5 * 7 * 6 * 4 bytes.
-    monkeypatch.setattr(module, "SCRATCH_BYTES", 840)
+    limit_scratch(monkeypatch, 840)
     found = problem().gradients(maxsim_from_hidden)
     assert len(projections) == 1 + 1 + 3
     for name, gradient in found.items():
         assert relative_error(gradient, expected[name]) <= 1e-6
 
 
+@pytest.mark.parametrize(("share", "kept"), [(2, True), (3, False)])
+def test_a_step_has_a_share_of_the_bytes_of_the_hidden_states(
+    share: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 24 elements, which are projected to 6; and what needs no gradient has none of it."""
+    monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(module, "STATES_PER_SCRATCH", share)
+    projections, project = [], module._project
+    monkeypatch.setattr(module, "_project", lambda *arguments: projections.append(1) or project(*arguments))
+    torch.manual_seed(0)
+    tensors = {"queries": torch.randn(3, 4, 6), "hidden": torch.randn(5, 7, 24), "weight": torch.randn(6, 24)}
+    whole = Problem(tensors, {})
+    scores = whole(maxsim_from_hidden)
+    assert len(projections) == 5
+    projections.clear()
+    found, expected = whole.gradients(maxsim_from_hidden), whole.gradients(maxsim_from_hidden_reference)
+    # Not kept: in the forward all documents are one block, in the backward three of them and then two.
+    assert len(projections) == (1 if kept else 3)
+    torch.testing.assert_close(scores, whole(maxsim_from_hidden_reference), rtol=1e-5, atol=1e-5)
+    for name, gradient in found.items():
+        assert relative_error(gradient, expected[name]) <= 1e-5
+
+
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 300])
 def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the definition of the same projected embeddings, which rounding to bfloat16 makes other ones."""
-    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    limit_scratch(monkeypatch, scratch)
     half = problem().to(torch.bfloat16)
     found = half.gradients(maxsim_from_hidden)
     for name, expected in half.to(torch.float64).gradients(as_rounded(half)).items():

@@ -23,7 +23,7 @@ from pylate_flash import (
     quantize,
     soft_maxsim,
 )
-from pylate_flash.ops import blocked, hidden_blocks, products
+from pylate_flash.ops import blocked, products
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.operations import (
@@ -35,6 +35,7 @@ from tests.ops.operations import (
     operations,
     value_and_gradients,
 )  # fmt: skip
+from tests.ops.test_hidden import limit_scratch
 
 QUERIES, DOCUMENTS, WEIGHT = torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.randn(4, 4)
 BOUNDS = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15])
@@ -160,7 +161,7 @@ def test_blocks_do_not_change_the_result(name: str, monkeypatch: pytest.MonkeyPa
     for module, bound, value in ((products, "_BLOCK_CPU", 20), (blocked, "ARGMAX_AT_ONCE", 10)):
         monkeypatch.setattr(module, bound, value)
     for scratch in (1, 400):
-        monkeypatch.setattr(hidden_blocks, "SCRATCH_BYTES", scratch)
+        limit_scratch(monkeypatch, scratch)
         torch.testing.assert_close(value_and_gradients(call, tensors), expected, **FLOAT32_SCORES)
 
 

@@ -1,8 +1,8 @@
 """Sums of listed query rows: what the gradient of a document's token is.
 
-`_sum_kernel` sums the rows of a token; of a token that many more than `tables.LIST_SEGMENT` rows chose (markers such as
-[CLS] win thousands), other programs take the rest, split at multiples of that, and `_combine_kernel` adds up the parts
-in order.
+`_sum_kernel` sums the rows of a token; of a token that many more rows chose than a segment has (markers such as [CLS]
+win thousands), other programs take the rest, split at multiples of that, and `_combine_kernel` adds up the parts in
+order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from .. import tables
 from ..launch import Region, Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from ..rows import through_norm
@@ -93,8 +92,8 @@ def _sum_kernel(
     segment, 2, d]: what the token's own program summed, at the segment that follows, and what that segment's program
     did.
 
-    Rows are loaded in halves, as in `_gather_kernel`. `add`: to what is there, float32, of which tokens without a list
-    stay as they are.
+    Rows are loaded in halves, as in `_gather_kernel`, while the list's next ones are. `add`: to what is there,
+    float32, of which tokens without a list stay as they are.
     """
     wait_for_previous_kernel()
     program = tl.program_id(0)
@@ -144,10 +143,13 @@ def _sum_kernel(
     halves = tl.arange(0, HALF)
     left_sum = tl.zeros([config.block_rows, HALF], tl.float32)
     right_sum = tl.zeros([config.block_rows, HALF], tl.float32)
+    positions = low + tl.arange(0, config.block_rows)
+    following = tl.load(list_ptr + positions, mask=positions < high, other=0)
     for position in tl.range(low, high, config.block_rows):
         positions = position + tl.arange(0, config.block_rows)
-        mask = positions < high
-        row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
+        mask, row = positions < high, following.to(tl.int32)
+        positions += config.block_rows
+        following = tl.load(list_ptr + positions, mask=positions < high, other=0)
         query = quotient(row, magic, shift)
         weight = tl.load(weights_ptr + query.to(tl.int64) * next_query, mask=mask, other=0.0)
         source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
@@ -221,10 +223,9 @@ def sum_lists(
     first, number, starts, owners, argmax, cu_seqlens = of_block
     grad_documents, adds = destination.documents, destination.adds
     size, length, n_segments, strides = problem.size, problem.document_length, plan.n_segments, problem.document_strides
-    block_embedding, num_warps = plan.block_embedding, plan.num_warps
+    block_embedding, num_warps, segment = plan.block_embedding, plan.num_warps, plan.segment
     normalize = problem.normalize and not destination.partial
     parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
-    segment = tables.LIST_SEGMENT
     _sum_kernel(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
         (*inputs[:7], owners, argmax, listed, starts, parts, grad_documents),

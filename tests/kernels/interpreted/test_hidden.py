@@ -10,13 +10,13 @@ import torch
 from pylate_flash.ops import hidden_blocks as module
 from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference
 from tests.ops.cases import relative_error
-from tests.ops.test_hidden import Problem
+from tests.ops.test_hidden import Problem, limit_scratch
 
 
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 2048])
 @pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed", "packed candidates"])
 def test_blocks(layout: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    limit_scratch(monkeypatch, scratch)
     torch.manual_seed(0)
     shape = {"in-batch": (6, 10, 12), "candidates": (3, 2, 10, 12)}.get(layout, (48, 12))
     tensors = {"queries": torch.randn(3, 5, 16), "hidden": torch.randn(shape), "weight": torch.randn(16, 12)}
@@ -77,7 +77,7 @@ def test_blocks_of_half_precision_score_as_one(
         )  # fmt: skip
         expected = score()
         with monkeypatch.context() as patch:
-            patch.setattr(module, "SCRATCH_BYTES", scratch)
+            limit_scratch(patch, scratch)
             assert torch.equal(score(), expected)
 
 
@@ -115,7 +115,7 @@ def test_ways_to_differentiate_a_step(hidden_shape: tuple, masked: bool, normali
         gradients[1].sum().backward()
     with monkeypatch.context() as patch:
         # All documents, and not their gradient too.
-        patch.setattr(module, "SCRATCH_BYTES", 2 * 6 * 16 * 6)
+        limit_scratch(patch, 2 * 6 * 16 * 6)
         for gradient, whole in zip(differentiate(score()), expected, strict=True):
             assert relative_error(gradient, whole) <= 2e-3
     found = score()
