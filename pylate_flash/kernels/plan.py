@@ -240,16 +240,27 @@ def forward_plan(problem: Problem) -> ForwardPlan:
 def _prefers_hopper(problem: Problem) -> bool:
     """Whether short queries of long embeddings are scored faster by the Hopper kernel, where that can serve them.
 
-    With norms, it has the documents be read once more. In blocks, several queries with documents of their own were not
-    measured.
+    So they are of others, where documents are short, many of them masked, or the query takes as many registers. With
+    norms, it has the documents be read once more. Of several queries with documents of their own, embeddings in blocks,
+    and of up to 128 elements, were not measured.
     """
-    kind, total = problem.kind, rounded_total(problem.n_tokens)
+    kind, total = problem.kind, counted_tokens(problem)
     longest = tables.HOPPER_MAX_SIZE if problem.n_queries > 1 else KERNEL_MAX_EMBEDDING_SIZE
-    if not 128 < kind.size <= longest or problem.with_argmax or problem.has_candidates:
+    if kind.size > longest or problem.with_argmax or problem.has_candidates:
         return False
-    if kind.normalize:
-        return total <= tables.SINGLE_HOPPER_NORMS_LENGTH * problem.all_documents
-    return not problem.packed or (total >= tables.SINGLE_HOPPER_TOKENS and not _documents_are_short(problem))
+    many, mean_length = total >= tables.SINGLE_HOPPER_TOKENS, total / max(1, problem.all_documents)
+    if kind.size > 128:
+        short = mean_length <= tables.SINGLE_HOPPER_MEAN_LENGTH
+        if kind.normalize:
+            return short
+        return not problem.packed or ((many or short) and not _documents_are_short(problem))
+    columns = config.single_columns(problem.query_length)
+    if problem.n_queries > 1 or kind.normalize or columns < 32:
+        return False
+    if problem.packed and 2 * columns * kind.size <= tables.SHORT_MAX_ELEMENTS:
+        return False
+    unlike = problem.packed or kind.documents_mask is not None
+    return (unlike and many) or mean_length <= tables.SINGLE_HOPPER_SHORT[unlike]
 
 
 def _is_single(problem: Problem) -> bool:
@@ -317,9 +328,14 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     return plan if not problem.packed or config.planned_length(problem) <= plan.splits.whole else None
 
 
+def counted_tokens(problem: Problem) -> int:
+    """Tokens of all documents; of packed ones rounded, so that what is repeated of one total serves others."""
+    return rounded_total(problem.n_tokens) if problem.packed else problem.n_tokens
+
+
 def _unpadded(problem: Problem) -> bool:
     """Whether documents are so long that a query may be summed row by row."""
-    total = rounded_total(problem.n_tokens) if problem.packed else problem.n_tokens
+    total = counted_tokens(problem)
     sums = problem.n_queries * problem.query_length * problem.n_documents
     return total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents and 4 * sums <= tables.UNPADDED_MEMORY
 

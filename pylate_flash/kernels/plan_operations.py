@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..problem import replaced, rounded_total
+from ..problem import replaced
 from . import config, tables
 from .config import INT32_MAX, divided_strides, embedding_blocks, stacked_tile, whole_or_split
 from .plan import (
@@ -21,6 +21,7 @@ from .plan import (
     UNCOPIED,
     ForwardPlan,
     Splits,
+    counted_tokens,
     enough_for_stream,
     hopper_plan,
     is_streamed,
@@ -330,16 +331,15 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     """
     kind, rows = problem.kind, stacked_rows(problem)
     own = kind.quantize_queries and problem.n_queries == problem.groups
-    if own and short_takes(problem, 8) and problem.n_tokens >= _least_tokens_of_short(problem):
-        return short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
+    short = own and short_takes(problem, 8) and problem.n_tokens >= _least_tokens_of_short(problem)
+    if short and (why_not is not None or _is_short_for_one(problem)):
+        return short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     if why_not is None:
         masked, narrow = kind.documents_mask is not None, rows <= tables.HOPPER_NARROW_ROWS
-        length, total = problem.document_length, problem.n_tokens
-        if problem.packed:
-            total = rounded_total(total)
-            length = total // problem.n_documents
+        total = counted_tokens(problem)
+        length = total // problem.n_documents if problem.packed else problem.document_length
         affine = kind.quantized == torch.uint8
         tile_of = functools.partial(config.quantized_hopper_tile, kind.size, narrow, affine, None if masked else length)
         streamed = is_streamed(problem, problem.document_strides[-1], tables.STREAM_QUANTIZED_MEAN_LENGTH)
@@ -391,11 +391,25 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
         return f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
     if problem.has_candidates:
         return "; packed documents are candidates"
-    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS:
-        return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet a document"
+    few = counted_tokens(problem) < tables.QUANTIZED_HOPPER_FEW_TOKENS
+    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS and (few or problem.groups > 1):
+        met = "a document" if problem.groups > 1 else f"fewer than {tables.QUANTIZED_HOPPER_FEW_TOKENS} of documents"
+        return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet {met}"
     if not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 1)):
         return f"; {UNCOPIED}"
     return None
+
+
+def _is_short_for_one(problem: Problem) -> bool:
+    """Whether documents in 8 bits are so short that `forward.short` serves one query faster than the Hopper kernel."""
+    kind, total = problem.kind, counted_tokens(problem)
+    if kind.quantized == torch.uint8 and not problem.packed:
+        return True
+    if kind.size > 128:
+        short = total <= tables.SHORT_QUANTIZED_LONG_LENGTH * problem.n_documents
+        return short and total >= tables.SHORT_QUANTIZED_LONG
+    wide = config.single_columns(problem.query_length) > 32
+    return not wide or total <= tables.SHORT_QUANTIZED_WIDE_LENGTH * problem.n_documents
 
 
 def _is_short(problem: Problem, rows: int, whole: HopperTile) -> bool:

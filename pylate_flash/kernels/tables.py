@@ -164,8 +164,8 @@ LIKELY_LENGTH = 4
 SINGLE_LIKELY_LENGTH = 8192
 HOPPER_SHARES = Shares(1, 64, 16384)
 # More waves in which its programs may run, where so few SMs work in the last one that this leaves so much of what an SM
-# walks, and how many tokens it could walk while a program begins, at most. By arithmetic, not measured: 142 row blocks
-# and 163 documents in shares of 82 take 132 SMs three waves, in shares of 33 six, a fifth less.
+# walks, and how many tokens it could walk while a program begins, at most. Milliseconds: 0.260 and 0.188 at 331 x 146,
+# 103 x 57..115, d = 96, packed, 0.650 and 0.404 at 560 x 68, 32 x 1000, 0.331 and 0.313 at 400 x 400, 32 x 180.
 MORE_WAVES, MORE_WAVES_SAVE = 16, 0.95
 PROGRAM_COST = 512
 STACKED_SHARES = Shares(2, 16, 4096, in_segments=True)
@@ -176,13 +176,17 @@ REGISTERS = 1 << 16
 SINGLE_PROGRAMS = 7
 SINGLE_TAKES = 1536
 # Short queries of more than 128 elements are the Hopper kernel's instead: with packed documents from so many tokens on,
-# with norms where documents have no more than so many on average. Milliseconds of one of 32 tokens by both, of 192, 384
-# and 1024 elements: 0.059 and 0.041, 0.084 and 0.068, 0.181 and 0.152 at 1 x 1000 (of 300), under masks 0.067 and
-# 0.039, 0.110 and 0.063, 0.159 and 0.132, packed 0.049 and 0.037, 0.085 and 0.059, 0.148 and 0.128, but 0.0103 and
-# 0.0119, 0.0142 and 0.0151, 0.0231 and 0.0232 at 1 x 100 (of 180); of 16 with 100 documents of their own, d = 192,
-# 0.054 and 0.040. With norms, 1 x 5336 (50 x 21) take 0.087 and 0.041, 0.220 and 0.060, 0.339 and 0.130.
+# and with them or norms where documents have no more than so many on average. Milliseconds of one of 32 tokens by both,
+# of 192, 384 and 1024 elements: 0.059 and 0.041, 0.084 and 0.068, 0.181 and 0.152 at 1 x 1000 (of 300), packed 0.049
+# and 0.037, 0.085 and 0.059, 0.148 and 0.128, but 0.0103 and 0.0119, 0.0142 and 0.0151, 0.0231 and 0.0232 at 1 x 100
+# (of 180). With norms, 1 x 5336 (50 x 21) take 0.087 and 0.041, 0.220 and 0.060, 0.339 and 0.130.
 SINGLE_HOPPER_TOKENS = 1 << 16
-SINGLE_HOPPER_NORMS_LENGTH = 32
+SINGLE_HOPPER_MEAN_LENGTH = 32
+# And those of more than 16 tokens and up to 128 elements with documents of up to so many tokens on average; packed
+# ones, which `forward.short` does not serve, and under masks, of fewer, or where there are as many tokens in all. Of 32
+# and 128 elements: 0.466 and 0.177 with 100000 documents of 6, 0.086 and 0.056 with 16666 of 36, 0.051 and 0.050 with
+# 8602 of 62; under masks 0.588 and 0.250, 0.113 and 0.058, 0.064 and 0.051, 0.048 and 0.045 with 2000 of 300.
+SINGLE_HOPPER_SHORT = 40, 16
 # Documents that one walks, at most: where all programs run at once, and where they do not. Microseconds with 2 and 16:
 # 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
 SINGLE_LONGEST = 16, 2
@@ -214,9 +218,12 @@ QUANTIZED_HOPPER_LONG = HopperTile(128, 128, 2, 5)
 QUANTIZED_HOPPER_LONGEST = HopperTile(128, 128, 2, 3)
 QUANTIZED_HOPPER_AFFINE_LONGEST = HopperTile(128, 64, 2, 6)
 QUANTIZED_HOPPER_MAX_SIZE = 384
-# Query rows from which on it serves: a part multiplies 64. Fewer are bound by memory: 0.130 ms by
-# `QUANTIZED_FEW_ROWS` and 0.187 by this one at 1 x 10000, 32 x 300.
+# Query rows from which on it serves: a part multiplies 64. Fewer where all meet so many tokens: milliseconds with int8
+# by `QUANTIZED_FEW_ROWS` and by it, of one query of 32 tokens, 128 elements, under masks: 0.622 and 0.260 with 100000
+# documents of 6, 0.147 and 0.058 with 16666 of 36, 0.018 and 0.014 with 400 of 140; of 320 elements without masks 1.20
+# and 0.192, 0.227 and 0.082, 0.118 and 0.067 with 2000 of 300.
 QUANTIZED_HOPPER_MIN_ROWS = 65
+QUANTIZED_HOPPER_FEW_TOKENS = 1 << 15
 # Columns of its tile where documents without masks have so many tokens at most, on average. The product of the next
 # document is under way there while the sums of one are taken, whatever their length. 32 queries on an H100, in
 # milliseconds before and since: 13.6 and 8.7 with int8 and documents of 8 to 32 tokens, 4.95 and 4.7 of 64 to 192.
@@ -282,6 +289,12 @@ SHORT_MAX_ELEMENTS = 8192
 # multiplies as float16, documents that are not packed meet at most 32: 60 take 0.063 in place of 0.058 there.
 SHORT_QUANTIZED_TOKENS = 50_000
 SHORT_QUANTIZED_WIDE = 500_000
+# Where the Hopper kernel serves as well, so many tokens of a document on average, at most, of queries with more than
+# 32, and of more than 128 elements, of which so many in all are the least. By both, int8, 32 and 192: 0.101 and 0.177
+# with 100000 documents of 6, 0.060 and 0.061 with 16666 of 36, 0.055 and 0.047 with 2000 of 300, 0.026 and 0.017 with
+# 5000 of 12; 56 and 128: 0.101 and 0.184, 0.048 and 0.055, 0.045 and 0.035. But uint8, padded: 0.064 and 0.081 of 36.
+SHORT_QUANTIZED_WIDE_LENGTH = 48
+SHORT_QUANTIZED_LONG, SHORT_QUANTIZED_LONG_LENGTH = 1 << 18, 16
 # Tokens of packed documents in 16 bits, on average at most, and of all of them, at which it serves one query, as it
 # leaves no part of a tile empty. Milliseconds in place of those of `forward.single`, of 32 tokens: 0.596 and 1.244 of
 # 500000 documents of 8 to 32, 0.0238 and 0.0278 of 8000 (d = 96: 0.0672 and 0.1413 of 50000); 0.404 and 0.433 of 100000
@@ -378,7 +391,8 @@ ALONE_TOKENS = 2048
 # 0.66, 0.31 with skewed argmax; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
 LIST_SEGMENT = 512
 # And where there are at most so many rows of all documents, but more than so many times as many of each as it has
-# tokens: lists are long then, and few programs would sum them.
+# tokens: lists are long then, and few programs would sum them. A step under a mask 0.128 instead of 0.153 at 13 x 367,
+# 65 x 1..11, d = 192, 0.113 instead of 0.227 at 128 x 128, 32 x 5..20.
 LIST_SEGMENT_OF_FEW, LIST_FEW_ROWS, LIST_LONG = 128, 1 << 20, 64
 # Rows in flight in a program that sums (half as many of more than 256 elements), and elements of a warp: 1.18, 0.35,
 # 0.18; 16 rows in one warp 1.66, 0.48, 0.26, in two 1.29, 0.40, 0.23.

@@ -96,6 +96,12 @@ def test_weights(padded: tuple, options: dict, weights_dtype: torch.dtype) -> No
     check_weights(kernel, case_of(*padded, **options), weights_dtype)
 
 
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize(("n", "length", "size"), [(6000, 16, 64), (2000, 40, 128), (500, 180, 96)])
+def test_one_query_meets_many_documents(n: int, length: int, size: int, masking: str) -> None:
+    check_empty_score(kernel, case_of("hopper", (1, 32, size), (n, length, size), HALF, masking=masking))
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("masking", ["exclude", "zero"])
 @pytest.mark.parametrize("with_queries_mask", [False, True])

@@ -102,8 +102,16 @@ def test_short_queries(shape: tuple[int, ...], precision: str) -> None:
     queries, own = unit(*shape, dtype=torch.bfloat16), (shape[0], 350) if shape[0] > 1 else (7000,)
     documents = quantize(unit(*own, 90, shape[-1], seed=1), precision)
     served = "stacked" if precision == "fp8" and shape[1] > 32 else "short"
+    long = shape[0] == 1 and (shape[1] > 32 or shape[2] > 128)
+    if CAPABILITY[0] == 9 and precision != "uint8" and long:
+        served = "hopper"
     assert explain(queries, documents).forward.kernel == served
-    for options in ({}, {"normalize": True, "queries_mask": torch.rand(shape[:2], device="cuda")}):
+    queries_mask, documents_mask = (torch.rand(of, device="cuda") for of in (shape[:2], documents.values.shape[:-1]))
+    for options in (
+        {},
+        {"normalize": True, "queries_mask": queries_mask},
+        {"documents_mask": documents_mask > 0.3, "queries_mask": queries_mask},
+    ):
         found = maxsim(queries, documents, **options)
         close(found, maxsim_quantized_reference(queries, documents, **options), precision, True)
         for _ in range(20):
@@ -229,6 +237,7 @@ def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, lengt
         found = by_hopper(queries, documents, **options)
         with monkeypatch.context() as patch:
             patch.setattr(tables, "QUANTIZED_HOPPER_MIN_ROWS", 1 << 40)
+            patch.setattr(tables, "QUANTIZED_HOPPER_FEW_TOKENS", 1 << 40)
             assert "on a Hopper GPU" not in str(explain(queries, documents, **options))
             expected = maxsim(queries, documents, **options, implementation="triton")
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)

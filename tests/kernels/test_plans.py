@@ -24,7 +24,7 @@ from pylate_flash.kernels.config import (
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.launch import check_grid
 from pylate_flash.kernels.plan import ForwardPlan, forward_plan, run_length
-from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved, soft_gradient_plan
+from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved, lists_plan, soft_gradient_plan
 from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan, quantized_plan, soft_forward_plan
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from pylate_flash.ops.maxsim_operator import with_lengths
@@ -143,6 +143,10 @@ def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bo
 
 def with_argmax(served: Problem) -> Problem:
     return served._replace(kind=replaced(served.kind, "with_argmax", True))
+
+
+def normalised(served: Problem) -> Problem:
+    return served._replace(kind=replaced(served.kind, "normalize", True))
 
 
 def masked(served: Problem, masking: str = "exclude") -> Problem:
@@ -270,8 +274,7 @@ def test_float32_that_is_normalised(n_queries: int, kernel: str, capability: int
     """One query takes norms from the tokens that it multiplies: a stream has them read once more."""
     served = problem((n_queries, 32, 128), (3000, 180, 128), F32)
     assert forward_plan(served).kernel == "hopper"
-    normalised = served._replace(kind=replaced(served.kind, "normalize", True))
-    assert forward_plan(normalised).kernel == kernel
+    assert forward_plan(normalised(served)).kernel == kernel
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -424,6 +427,17 @@ NORMS = {"normalize": True}
         (one_packed(4000, 20, 768, **NORMS), True, 64),
         # Documents may be longer than one program should score.
         (one_packed(2, 60_000, 192), False, 32),
+        (one_packed(1000, 20, 192), True, 128),
+        # Of up to 128 elements, where documents are short, or a mask leaves much of many out.
+        (problem((1, 32, 128), (3000, 40, 128)), True, 128),
+        (problem((1, 32, 128), (3000, 41, 128)), False, 64),
+        (problem((1, 16, 128), (3000, 40, 128)), False, 64),
+        (problem((2, 32, 128), (2, 3000, 40, 128)), False, 64),
+        (normalised(problem((1, 32, 128), (3000, 40, 128))), False, 64),
+        (masked(problem((1, 32, 64), (400, 180, 64))), True, 128),
+        (masked(problem((1, 32, 64), (300, 180, 64))), False, 64),
+        (masked(problem((1, 32, 64), (3000, 16, 64))), True, 128),
+        (masked(problem((2, 32, 64), (2, 3000, 16, 64))), False, 64),
     ],
 )
 def test_short_queries_of_long_embeddings(served: Problem, on_hopper: bool, rows: int, capability: int) -> None:
@@ -431,6 +445,29 @@ def test_short_queries_of_long_embeddings(served: Problem, on_hopper: bool, rows
     assert plan.kernel == ("hopper" if on_hopper and capability == 90 else "single"), plan.reason
     if capability == 90:
         assert plan.tile.rows == rows
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(
+    ("served", "on_hopper", "before"),
+    [
+        (quantized((1, 32, 128), (180, 180, 128)), "stacked", "stacked"),
+        (quantized((1, 32, 320), (190, 180, 320)), "hopper", "stacked"),
+        (masked(quantized((1, 32, 128), (190, 180, 128))), "hopper", "stacked"),
+        (masked(quantized((1, 32, 128), (190, 180, 128), torch.uint8)), "hopper", "stacked"),
+        # Which `forward.short` serves too, in whole or in part.
+        (quantized((1, 32, 128), (3000, 180, 128)), "short", "short"),
+        (quantized((1, 33, 128), (3000, 180, 128)), "hopper", "short"),
+        (quantized((1, 33, 128), (12_000, 48, 128)), "short", "short"),
+        (quantized((1, 33, 128), (3000, 180, 128), torch.uint8), "short", "short"),
+        (quantized((1, 32, 192), (20_000, 16, 192)), "short", "short"),
+        (quantized((1, 32, 192), (10_000, 16, 192)), "hopper", "short"),
+        (quantized((1, 32, 192), (20_000, 17, 192)), "hopper", "short"),
+    ],
+)
+def test_one_query_in_8_bits(served: Problem, on_hopper: str, before: str, capability: int) -> None:
+    found = quantized_plan(served)
+    assert found.kernel == (on_hopper if capability == 90 else before), found.reason
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -484,11 +521,11 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
         given = problem_of(tensors, Options(0, longest, normalize=normalize), with_argmax)
         return forward_plan(given._replace(document_strides=(0, 0, size), aligned=True)).kernel
 
-    otherwise = "hopper" if capability == 90 and size > 128 else "single"
+    otherwise = "hopper" if capability == 90 and size * query_length > 4096 else "single"
     assert served(tensors) == ("short" if short else otherwise)
     assert served(tensors, longest=5000) == "single"
     assert served(tensors, with_argmax=True) == "single"
-    assert served(tensors, normalize=True) == otherwise
+    assert served(tensors, normalize=True) == ("hopper" if capability == 90 and size > 128 else "single")
     wide = tensors._replace(queries=tensors.queries.float(), documents=documents.float())
     assert served(wide) == ("hopper" if capability == 90 and size <= 128 else "single")
     assert served(wide, longest=60_000) == "single", "a document may be one that takes segments"
@@ -710,3 +747,22 @@ def test_halves_end_at_one_query(queries: int, n_queries: int) -> None:
         assert smaller.queries < chunks.queries
         assert (smaller.number - 1) * smaller.queries < n_queries <= smaller.number * smaller.queries
         chunks = smaller
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "segment", "number"),
+    [
+        ((13, 65, 192), (367, 11, 192), 128, 6),
+        # As many for each token.
+        ((22, 32, 128), (367, 11, 128), 512, 0),
+        ((32, 32, 128), (1000, 16, 128), 512, 0),
+        # More in all.
+        ((32, 65, 128), (505, 11, 128), 512, 4),
+        ((64, 32, 128), (64, 180, 128), 512, 3),
+    ],
+)
+def test_long_lists_of_few_documents_have_short_segments(
+    queries: tuple[int, ...], documents: tuple[int, ...], segment: int, number: int, capability: int
+) -> None:
+    plan = lists_plan(problem(queries, documents, argmax=True), lent=False)
+    assert (plan.segment, plan.n_segments) == (segment, number)
