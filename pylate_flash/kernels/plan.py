@@ -217,10 +217,12 @@ def splits_of(
     gaps. The total is rounded (`rounded_total`), so that what is repeated of one serves others.
     """
     work = rounded_total(problem.n_tokens) + problem.n_documents * cost
-    run = run_length(work, programs, sms, per_sm, largest, int(more_waves))
-    per_split = max(tables.SMALLEST_SPLIT, run)
+    per_split, of_more_waves = (
+        max(tables.SMALLEST_SPLIT, run_length(work, programs, sms, per_sm, largest, length)) for length in (0, 1)
+    )
     # What takes less than half an SM's share of the time can wait for its turn, even the last.
     whole = max(tables.LONGEST_WHOLE, per_split, work * programs // (2 * per_sm * sms))
+    per_split = of_more_waves if more_waves else per_split
     return Splits(per_split, whole, -(-work // per_split))
 
 

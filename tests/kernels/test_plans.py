@@ -759,6 +759,8 @@ def test_halves_end_at_one_query(queries: int, n_queries: int) -> None:
         # More in all.
         ((32, 65, 128), (505, 11, 128), 512, 4),
         ((64, 32, 128), (64, 180, 128), 512, 3),
+        # In segments of 128, there would be none either.
+        ((8, 32, 128), (3, 1, 128), 512, 0),
     ],
 )
 def test_long_lists_of_few_documents_have_short_segments(
@@ -766,3 +768,14 @@ def test_long_lists_of_few_documents_have_short_segments(
 ) -> None:
     plan = lists_plan(problem(queries, documents, argmax=True), lent=False)
     assert (plan.segment, plan.n_segments) == (segment, number)
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_more_waves_leave_long_documents_to_the_hopper_kernel(capability: int) -> None:
+    """Shares that are a fifth do not have documents of 9000 tokens scored in segments, by the plain kernel."""
+    bounds = torch.tensor([0, 9000, *range(9100, 9100 + 145 * 100, 100)])
+    queries, documents = torch.empty(331, 103, 96).bfloat16(), torch.empty(int(bounds[-1]), 96).bfloat16()
+    tensors = Tensors(queries, documents, documents_cu_seqlens=bounds)
+    plan = forward_plan(problem_of(tensors, Options(max_document_length=9000)))
+    assert plan.kernel == "hopper", plan.reason
+    assert plan.run < 9000 <= plan.splits.whole
