@@ -196,7 +196,8 @@ def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: in
         return -(-programs * -(-documents // run) // slots) * (run * length + tables.PROGRAM_COST)
 
     run = run_in(waves)
-    if length == 0 or documents == 0:
+    least = documents * programs * length / slots + tables.PROGRAM_COST
+    if length == 0 or documents == 0 or least >= tables.MORE_WAVES_SAVE * tokens_in(run):
         return run
     shortest = min(map(run_in, range(waves + 1, waves + 1 + tables.MORE_WAVES)), key=tokens_in)
     return shortest if tokens_in(shortest) < tables.MORE_WAVES_SAVE * tokens_in(run) else run
@@ -217,12 +218,11 @@ def splits_of(
     gaps. The total is rounded (`rounded_total`), so that what is repeated of one serves others.
     """
     work = rounded_total(problem.n_tokens) + problem.n_documents * cost
-    per_split, of_more_waves = (
-        max(tables.SMALLEST_SPLIT, run_length(work, programs, sms, per_sm, largest, length)) for length in (0, 1)
-    )
+    per_split = max(tables.SMALLEST_SPLIT, run_length(work, programs, sms, per_sm, largest))
     # What takes less than half an SM's share of the time can wait for its turn, even the last.
     whole = max(tables.LONGEST_WHOLE, per_split, work * programs // (2 * per_sm * sms))
-    per_split = of_more_waves if more_waves else per_split
+    if more_waves:
+        per_split = max(tables.SMALLEST_SPLIT, run_length(work, programs, sms, per_sm, largest, 1))
     return Splits(per_split, whole, -(-work // per_split))
 
 
@@ -240,11 +240,11 @@ def forward_plan(problem: Problem) -> ForwardPlan:
 
 
 def _prefers_hopper(problem: Problem) -> bool:
-    """Whether short queries of long embeddings are scored faster by the Hopper kernel, where that can serve them.
+    """Whether short queries are scored faster by the Hopper kernel, where that can serve them.
 
-    So they are of others, where documents are short, many of them masked, or the query takes as many registers. With
-    norms, it has the documents be read once more. Of several queries with documents of their own, embeddings in blocks,
-    and of up to 128 elements, were not measured.
+    So they are of long embeddings, and of others where documents are short, or many and masked, or packed and the query
+    too long for `forward.short`. With norms, it has the documents be read once more. Several queries with documents of
+    their own were not measured in blocks, nor of up to 128 elements.
     """
     kind, total = problem.kind, counted_tokens(problem)
     longest = tables.HOPPER_MAX_SIZE if problem.n_queries > 1 else KERNEL_MAX_EMBEDDING_SIZE
@@ -261,8 +261,9 @@ def _prefers_hopper(problem: Problem) -> bool:
         return False
     if problem.packed and 2 * columns * kind.size <= tables.SHORT_MAX_ELEMENTS:
         return False
-    unlike = problem.packed or kind.documents_mask is not None
-    return (unlike and many) or mean_length <= tables.SINGLE_HOPPER_SHORT[unlike]
+    if problem.packed or kind.documents_mask is not None:
+        return many or mean_length <= tables.SINGLE_HOPPER_UNLIKE_LENGTH
+    return mean_length <= tables.SINGLE_HOPPER_ALIKE_LENGTH
 
 
 def _is_single(problem: Problem) -> bool:

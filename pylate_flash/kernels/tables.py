@@ -186,7 +186,7 @@ SINGLE_HOPPER_MEAN_LENGTH = 32
 # ones, which `forward.short` does not serve, and under masks, of fewer, or where there are as many tokens in all. Of 32
 # and 128 elements: 0.466 and 0.177 with 100000 documents of 6, 0.086 and 0.056 with 16666 of 36, 0.051 and 0.050 with
 # 8602 of 62; under masks 0.588 and 0.250, 0.113 and 0.058, 0.064 and 0.051, 0.048 and 0.045 with 2000 of 300.
-SINGLE_HOPPER_SHORT = 40, 16
+SINGLE_HOPPER_ALIKE_LENGTH, SINGLE_HOPPER_UNLIKE_LENGTH = 40, 16
 # Documents that one walks, at most: where all programs run at once, and where they do not. Microseconds with 2 and 16:
 # 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
 SINGLE_LONGEST = 16, 2
