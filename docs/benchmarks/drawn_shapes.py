@@ -59,6 +59,10 @@ HIDDEN_SIZE = 768
 OF_A_CALL = 0.005
 
 
+# By name.
+Calls = dict[str, Callable[[], Any]]
+
+
 class Limit(NamedTuple):
     """`way` should take at most `factor` times as long as `other`, which is another one or a floor."""
 
@@ -126,7 +130,20 @@ def draw(number: int, seed: int) -> list[Row]:
     return found
 
 
-def ways(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
+def step(of: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
+    """A call with the gradients of all its inputs but boundaries."""
+    inputs = tuple(tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs)
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+
+    def run() -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            found = of(*inputs, **options)
+            return torch.autograd.grad(found, leaves, torch.ones_like(found))
+
+    return run
+
+
+def ways(row: Row, device: torch.device) -> Calls:
     """The calls to compare, in bfloat16, by name; codes only of sizes that have them."""
     generator = torch.Generator(device).manual_seed(0)
     unit = partial(unit_vectors, generator=generator, dtype=torch.bfloat16)
@@ -140,21 +157,14 @@ def ways(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
     def of_packed(of: Any) -> Callable[[], Tensor]:
         return partial(maxsim_varlen, packed_queries, of, query_bounds, bounds, **told)
 
-    grad_scores = torch.randn(row.Nq, row.Nd, device=device, generator=generator)
-    leaves = queries.detach().clone().requires_grad_(), documents.detach().clone().requires_grad_()
-
-    def step(score: Callable[..., Tensor], *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            return torch.autograd.grad(score(*leaves, *arguments, **options), leaves, grad_scores)
-
-    found: dict[str, Callable[[], Any]] = {
+    found: Calls = {
         "padded": partial(maxsim, queries, documents),
         "masked": partial(maxsim, queries, documents, documents_mask=mask),
         "normalised": partial(maxsim, queries, documents, normalize=True),
         "packed": of_packed(packed),
-        "step": partial(step, maxsim),
-        "masked step": partial(step, maxsim, documents_mask=mask),
-        "soft step": partial(step, soft_maxsim, 10.0),
+        "step": step(maxsim, queries, documents),
+        "masked step": step(maxsim, queries, documents, documents_mask=mask),
+        "soft step": step(partial(soft_maxsim, beta=10.0), queries, documents),
         "packed int8": of_packed(quantize(packed)),
     }
     for precision in ("int8", "uint8", "fp8"):
@@ -164,7 +174,7 @@ def ways(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def operations(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
+def operations(row: Row, device: torch.device) -> Calls:
     """Calls of other operations, and of `maxsim` what they should take about as long as, by name."""
     generator = torch.Generator(device).manual_seed(0)
     unit = partial(unit_vectors, generator=generator, dtype=torch.bfloat16)
@@ -183,30 +193,15 @@ def operations(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
     def projected(queries: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
         return maxsim(queries, F.linear(hidden, weight), normalize=True)
 
-    def step(of: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
-        leaves = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
-        with torch.enable_grad():
-            found = of(*leaves, **options)
-        # That of a loss is 1.
-        grad_output = torch.randn_like(found) if found.dim() else torch.ones_like(found)
-
-        def run() -> tuple[Tensor, ...]:
-            with torch.enable_grad():
-                wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                return torch.autograd.grad(of(*leaves, **options), wanted, grad_output)
-
-        return run
-
-    of_pairs = packed, boundaries(row.Nd + 1) * row.Lq, bounds
     wide = queries.float(), documents.float()
-    query_bounds = boundaries(row.Nq + 1) * row.Lq
-    of_packed = queries.flatten(0, 1), packed, query_bounds, bounds
+    of_packed = queries.flatten(0, 1), packed, boundaries(row.Nq + 1) * row.Lq, bounds
+    of_pairs = meeting.flatten(0, 1), packed, boundaries(row.Nd + 1) * row.Lq, bounds
     return {
         "padded": partial(maxsim, queries, documents),
         "one query": partial(maxsim, queries[:1], documents),
-        "own documents": partial(maxsim, alone, own[: len(alone)]),
+        "own documents": partial(maxsim, alone, own),
         "pairs": partial(maxsim_pairwise, meeting, documents),
-        "packed pairs": partial(maxsim_varlen_pairwise, meeting.flatten(0, 1), *of_pairs, **told),
+        "packed pairs": partial(maxsim_varlen_pairwise, *of_pairs, **told),
         "chamfer": partial(chamfer, meeting, documents, metric="inner_product"),
         "queries mask": partial(maxsim, queries, documents, queries_mask=queries_mask),
         "half the tokens": partial(maxsim_sparse_queries, queries, documents, half),
@@ -223,7 +218,7 @@ def operations(row: Row, device: torch.device) -> dict[str, Callable[[], Any]]:
         "cross entropy step": step(maxsim_cross_entropy, queries, documents, labels=labels),
         "float32 step": step(maxsim, *wide),
         "pairs step": step(maxsim_pairwise, meeting, documents),
-        "own documents step": step(maxsim, alone, own[: len(alone)]),
+        "own documents step": step(maxsim, alone, own),
         "own packed documents": partial(maxsim_varlen, *of_packed, candidates_cu_seqlens=candidates, **told),
     }
 
@@ -251,10 +246,7 @@ def beyond(times: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-Ways = Callable[[Row, torch.device], dict[str, Callable[[], Any]]]
-
-
-def call_once(of: Ways, rows: list[Row], device: str) -> None:
+def call_once(of: Callable[[Row, torch.device], Calls], rows: list[Row], device: str) -> None:
     """Make every call of some shapes, so that its kernels are compiled and kept."""
     with torch.no_grad():
         for row in rows:
@@ -262,7 +254,9 @@ def call_once(of: Ways, rows: list[Row], device: str) -> None:
                 call()
 
 
-def compare(of: Ways, row: Row, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
+def compare(
+    of: Callable[[Row, torch.device], Calls], row: Row, device: torch.device, ceilings: Ceilings
+) -> dict[str, Any]:
     """A shape with its floors, the times of its ways, of a GPU alone, and what is beyond a limit."""
     stopwatch = make_two_times_stopwatch(device, QUICK.flush_bytes)
     with torch.no_grad():

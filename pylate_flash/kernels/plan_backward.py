@@ -140,10 +140,10 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
             f"got {length}"
         )
     n_chunks = -(-rows >> tables.LIST_CHUNK_BITS)
-    few = documents * rows <= tables.LIST_FEW_ROWS and rows > tables.LIST_LONG * length
-    # One that is summed whole needs no other kernel.
-    few &= rows > 2 * tables.LIST_SEGMENT_OF_FEW
-    segment = tables.LIST_SEGMENT_OF_FEW if few else tables.LIST_SEGMENT
+    # Lists that are summed whole have no segments, and need no kernel that is compiled for other ones.
+    are_long = rows > max(tables.LIST_LONG * length, 2 * tables.LIST_SEGMENT_OF_FEW)
+    few = documents * rows <= tables.LIST_FEW_ROWS
+    segment = tables.LIST_SEGMENT_OF_FEW if few and are_long else tables.LIST_SEGMENT
     n_segments = 0 if rows <= 2 * segment else -(-rows // segment) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     starts_dtype = torch.uint16 if rows < 1 << 16 and not packed else torch.int32

@@ -83,8 +83,8 @@ def maxsim_from_hidden(
     """MaxSim scores of queries against the projected hidden states of documents, differentiable.
 
     Equal to `maxsim(queries, torch.nn.functional.linear(hidden, weight, bias), normalize=True)`, except that of the
-    projected documents no more than 64 MiB (or one document) exist at any time; where a gradient is needed, of them and
-    their gradient half as many bytes as of the hidden states, if that is more.
+    projected documents no more than 64 MiB (or one document) exist at any time. Where a gradient is needed, they and
+    their gradient may take half as many bytes as the hidden states, if that is more.
 
     Parameters
     ----------

@@ -440,7 +440,7 @@ NORMS = {"normalize": True}
         (masked(problem((2, 32, 64), (2, 3000, 16, 64))), False, 64),
     ],
 )
-def test_short_queries_of_long_embeddings(served: Problem, on_hopper: bool, rows: int, capability: int) -> None:
+def test_short_queries_on_hopper(served: Problem, on_hopper: bool, rows: int, capability: int) -> None:
     plan = forward_plan(served)
     assert plan.kernel == ("hopper" if on_hopper and capability == 90 else "single"), plan.reason
     if capability == 90:
@@ -449,7 +449,7 @@ def test_short_queries_of_long_embeddings(served: Problem, on_hopper: bool, rows
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 @pytest.mark.parametrize(
-    ("served", "on_hopper", "before"),
+    ("served", "on_hopper", "elsewhere"),
     [
         (quantized((1, 32, 128), (180, 180, 128)), "stacked", "stacked"),
         (quantized((1, 32, 320), (190, 180, 320)), "hopper", "stacked"),
@@ -465,9 +465,9 @@ def test_short_queries_of_long_embeddings(served: Problem, on_hopper: bool, rows
         (quantized((1, 32, 192), (20_000, 17, 192)), "hopper", "short"),
     ],
 )
-def test_one_query_in_8_bits(served: Problem, on_hopper: str, before: str, capability: int) -> None:
+def test_one_query_in_8_bits(served: Problem, on_hopper: str, elsewhere: str, capability: int) -> None:
     found = quantized_plan(served)
-    assert found.kernel == (on_hopper if capability == 90 else before), found.reason
+    assert found.kernel == (on_hopper if capability == 90 else elsewhere), found.reason
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
