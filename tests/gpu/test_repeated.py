@@ -152,13 +152,28 @@ def test_boundaries_on_the_host_are_looked_at_and_the_call_is_repeated() -> None
         maxsim_varlen(queries, documents, bounds, offsets.flip(0), candidates_cu_seqlens=candidates)
 
 
-def test_packed_totals_share_what_is_repeated() -> None:
+# Every kernel of packed documents: the Hopper one and the single one; `short`; float32 as pairs, and taken apart.
+TOTALS = {
+    "many queries": (8, 128, torch.bfloat16, (60, 180), 250),
+    "long embeddings": (8, 768, torch.bfloat16, (60, 180), 250),
+    "one query": (1, 128, torch.bfloat16, (60, 180), 250),
+    "short documents": (1, 128, torch.bfloat16, (8, 32), 8000),
+    "float32": (8, 128, torch.float32, (60, 180), 250),
+    "long float32": (8, 256, torch.float32, (60, 180), 250),
+    "one of float32": (1, 256, torch.float32, (60, 180), 250),
+}
+
+
+@pytest.mark.parametrize("case", TOTALS)
+def test_packed_totals_share_what_is_repeated(case: str) -> None:
     """Totals that are planned for alike, of other lengths each time."""
-    queries, bounds = unit(8 * 32, 128, dtype=torch.bfloat16), torch.arange(9, device="cuda") * 32
-    memory = unit(40000, 128, dtype=torch.bfloat16, seed=1)
+    n_queries, size, dtype, (shortest, longest), number = TOTALS[case]
+    queries = unit(n_queries * 32, size, dtype=dtype)
+    bounds = torch.arange(n_queries + 1, device="cuda") * 32
+    memory = unit(number * longest, size, dtype=dtype, seed=1)
     repeated.forget()
     for seed in range(12):
-        lengths = torch.randint(60, 181, (250,), generator=torch.Generator().manual_seed(seed))
+        lengths = torch.randint(shortest, longest + 1, (number,), generator=torch.Generator().manual_seed(seed))
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
         documents = memory[: int(lengths.sum())]
 
@@ -166,8 +181,8 @@ def test_packed_totals_share_what_is_repeated() -> None:
             return maxsim_varlen(queries, documents, bounds, offsets, **lengths)
 
         with torch.no_grad():
-            found = call(max_query_length=32, max_document_length=180)
+            found = call(max_query_length=32, max_document_length=longest)
             with mock.patch.object(operator, "repeated", operator._Repeated(0)):
-                expected = call(max_query_length=32, max_document_length=180)
+                expected = call(max_query_length=32, max_document_length=longest)
         assert torch.equal(found, expected)
     assert repeats()

@@ -144,7 +144,7 @@ def _start(cu_seqlens_ptr, document, document_length, config: tl.constexpr):
 def _short_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, scales_ptr, offsets_ptr, cu_seqlens_ptr, candidates_ptr, codes_ptr,
     table_ptr, values_ptr, queries_scale_ptr, luts_ptr, scores_ptr,
-    n_queries, query_length, n_documents, document_length, n_tokens, n_centroids, next_group, run, empty_score,
+    n_queries, query_length, n_documents, document_length, n_centroids, next_group, run, empty_score,
     stride_query, stride_query_token,
     config: tl.constexpr,
     PTX: tl.constexpr,
@@ -188,7 +188,8 @@ def _short_kernel(
     stop = _start(cu_seqlens_ptr, last + shift, document_length, config)
     if config.documents == "listed":
         stop = tl.where(exists, stop, begin)
-    final = n_tokens - 1
+    # Not the last of all, of which what is repeated of one total would know another (`problem.rounded_total`).
+    final = tl.maximum(stop, 1) - 1
     place, opened = first, begin
     end = _start(cu_seqlens_ptr, tl.minimum(first + 1, last) + shift, document_length, config)
     next_end = _start(cu_seqlens_ptr, tl.minimum(first + 2, last) + shift, document_length, config)
@@ -295,8 +296,8 @@ def score_short(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sc
             tensors.queries_scale, tensors.luts, scores,
         ),
         (
-            problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, problem.n_tokens,
-            n_centroids, next_group, plan.run, problem.empty_score,
+            problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, n_centroids,
+            next_group, plan.run, problem.empty_score,
         ),
         plan.strides[:2],
         (plan.config, not knobs.runtime.interpret, step, stages),
