@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pylate_flash
-from pylate_flash import maxsim, maxsim_cross_entropy
-from pylate_flash.kernels import recording, rows
+from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_varlen
+from pylate_flash.kernels import recording, rows, tables
 from pylate_flash.ops import operator
 from pylate_flash.ops.operator import repeated
 from tests.ops.operations import operations
@@ -215,3 +215,23 @@ def test_casts_of_autocast_are_repeated_as_one_launch(repeats: list, monkeypatch
     # The first call, and the one that is recorded.
     assert len(casts) == 2
     assert all(torch.equal(found, scores[0]) for found in scores[1:])
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["single", "short"])
+def test_packed_totals_share_what_is_repeated(short: bool, repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Totals that are planned for alike; what is read follows from boundaries, not from the total that was recorded."""
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
+    monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((40, 0),) if short else ())
+    queries, bounds = torch.randn(11, 16).half(), torch.tensor([0, 11])
+    for total in (129, 131, 132, 130, 129, 132):
+        arguments = queries, torch.randn(total, 16).half(), bounds, torch.tensor([0, 40, 70, 110, total])
+        lengths = {"max_query_length": 11, "max_document_length": 40}
+
+        def call(arguments: tuple = arguments, lengths: dict = lengths) -> list[Tensor | None]:
+            return [maxsim_varlen(*arguments, **lengths, implementation="triton")]
+
+        before = len(repeats)
+        found = call()
+        times = len(repeats) - before
+        assert equal(found, anew(call))
+    assert times
