@@ -194,6 +194,11 @@ class Problem(_Fields):
         return self.n_documents if self.packed else self.groups * self.n_documents
 
     @property
+    def counted_tokens(self) -> int:
+        """Tokens of all documents; of packed ones rounded, so that what is repeated of one total serves others."""
+        return rounded_total(self.n_tokens) if self.packed else self.n_tokens
+
+    @property
     def documents_follow(self) -> bool:
         """Whether padded documents lie one after the other, those of all groups."""
         next_group, next_document, row = self.document_strides

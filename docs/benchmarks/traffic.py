@@ -26,7 +26,7 @@ import typer
 
 from pylate_flash import maxsim
 from pylate_flash.bench.results import describe_machine
-from pylate_flash.kernels import plan_backward, tables
+from pylate_flash.kernels import plan_backward, tables_backward
 from pylate_flash.kernels.config import hopper_tail
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.plan import ForwardPlan, forward_plan
@@ -153,12 +153,12 @@ def _lists(problem: Problem, argmax: torch.Tensor) -> dict[str, Traffic]:
     if plan.alone_bits:
         raise ValueError("problem must have lists that several programs sort")
     documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, plan.segment
-    each, listed, chunk = problem.argmax_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables.LIST_CHUNK_BITS
+    each, listed, chunk = problem.argmax_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables_backward.LIST_CHUNK_BITS
     pairs, row, part = argmax.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
     starts = documents * (length + 1) * plan.starts_dtype.itemsize
     order = documents * plan.n_chunks * chunk * 2
     counts = documents * plan.n_chunks * length * 4
-    reached = documents * plan.n_chunks * -(-length // tables.LIST_BLOCK_TOKENS) * 4
+    reached = documents * plan.n_chunks * -(-length // tables_backward.LIST_BLOCK_TOKENS) * 4
     # Tokens that the rows of a chunk chose; each has a beginning and an end there, of two bytes.
     runs = 4 * sum(len(part.unique()) for document in argmax for part in document.split(chunk))
     sorts = order + counts + reached

@@ -30,7 +30,7 @@ def doctor(
     import torch
 
     from .. import __version__
-    from ..kernels.plan import choose, why
+    from ..kernels.choice import choose, why
 
     table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
     table.add_row("python", sys.version.split()[0])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from ..kernels.tables import RESIDUAL_MANY_ROWS
 from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_residual, maxsim_varlen, quantize
 from ..ops.compute import compute

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..problem import Kind, Problem, rounded_total
+from ..problem import Kind, Problem, replaced, rounded_total
 from . import tables
+from .choice import KERNEL_MAX_EMBEDDING_SIZE
 from .tiles import Blocks, HopperTile, Tile
 from .versions import has_gluon
 
@@ -134,6 +135,24 @@ def precision_of(kind: Kind) -> str:
     if kind.float32_precision == "tf32":
         return "tf32"
     return "tf32x3" if tables.architecture(kind.device)[0] == 9 else "ieee"
+
+
+def taken_apart(problem: Problem) -> Problem | None:
+    """What is asked for of float32 that is taken apart into float16 (`kernels.apart`), or None where it is not."""
+    kind, precision = problem.kind, precision_of(problem.kind)
+    served = tables.architecture(kind.device)[0] == 9 and precision != "ieee" and has_gluon()
+    if not served or kind.offset_unit or problem.has_candidates:
+        return None
+    size = (3 if precision == "tf32x3" else 1) * -(-kind.size // 8) * 8
+    length, rows = problem.document_length, problem.n_queries * problem.query_length
+    fits = size <= KERNEL_MAX_EMBEDDING_SIZE and 2 * size * (problem.counted_tokens + rows) <= tables.APART_MEMORY
+    if not fits or rows < tables.APART_ROWS[precision] * problem.groups:
+        return None
+    kind = replaced(replaced(replaced(kind, "dtype", torch.float16), "size", size), "normalize", True)
+    document = 0 if problem.packed else length * size
+    group = document * problem.n_documents if problem.groups > 1 else 0
+    strides = (problem.query_length * size, size), (group, document, size)
+    return problem._replace(kind=kind, query_strides=strides[0], document_strides=strides[1], aligned=True)
 
 
 def planned_length(problem: Problem, least: int = 0) -> int:

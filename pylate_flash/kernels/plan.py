@@ -1,78 +1,21 @@
-"""Which implementation, kernel, tile and grid serves a forward, made from a `Problem`; `explain` says why.
+"""Which kernel, tile and grid serves a forward, made from a `Problem`; `explain` says why.
 
 Nothing is tuned at run time: choices come from `tables`, so that the first call compiles once and no later call stalls.
-`plan_backward` and `plan_operations` choose for the other kernels.
+`plan_backward` and `plan_operations` choose for the other kernels, `choice` between kernels and blocked torch.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from typing import Any, NamedTuple
 
-import torch
-
 from ..problem import Problem, rounded_total
 from . import config, tables
+from .choice import KERNEL_MAX_EMBEDDING_SIZE
 from .config import Config
 from .tables import registers_of
 from .tiles import Blocks, HopperTile, Shares, Tile
 from .versions import has_gluon
-
-logger = logging.getLogger(__name__)
-
-IMPLEMENTATIONS = ("auto", "triton", "blocked")
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.float8_e4m3fn)
-# What the tests reach; the kernels sum longer embeddings block by block.
-KERNEL_MAX_EMBEDDING_SIZE = 4096
-
-
-def _kernels_take(device: torch.device, dtype: torch.dtype, embedding_size: int) -> str | None:
-    """None if the Triton kernels take such an input, else the reason why they do not."""
-    if (reason := tables.kernels_run_on(device, dtype)) is not None:
-        return reason
-    if dtype not in KERNEL_DTYPES:
-        return f"the Triton kernels take float16, bfloat16 and float32, and the tensors are {dtype}"
-    if embedding_size > KERNEL_MAX_EMBEDDING_SIZE:
-        return f"the Triton kernels take an embedding size of at most {KERNEL_MAX_EMBEDDING_SIZE}, got {embedding_size}"
-    return None
-
-
-@functools.cache
-def _log_fallback(reason: str) -> None:
-    """Say once per reason and process why a CUDA input is not served by a kernel."""
-    logger.warning("maxsim: blocked torch instead of the Triton kernels: %s", reason)
-
-
-@functools.cache
-def choose(implementation: str, device: torch.device, dtype: torch.dtype, embedding_size: int) -> str:
-    """Resolve `implementation` to "triton" or "blocked".
-
-    Raises
-    ------
-    ValueError
-        If "triton" was asked for by name, and the kernels cannot take the input.
-    """
-    if implementation == "blocked":
-        return "blocked"
-    reason = _kernels_take(device, dtype, embedding_size)
-    if implementation != "auto":
-        if reason is not None:
-            raise ValueError(f'implementation="triton" cannot serve this input: {reason}')
-        return "triton"
-    if device.type == "cuda" and reason is not None:
-        _log_fallback(reason)
-    # Triton's interpreter exists to test the kernels, so it is never picked by "auto".
-    return "triton" if reason is None and device.type == "cuda" else "blocked"
-
-
-def why(implementation: str, device: torch.device, dtype: torch.dtype, embedding_size: int) -> str:
-    """The reason for what `choose` resolves such a call to."""
-    if implementation != "auto":
-        return "asked for by name"
-    reason = _kernels_take(device, dtype, embedding_size)
-    return reason or f"{device.type} tensors of {dtype} with an embedding size of {embedding_size}"
 
 
 class Splits(NamedTuple):
@@ -106,6 +49,8 @@ class ForwardPlan(NamedTuple):
     # Sums that the kernel leaves for each score.
     n_sums: int
     reason: str
+    # Of float32 that is taken apart into float16 first (`kernels.apart`), what is then asked for.
+    apart: Problem | None = None
 
     @property
     def kernel(self) -> str:
@@ -228,7 +173,11 @@ def splits_of(
 
 def forward_plan(problem: Problem) -> ForwardPlan:
     """Choose the forward's kernel, tile and grid."""
-    pairs = _pairs_plan(problem)
+    pairs, apart = _pairs_plan(problem), config.taken_apart(problem)
+    if apart is not None and (pairs is None or problem.rows >= tables.APART_PAIRS_ROWS[pairs.config.precision]):
+        plan = forward_plan(apart)
+        if plan.kernel == "hopper":
+            return plan._replace(apart=apart, reason=plan.reason + _TAKEN_APART)
     if pairs is not None:
         return pairs
     if _is_single(problem) and not _prefers_hopper(problem):
@@ -246,7 +195,7 @@ def _prefers_hopper(problem: Problem) -> bool:
     too long for `forward.short`. With norms, it has the documents be read once more. Several queries with documents of
     their own were not measured in blocks, nor of up to 128 elements.
     """
-    kind, total = problem.kind, counted_tokens(problem)
+    kind, total = problem.kind, problem.counted_tokens
     longest = tables.HOPPER_MAX_SIZE if problem.n_queries > 1 else KERNEL_MAX_EMBEDDING_SIZE
     if kind.size > longest or problem.with_argmax or problem.has_candidates:
         return False
@@ -277,8 +226,10 @@ _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 ON_HOPPER = ", on a Hopper GPU"
 STREAMED = ", documents as one stream"
+_TAKEN_APART = ", float32 taken apart into float16 before"
 _IN_PAIRS = {"tf32x3": ", float32 as pairs of float16", "tf32": ", float32 as float16 times powers of 2"}
-_FEW_FLOATS = f", and float32 of at most {tables.PAIRS_MAX_SIZE} and no argmax"
+_MANY_FLOATS = "; the Hopper kernel takes half precision, and float32 of many query tokens"
+_FEW_FLOATS = f", or float32 of at most {tables.PAIRS_MAX_SIZE} elements without argmax"
 UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
@@ -331,14 +282,9 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     return plan if not problem.packed or config.planned_length(problem) <= plan.splits.whole else None
 
 
-def counted_tokens(problem: Problem) -> int:
-    """Tokens of all documents; of packed ones rounded, so that what is repeated of one total serves others."""
-    return rounded_total(problem.n_tokens) if problem.packed else problem.n_tokens
-
-
 def _unpadded(problem: Problem) -> bool:
     """Whether documents are so long that a query may be summed row by row."""
-    total = counted_tokens(problem)
+    total = problem.counted_tokens
     sums = problem.n_queries * problem.query_length * problem.n_documents
     return total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents and 4 * sums <= tables.UNPADDED_MEMORY
 
@@ -357,8 +303,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     if wide is None:
         why += why_not or ""
         if capability == 9 and item == 4:
-            why += "; the Hopper kernel takes half precision"
-            why += _FEW_FLOATS * (config.precision_of(kind) == "tf32x3")
+            why += _MANY_FLOATS + _FEW_FLOATS * (config.precision_of(kind) == "tf32x3")
     elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
         why += f"; {UNCOPIED}"
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from . import tables
+from . import tables_backward as measured
 from .config import divided_strides, narrowed, padded_query_length, residual_blocks, soft_blocks, soft_tile
 from .tiles import Blocks, Tile
 
@@ -27,9 +28,9 @@ class BackwardPlan(NamedTuple):
 
 def backward_plan(problem: Problem) -> BackwardPlan:
     """Choose how the gradient of the documents is computed."""
-    if problem.rows <= tables.FEW_ROWS:
-        return BackwardPlan("compare_argmax", f"at most {tables.FEW_ROWS} query tokens meet a document")
-    return BackwardPlan("lists", f"more than {tables.FEW_ROWS} query tokens meet a document")
+    if problem.rows <= measured.FEW_ROWS:
+        return BackwardPlan("compare_argmax", f"at most {measured.FEW_ROWS} query tokens meet a document")
+    return BackwardPlan("lists", f"more than {measured.FEW_ROWS} query tokens meet a document")
 
 
 class RowsPlan(NamedTuple):
@@ -44,7 +45,7 @@ class RowsPlan(NamedTuple):
 def compare_plan(problem: Problem) -> RowsPlan:
     block = max(16, tables.power_of_two(problem.size))
     num_warps = max(1, min(8, block // 128))
-    return RowsPlan(block, min(tables.COMPARE_ROWS, num_warps * 2048 // block), num_warps, tables.COMPARED)
+    return RowsPlan(block, min(measured.COMPARE_ROWS, num_warps * 2048 // block), num_warps, measured.COMPARED)
 
 
 def finish_plan(problem: Problem) -> RowsPlan:
@@ -67,40 +68,44 @@ class GatherPlan(NamedTuple):
 
 def gather_plan(problem: Problem) -> GatherPlan:
     sms = tables.architecture(problem.device)[1]
-    wanted = tables.GATHER_PROGRAMS * sms
+    wanted = measured.GATHER_PROGRAMS * sms
     groups, rows, walked = problem.groups, problem.rows, problem.n_documents
     block = max(16, tables.power_of_two(problem.size))
     if problem.has_candidates:
         # Documents that a query meets on average.
         walked = walked // groups or 1
-    for slots, block_documents in tables.GATHERS if walked > 1 else tables.GATHERS_OF_ONE:
+    for slots, block_documents in measured.GATHERS if walked > 1 else measured.GATHERS_OF_ONE:
         num_warps = slots // 8
         if block > 128:
             slots = max(2, slots * 128 // block)
             block_documents = min(block_documents, slots)
         block_rows = slots // block_documents
         programs, n_splits = -(-rows // block_rows) * groups, 1
-        shares = min(tables.GATHER_SHARES, tables.GATHER_ROOM * sms // programs, walked // tables.GATHER_SHARE)
+        shares = min(measured.GATHER_SHARES, measured.GATHER_ROOM * sms // programs, walked // measured.GATHER_SHARE)
         if block_documents == 1 and shares > 1 and shares * programs >= wanted:
             n_splits = shares
             break
         if programs >= wanted and block_rows < 2 * rows:
             break
     if programs < wanted and n_splits == 1:
-        n_splits = max(1, min(tables.SPLIT_PROGRAMS * sms // programs, walked // tables.SPLIT_DOCUMENTS))
-    packs = (num_warps * 8, block_documents) == tables.GATHERS[0] and problem.dtype.itemsize == 2
-    registers = tables.registers_of(tables.GATHER_ROOM, num_warps) if packs else None
+        n_splits = max(1, min(measured.SPLIT_PROGRAMS * sms // programs, walked // measured.SPLIT_DOCUMENTS))
+    packs = (num_warps * 8, block_documents) == measured.GATHERS[0] and problem.dtype.itemsize == 2
+    registers = tables.registers_of(measured.GATHER_ROOM, num_warps) if packs else None
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits, registers)
 
 
 def gather_wave(problem: Problem) -> int:
     """Query rows of the programs that gather on all SMs at a time, where there are rows for so many."""
     block = max(128, tables.power_of_two(problem.size))
-    return max(2, tables.GATHERS[0][0] * 128 // block) * tables.GATHER_PROGRAMS * tables.architecture(problem.device)[1]
+    return (
+        max(2, measured.GATHERS[0][0] * 128 // block)
+        * measured.GATHER_PROGRAMS
+        * tables.architecture(problem.device)[1]
+    )
 
 
 # A token and the position of a row in a chunk are one number of 31 bits.
-MOST_LISTED_TOKENS = (1 << 31 - tables.LIST_CHUNK_BITS) - 1
+MOST_LISTED_TOKENS = (1 << 31 - measured.LIST_CHUNK_BITS) - 1
 
 
 class ListsPlan(NamedTuple):
@@ -139,36 +144,38 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
             f"documents (of chamfer, x and y) that need a gradient must have at most {MOST_LISTED_TOKENS} tokens, "
             f"got {length}"
         )
-    n_chunks = -(-rows >> tables.LIST_CHUNK_BITS)
+    n_chunks = -(-rows >> measured.LIST_CHUNK_BITS)
     # Lists that are summed whole have no segments, and need no kernel that is compiled for other ones.
-    are_long = rows > max(tables.LIST_LONG * length, 2 * tables.LIST_SEGMENT_OF_FEW)
-    few = documents * rows <= tables.LIST_FEW_ROWS
-    segment = tables.LIST_SEGMENT_OF_FEW if few and are_long else tables.LIST_SEGMENT
+    are_long = rows > max(measured.LIST_LONG * length, 2 * measured.LIST_SEGMENT_OF_FEW)
+    few = documents * rows <= measured.LIST_FEW_ROWS
+    segment = measured.LIST_SEGMENT_OF_FEW if few and are_long else measured.LIST_SEGMENT
     n_segments = 0 if rows <= 2 * segment else -(-rows // segment) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     starts_dtype = torch.uint16 if rows < 1 << 16 and not packed else torch.int32
     alone_bits, alone_warps = 0, 1
-    alone_rows = tables.ALONE_ROWS_OF_FEW if documents <= tables.architecture(problem.device)[1] else tables.ALONE_ROWS
-    if rows <= alone_rows and length <= tables.ALONE_TOKENS and not packed:
+    alone_rows = (
+        measured.ALONE_ROWS_OF_FEW if documents <= tables.architecture(problem.device)[1] else measured.ALONE_ROWS
+    )
+    if rows <= alone_rows and length <= measured.ALONE_TOKENS and not packed:
         alone_bits = max(8, (rows - 1).bit_length())
-        alone_warps = max(1, (1 << alone_bits) // tables.ALONE_KEYS)
+        alone_warps = max(1, (1 << alone_bits) // measured.ALONE_KEYS)
 
     # Bytes of a document: what sorts, until the rows are placed; then sums of segments, in the same memory; and all the
     # time the lists, and what tells where they begin and end.
-    sorting = n_chunks * ((2 << tables.LIST_CHUNK_BITS) + 4 * length + 4 * -(-length // tables.LIST_BLOCK_TOKENS))
+    sorting = n_chunks * ((2 << measured.LIST_CHUNK_BITS) + 4 * length + 4 * -(-length // measured.LIST_BLOCK_TOKENS))
     sorting = 0 if alone_bits else sorting
     summing = 4 * n_segments * 2 * size
     listed = rows * list_dtype.itemsize
     ends = 0 if packed else (length + 1) * starts_dtype.itemsize
     # Of packed documents it is not known here where their gradients begin.
-    sorts_in_gradient = not packed and not adds and sorting + tables.SLACK <= length * size * item
+    sorts_in_gradient = not packed and not adds and sorting + measured.SLACK <= length * size * item
     shared = summing if sorts_in_gradient else max(sorting, summing)
-    memory = max(tables.LISTS_MEMORY, documents * rows * problem.argmax_dtype.itemsize // 2)
+    memory = max(measured.LISTS_MEMORY, documents * rows * problem.argmax_dtype.itemsize // 2)
     block = min(documents, memory // (listed + shared + ends)) or 1
     if lent:
         # All but the lists in the memory of the gradient of the queries, for up to twice as many blocks, which take a
         # few launches more.
-        lent_bytes = problem.n_queries * problem.query_length * size * item - tables.SLACK
+        lent_bytes = problem.n_queries * problem.query_length * size * item - measured.SLACK
         lent_block = min(documents, memory // listed, lent_bytes // (shared + ends))
         if 2 * lent_block >= block:
             block = lent_block
@@ -177,8 +184,8 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
 
     block_embedding = max(16, tables.power_of_two(size))
     # Warps that had rows of their own would add up in shared memory, of tokens that no row chose too.
-    num_warps = max(1, block_embedding // tables.SUM_ELEMENTS)
-    block_rows = tables.SUM_ROWS if block_embedding <= 256 else tables.SUM_ROWS // 2
+    num_warps = max(1, block_embedding // measured.SUM_ELEMENTS)
+    block_rows = measured.SUM_ROWS if block_embedding <= 256 else measured.SUM_ROWS // 2
     listing = block, alone_bits, alone_warps, n_chunks, n_segments, segment, list_dtype, starts_dtype
     return ListsPlan(*listing, sorts_in_gradient, block_embedding, block_rows, num_warps)
 

@@ -21,7 +21,6 @@ from .plan import (
     UNCOPIED,
     ForwardPlan,
     Splits,
-    counted_tokens,
     enough_for_stream,
     hopper_plan,
     is_streamed,
@@ -338,7 +337,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         return short_plan(problem, 8, "run" if kind.cu_seqlens is None else "split", _QUANTIZED)
     if why_not is None:
         masked, narrow = kind.documents_mask is not None, rows <= tables.HOPPER_NARROW_ROWS
-        total = counted_tokens(problem)
+        total = problem.counted_tokens
         length = total // problem.n_documents if problem.packed else problem.document_length
         affine = kind.quantized == torch.uint8
         tile_of = functools.partial(config.quantized_hopper_tile, kind.size, narrow, affine, None if masked else length)
@@ -391,7 +390,7 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
         return f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
     if problem.has_candidates:
         return "; packed documents are candidates"
-    few = counted_tokens(problem) < tables.QUANTIZED_HOPPER_FEW_TOKENS
+    few = problem.counted_tokens < tables.QUANTIZED_HOPPER_FEW_TOKENS
     if rows < tables.QUANTIZED_HOPPER_MIN_ROWS and (few or problem.groups > 1):
         met = "a document" if problem.groups > 1 else f"fewer than {tables.QUANTIZED_HOPPER_FEW_TOKENS} of documents"
         return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet {met}"
@@ -402,7 +401,7 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
 
 def _is_short_for_one(problem: Problem) -> bool:
     """Whether documents in 8 bits are so short that `forward.short` serves one query faster than the Hopper kernel."""
-    kind, total = problem.kind, counted_tokens(problem)
+    kind, total = problem.kind, problem.counted_tokens
     if kind.quantized == torch.uint8 and not problem.packed:
         return True
     if kind.size > 128:

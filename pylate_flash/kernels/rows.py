@@ -89,7 +89,7 @@ class Norms(NamedTuple):
     documents: Tensor
 
 
-def _described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
+def described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
     """How many rows there are; sequences of a group and tokens of a sequence; strides of groups, sequences, tokens."""
     *shape, _ = embeddings.shape
     n_sequences, length = (1, *shape)[-2:]
@@ -265,8 +265,8 @@ def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple
         None if batch is None else torch.empty(*batch.shape[:-1], dtype=dtype, device=batch.device)
         for batch in (embeddings, more)
     )
-    rows, lengths, strides = _described(embeddings)
-    more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else _described(more)
+    rows, lengths, strides = described(embeddings)
+    more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else described(more)
     unit = stride_unit((*strides, *more_strides))
     blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
     _rows_kernel(

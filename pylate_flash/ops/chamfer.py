@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS, choose
+from ..kernels.choice import IMPLEMENTATIONS, choose
 from ..problem import Options, Problem, Sets, Tensors, accumulation_dtype, problem_of
 from .chamfer_blocks import gradients_in_blocks, nearest_in_blocks
 from .checks import (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from ..problem import DocumentOffsets, Options, Problem, Tensors
 from .blocked import blocked_backward, blocked_forward, maxima
 from .call_parts import active_counts, with_empty_score

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..kernels.plan import ForwardPlan, choose, forward_plan, why
+from ..kernels.choice import choose, why
+from ..kernels.plan import ForwardPlan, forward_plan
 from ..kernels.plan_backward import BackwardPlan, SoftGradientPlan, backward_plan, soft_gradient_plan
 from ..kernels.plan_operations import quantized_plan, soft_forward_plan
 from ..kernels.tiles import HopperTile, Tile

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from ..kernels.plan_operations import fused_plan
 from ..problem import Options, Tensors, accumulation_dtype
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_block

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from ..problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Options, Targets, Tensors, accumulation_dtype
 from .checks import check, check_differentiation, check_layout, check_tensor, is_readable, no_second_derivative
 from .compute import kernels

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS, choose
+from ..kernels.choice import IMPLEMENTATIONS, choose
 from ..problem import Options, Tensors, empty_results, rounded_total
 from .checks import (
     FLOATING,

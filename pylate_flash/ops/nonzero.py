@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from .compute import kernels
 from .operator import is_plain
 

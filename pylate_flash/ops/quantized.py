@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from ..problem import DocumentOffsets, Options, Problem, Tensors, accumulation_dtype, empty_results, replaced
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks
 from .call_parts import active_counts, with_empty_score

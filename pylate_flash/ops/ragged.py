@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS, choose
+from ..kernels.choice import IMPLEMENTATIONS, choose
 from ..problem import DocumentOffsets, Options, Tensors, accumulation_dtype
 from .checks import (
     check_boundaries,

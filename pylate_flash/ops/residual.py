@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype, replaced
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_block
 from .call_parts import active_counts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS, choose
+from ..kernels.choice import IMPLEMENTATIONS, choose
 from ..problem import DocumentOffsets, Options, Tensors, rounded_total
 from .checks import FLOATING, check_boundaries, check_choice, check_tensor, checked_flag, is_readable
 from .compute import compute

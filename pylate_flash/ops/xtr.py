@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.plan import choose
+from ..kernels.choice import choose
 from ..problem import Options, Problem, Results, Rule, Tensors
 from .call_parts import checked_masks, in_chunks, with_empty_score
 from .checks import LARGEST, check_choice, check_integer, check_tensor, checked_problem

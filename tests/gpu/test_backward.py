@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pylate_flash.kernels import tables
+from pylate_flash.kernels import tables_backward
 from pylate_flash.ops import maxsim, maxsim_reference
 from tests.gpu.calls import CALLS, STEPS, padded
 from tests.gpu.tools import DTYPES, HALF, captured, equal, memory_of, no_waiting, unit
@@ -181,7 +181,7 @@ def test_memory_beyond_the_gradients_is_bounded() -> None:
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is called computes the gradient of the documents in this way."""
-    monkeypatch.setattr(tables, "FEW_ROWS", WAYS[request.param])
+    monkeypatch.setattr(tables_backward, "FEW_ROWS", WAYS[request.param])
     return request.param
 
 

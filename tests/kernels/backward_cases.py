@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pylate_flash.kernels import plan_backward, tables
+from pylate_flash.kernels import plan_backward, tables_backward
 from pylate_flash.kernels.backward import maxsim_backward
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.ops.cases import relative_error
@@ -53,7 +53,7 @@ class Case:
         """Both gradients, that of the documents by one of `WAYS`, or the one that is chosen for the problem."""
         with pytest.MonkeyPatch.context() as patch:
             if way is not None:
-                patch.setattr(tables, "FEW_ROWS", WAYS[way])
+                patch.setattr(tables_backward, "FEW_ROWS", WAYS[way])
                 assert plan_backward.backward_plan(self.problem).kernel == way
             of_queries, of_documents = maxsim_backward(
                 self.problem, self.tensors, self.grad_scores, self.argmax, queries, documents

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pylate_flash.kernels import backward, losses, tables
+from pylate_flash.kernels import backward, losses, tables_backward
 from pylate_flash.kernels.backward import Destination, write_gradients
 from pylate_flash.problem import Comparison, Targets
 from tests.kernels.backward_cases import WAYS, dense, packed, weighted
@@ -84,7 +84,7 @@ def test_packed(candidates: list[int] | None, normalize: bool, capability: int) 
 @pytest.mark.parametrize("adds", [False, True])
 def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: int, monkeypatch) -> None:
     """As chunks of queries leave them: in float32, and added to what there is."""
-    monkeypatch.setattr(tables, "FEW_ROWS", WAYS[way])
+    monkeypatch.setattr(tables_backward, "FEW_ROWS", WAYS[way])
     names = " compare" if way == "compare_argmax" else SORTED
     for case in (
         dense((65, 32), (1, 2, 180), 128, "none", True, torch.bfloat16),

@@ -183,6 +183,11 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (forward_plan, problem((5, 32, 320), (40, 64, 320), BF16, True)),
     (forward_plan, problem((4, 150, 128), (4, 5, 180, 128))),
     (forward_plan, problem((16, 32, 128), (40, 180, 128), F32)),
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True)),
+    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32)),
+    (forward_plan, problem((3, 32, 1360), (40, 180, 1360), F32, True)),
+    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32)),
+    (forward_plan, problem((4, 150, 256), (4, 20, 180, 256), F32)),
     (forward_plan, problem((2, 1, 128), (1, 1, 128), F32)),
     (forward_plan, problem((2, 32, 44), (200, 180, 44), F32)),
     (forward_plan, problem((4, 150, 64), (4, 20, 180, 64), F32)),
@@ -206,12 +211,13 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (quantized_plan, quantized((4, 150, 16), (4, 5, 180, 16))),
     (quantized_plan, packed_quantized()),
 ]
-FEW_FLOATS = "float32 of at most 128 and no argmax"
+FEW_FLOATS = "float32 of at most 128 elements without argmax"
 # What the others serve there, and a word of the reason.
 OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
-    (forward_plan, problem((16, 32, 256), (40, 180, 256), F32), "stacked", FEW_FLOATS),
-    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32, True), "stacked", FEW_FLOATS),
-    (forward_plan, problem((16, 32, 42), (40, 180, 42), F32), "stacked", FEW_FLOATS),
+    (forward_plan, problem((2, 32, 256), (40, 180, 256), F32), "stacked", FEW_FLOATS),
+    (forward_plan, problem((2, 32, 128), (40, 180, 128), F32, True), "stacked", FEW_FLOATS),
+    (forward_plan, problem((2, 32, 42), (40, 180, 42), F32), "stacked", FEW_FLOATS),
+    (forward_plan, problem((16, 32, 1368), (40, 180, 1368), F32), "stacked", "of many query tokens"),
     (forward_plan, problem((1, 32, 128), (150, 180, 128), F32, True), "single", "one query"),
     (forward_plan, problem((16, 32, 420), (40, 180, 420)), "stacked", "queries cannot be copied 16 bytes at a time"),
     (forward_plan, far_apart(1 << 21), "stacked", "too far apart"),
@@ -257,15 +263,22 @@ def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capab
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(
     ("n_queries", "size", "served"),
-    [(1, 128, "single"), (2, 128, "stacked"), (3, 128, "hopper"), (3, 68, "hopper"), (32, 64, "stacked")],
+    [
+        (1, 128, "single"),
+        (2, 128, "stacked"),
+        (3, 128, "hopper"),
+        (3, 68, "hopper"),
+        (4, 64, "stacked"),
+        (32, 64, "hopper"),
+    ],
 )
 def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, capability: int, monkeypatch) -> None:
-    """Upper halves of many rows and long embeddings are faster, however few the documents are."""
+    """Upper halves of many rows are faster, of fewer rows where embeddings are long, however few the documents are."""
     monkeypatch.setattr("pylate_flash.problem.float32_precision", lambda: "tf32")
     for n_documents in (1, 3000):
         plan = forward_plan(problem((n_queries, 32, size), (n_documents, 180, size), F32))
         assert plan.kernel == served
-        assert plan.config.precision == "tf32"
+        assert plan.apart is not None or plan.config.precision == "tf32"
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

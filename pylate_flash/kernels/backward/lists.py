@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from .. import plan_backward, tables
+from .. import plan_backward, tables, tables_backward
 from ..launch import Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import GatherPlan, ListsPlan
 from .common import BackwardTensors, Destination
@@ -164,7 +164,7 @@ def sum_by_lists(
     Returns whether it has, from the inputs `for_queries`; otherwise that is overwritten, to be computed later.
     """
     plan, gather = plan_backward.lists_plan(problem, destination.queries is not None, destination.adds), None
-    if destination.queries is not None and plan.alone_bits and problem.all_documents <= tables.GATHERED_BESIDE:
+    if destination.queries is not None and plan.alone_bits and problem.all_documents <= tables_backward.GATHERED_BESIDE:
         gather = plan_backward.gather_plan(problem)
     if gather is not None and gather[-2:] == (1, None) and plan.block == problem.all_documents:
         _sum_and_gather(problem, plan, gather, inputs, destination, for_queries)
@@ -190,7 +190,7 @@ def _sum_and_gather(
     assert destination.queries is not None
     number, length, device = problem.all_documents, problem.document_length, problem.device
     ends, rows, parts = number * (length + 1), number * problem.rows, 8 * number * plan.n_segments * problem.size
-    nbytes = ends * plan.starts_dtype.itemsize + rows * plan.list_dtype.itemsize + parts + tables.SLACK
+    nbytes = ends * plan.starts_dtype.itemsize + rows * plan.list_dtype.itemsize + parts + tables_backward.SLACK
     # All that does not lie in the gradient of the queries now, in one allocation.
     scratch = Scratch(torch.empty(nbytes, dtype=torch.uint8, device=device))
     starts = scratch.empty(ends, plan.starts_dtype, device)
@@ -256,8 +256,8 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) 
             (plan.alone_warps, 1, None),
         )
         return listed
-    chunk_bits, block_tokens, programs = tables.LIST_CHUNK_BITS, tables.LIST_BLOCK_TOKENS, number * plan.n_chunks
-    blocks = -(-length // block_tokens)
+    chunk_bits, block_tokens = tables_backward.LIST_CHUNK_BITS, tables_backward.LIST_BLOCK_TOKENS
+    programs, blocks = number * plan.n_chunks, -(-length // block_tokens)
     order = scratch.empty(programs << chunk_bits, torch.uint16, device)
     counts = scratch.empty(programs * length, torch.int32, device)
     reached = scratch.empty(programs * blocks, torch.int32, device)
@@ -274,7 +274,7 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) 
         (counts, reached, starts, owners, bounds),
         (first, n_chunks, length),
         (),
-        (block_tokens, tables.LIST_BLOCK_CHUNKS),
+        (block_tokens, tables_backward.LIST_BLOCK_CHUNKS),
         # Left alone, ptxas takes a few registers more than leave room for four programs.
         (4, 1, tables.registers_of(4, 4)),
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Tensors, replaced
+from ..apart import taken_apart
 from ..plan import ForwardPlan, forward_plan
 from ..plan_operations import decompressed_tokens, quantized_plan, residual_plan, soft_forward_plan, sparse_plan
 from ..rows import Norms, active_tokens, inverse_norms, norms_of
@@ -51,7 +52,14 @@ def maxsim_forward(
     inputs = _forward_tensors(tensors, offsets, argmax)
     # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows. The
     # programs of the single kernel, which meet every token once, take norms themselves.
-    if problem.normalize and plan.config.kernel != "single":
+    if plan.apart is not None:
+        known = (norms or norms_of(tensors.queries, tensors.documents)) if problem.normalize else None
+        problem = plan.apart
+        queries, documents, scales = taken_apart(
+            tensors.queries, tensors.documents, problem.size, known, tensors.documents_cu_seqlens
+        )
+        inputs = _with_norms(problem, inputs._replace(queries=queries, documents=documents), scales)
+    elif problem.normalize and plan.config.kernel != "single":
         inputs = _with_norms(problem, inputs, norms)
     elif problem.normalize and in_segments:
         inputs = inputs._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.kernels import plan_backward, tables
+from pylate_flash.kernels import plan_backward, tables, tables_backward
 from pylate_flash.kernels.backward import lists, sums
 from pylate_flash.kernels.rows import normalized_rows, through_normalized_rows
 from pylate_flash.ops.norms import inverse_norms, through_norms
@@ -23,7 +23,7 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         "ALONE_ROWS_OF_FEW": 0, "COMPARED": 8, "COMPARE_ROWS": 4,
     }  # fmt: skip
     for name, value in limits.items():
-        monkeypatch.setattr(tables, name, value)
+        monkeypatch.setattr(tables_backward, name, value)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -64,7 +64,7 @@ def test_weights(normalize: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> 
     for case in cases:
         weighted(case).check(way)
     # Documents shared by several programs.
-    monkeypatch.setattr(tables, "SPLIT_DOCUMENTS", 2)
+    monkeypatch.setattr(tables_backward, "SPLIT_DOCUMENTS", 2)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     weighted(dense((1, 9), (1, 7, 5), 12, "uniform", normalize)).check(way)
 
@@ -100,8 +100,8 @@ def test_weights_of_one_change_nothing(way: str) -> None:
 def test_lists_by_one_program(
     queries: tuple[int, int], documents: tuple[int, int, int], kind: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "ALONE_ROWS", 0 if few else 300)
-    monkeypatch.setattr(tables, "ALONE_ROWS_OF_FEW", 300)
+    monkeypatch.setattr(tables_backward, "ALONE_ROWS", 0 if few else 300)
+    monkeypatch.setattr(tables_backward, "ALONE_ROWS_OF_FEW", 300)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132 if few else 1))
     # What only other lists need.
     monkeypatch.setattr(lists, "_sort_kernel", None)
@@ -114,11 +114,11 @@ def test_lists_by_one_program(
 def test_lists_beside_the_gather(queries: tuple, documents: tuple, weights: bool, kind: str, monkeypatch) -> None:
     """One launch in place of two, with the same bits."""
     for name, value in {"ALONE_ROWS": 300, "ALONE_ROWS_OF_FEW": 300, "LISTS_MEMORY": 1 << 20}.items():
-        monkeypatch.setattr(tables, name, value)
+        monkeypatch.setattr(tables_backward, name, value)
     case = dense(queries, documents, 12, kind, normalize=True)
     case = weighted(case) if weights else case
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "GATHERED_BESIDE", 0)
+        patch.setattr(tables_backward, "GATHERED_BESIDE", 0)
         apart = case.run("lists")
     monkeypatch.setattr(lists, "_list_kernel", None)
     case.check("lists")
@@ -138,10 +138,10 @@ def test_lists_that_are_never_long_are_summed_by_one_program(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_tokens_than_a_program_scans(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "ALONE_TOKENS", 8)
+    monkeypatch.setattr(tables_backward, "ALONE_TOKENS", 8)
     dense((3, 9), (1, 2, 50), 8, kind).check("lists")
     packed((3, 9), [4, 0, 50], 8, kind).check("lists")
-    monkeypatch.setattr(tables, "LIST_BLOCK_TOKENS", 16)
+    monkeypatch.setattr(tables_backward, "LIST_BLOCK_TOKENS", 16)
     dense((3, 9), (1, 2, 190), 8, kind).check("lists")
     packed((3, 9), [40, 0, 190], 8, kind).check("lists")
 
@@ -165,7 +165,7 @@ def test_long_embeddings(way: str, normalize: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_documents_shared_by_several_programs(normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "SPLIT_DOCUMENTS", 3)
+    monkeypatch.setattr(tables_backward, "SPLIT_DOCUMENTS", 3)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     dense((1, 3), (1, 11, 4), 12, "uniform", normalize).check("lists")
     packed((2, 3), [2] * 12, 12, "uniform", [0, 11, 12]).check("lists")
@@ -201,7 +201,7 @@ def test_not_a_number_stays_where_it_belongs(way: str) -> None:
 @pytest.mark.parametrize("n_queries", [3, 1])
 def test_a_masked_token_that_is_not_a_number_gets_no_gradient(n_queries: int, way: str, monkeypatch) -> None:
     """Nor does it change another one's, whatever its scores' gradients are: nobody chose it, or it chose nobody."""
-    monkeypatch.setattr(tables, "SPLIT_DOCUMENTS", 2)
+    monkeypatch.setattr(tables_backward, "SPLIT_DOCUMENTS", 2)
     # One query's documents are shared by several programs.
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132 if n_queries == 1 else 1))
     for case in (

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash import maxsim_cross_entropy
-from pylate_flash.kernels import plan_backward, tables
+from pylate_flash.kernels import plan_backward, tables_backward
 from pylate_flash.kernels.backward import write_gradients
 from pylate_flash.kernels.losses import ChunkedLoss, cross_entropy, rescale
 from pylate_flash.ops import kernel_calls, kl_divergence_reference, margin_mse_reference
@@ -95,7 +95,7 @@ def check_step(case: LossCase) -> None:
     ],
 )
 def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str, monkeypatch):
-    monkeypatch.setattr(tables, "FEW_ROWS", 0 if lists else 1 << 20)
+    monkeypatch.setattr(tables_backward, "FEW_ROWS", 0 if lists else 1 << 20)
     check_step(problem(loss, queries, documents, loss_reduction=loss_reduction))
 
 
@@ -113,7 +113,7 @@ def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str,
 )
 def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dtype, lists: bool, monkeypatch) -> None:
     """Two queries at a time, of five."""
-    monkeypatch.setattr(tables, "FEW_ROWS", 0 if lists else 1 << 20)
+    monkeypatch.setattr(tables_backward, "FEW_ROWS", 0 if lists else 1 << 20)
     if loss != "margin MSE":
         options = options | {"temperature": torch.tensor(2.0)}
     if "exclude" in options:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import traffic
-from pylate_flash.kernels import tables
+from pylate_flash.kernels import tables, tables_backward
 from pylate_flash.kernels.backward import maxsim_backward
 from pylate_flash.kernels.launch import Kernel
 from pylate_flash.problem import Options, Tensors, problem_of
@@ -64,7 +64,7 @@ def test_the_backward(skewed: bool, counted: Counted, monkeypatch: pytest.Monkey
     """With chunks of 16 rows, and lists that are summed in parts of 16."""
     limits = {"LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 16, "ALONE_ROWS": 0, "ALONE_ROWS_OF_FEW": 0, "FEW_ROWS": 0}
     for name, value in limits.items():
-        monkeypatch.setattr(tables, name, value)
+        monkeypatch.setattr(tables_backward, name, value)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
     random = torch.Generator().manual_seed(0)
     queries, documents = (torch.randn(*shape, generator=random).bfloat16() for shape in ((5, 8, 16), (3, 13, 16)))

@@ -1,0 +1,133 @@
+"""float32 embeddings taken apart into rows of float16, for the kernels of half precision.
+
+What is nearest to an element in float16, and what is nearest to the rest, together have 22 of its 24 bits. A row of a
+query has the lower halves, and then the upper ones twice; that of a document the upper, the lower and the upper ones.
+So their product, three times as long, is the sum of the three products of halves that are not as small as what is
+rounded, as `forward.hopper_pairs` takes it, and serves where that does not: it finds the argmax, and takes embeddings
+of any size. The small ones come first, as tensor cores truncate what they add. Rows are divided by powers of 2 first,
+by which similarities are multiplied as by norms.
+
+Where torch's products of float32 may be of TF32, upper halves are all: they have its 11 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..problem import rounded_total
+from .config import stride_unit
+from .launch import kernel
+from .reductions import max_along
+from .rows import Norms, described, row_addresses, rows_of_block
+from .tables import power_of_two
+
+# Exponents of float32, as bits: those of powers of 2 that rows are divided by, at least and at most, that of rows with
+# an infinite element, and what largest elements become (`forward.hopper_pairs`).
+_SMALLEST, _LARGEST, _OF_INFINITE, _INFINITE, _UNIT = (
+    tl.constexpr(exponent << 23) for exponent in (14, 253, 133, 255, 13)
+)
+_INVERSE = tl.constexpr(254 << 23)
+_LARGEST_HALF = tl.constexpr(65504.0)
+# Elements that a program takes apart at a time.
+_ELEMENTS = 4096
+
+
+@triton.jit
+def _take_apart(
+    embeddings_ptr, norms_ptr, out_ptr, scales_ptr, block, n_rows, n_sequences, length, strides,
+    OF_DOCUMENTS: tl.constexpr, config: tl.constexpr,
+):  # fmt: skip
+    rows, exists = rows_of_block(block, n_rows, config.block_rows)
+    base = embeddings_ptr + row_addresses(rows, n_sequences, length, strides[0], strides[1], strides[2])
+    dims = tl.arange(0, config.block)
+    inside = exists[:, None] & (dims < config.size)[None, :]
+    values = tl.load(base[:, None] + dims[None, :], mask=inside, other=0.0)
+    bits = max_along(tl.abs(values), 1).to(tl.int32, bitcast=True) & _INFINITE
+    within = tl.minimum(tl.maximum(bits, _SMALLEST), _LARGEST)
+    bits = tl.where(bits == _INFINITE, _OF_INFINITE, within) - _UNIT
+    values *= (-bits + _INVERSE).to(tl.float32, bitcast=True)[:, None]
+    to = out_ptr + rows.to(tl.int64)[:, None] * (config.parts * config.padded) + dims[None, :]
+    mask = exists[:, None] & (dims < config.padded)[None, :]
+    if config.parts == 1:
+        tl.store(to, values.to(tl.float16), mask=mask)
+    else:
+        # Of an infinite element, only the lower half is infinite: the upper one meets what may be 0 of a finite one.
+        at_most = tl.minimum(values, _LARGEST_HALF, propagate_nan=tl.PropagateNan.ALL)
+        upper = tl.maximum(at_most, -_LARGEST_HALF, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+        lower = (values - upper.to(tl.float32)).to(tl.float16)
+        tl.store(to, upper if OF_DOCUMENTS else lower, mask=mask)
+        tl.store(to + config.padded, lower if OF_DOCUMENTS else upper, mask=mask)
+        tl.store(to + 2 * config.padded, upper, mask=mask)
+    scale = bits.to(tl.float32, bitcast=True)
+    if norms_ptr is not None:
+        scale *= tl.load(norms_ptr + rows, mask=exists, other=0.0)
+    tl.store(scales_ptr + rows, scale, mask=exists)
+
+
+@kernel(config="size padded parts block block_rows unit")
+def _apart_kernel(
+    queries_ptr, documents_ptr, queries_norms_ptr, documents_norms_ptr, queries_out_ptr, documents_out_ptr,
+    queries_scales_ptr, documents_scales_ptr, cu_seqlens_ptr,
+    blocks, n_rows, n_sequences, length, document_rows, document_sequences, document_length, n_documents,
+    stride_group, stride_query, stride_token, stride_document_group, stride_document, stride_document_token,
+    config: tl.constexpr,
+):  # fmt: skip
+    """Queries by the first `blocks` programs, documents by the others; strides are divided by `unit`.
+
+    Of packed documents, `document_rows` is the total that is planned for, and their boundaries tell how many there are.
+    """
+    block = tl.program_id(0)
+    UNIT: tl.constexpr = config.unit
+    if block < blocks:
+        strides = stride_group * UNIT, stride_query * UNIT, stride_token * UNIT
+        _take_apart(
+            queries_ptr, queries_norms_ptr, queries_out_ptr, queries_scales_ptr, block, n_rows, n_sequences, length,
+            strides, False, config,
+        )  # fmt: skip
+    else:
+        strides = stride_document_group * UNIT, stride_document * UNIT, stride_document_token * UNIT
+        if cu_seqlens_ptr is not None:
+            document_rows = tl.minimum(tl.load(cu_seqlens_ptr + n_documents).to(tl.int32), document_rows)
+        _take_apart(
+            documents_ptr, documents_norms_ptr, documents_out_ptr, documents_scales_ptr, block - blocks, document_rows,
+            document_sequences, document_length, strides, True, config,
+        )  # fmt: skip
+
+
+def taken_apart(
+    queries: Tensor, documents: Tensor, size: int, norms: Norms | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor, Norms]:
+    """Queries and documents [.., d] as rows [.., size] of float16, and what their similarities are multiplied by.
+
+    `size` is d up to the next multiple of 8, or 3 times that. Rows are contiguous, up to three dimensions come before
+    d, and no size is 0. `norms` are those that embeddings are to be divided by, if any. Packed documents come with
+    their boundaries, and there is memory for `rounded_total` of them, so that what is repeated of one total serves
+    others.
+    """
+    d = queries.shape[-1]
+    parts = size // (-(-d // 8) * 8)
+    (rows, lengths, strides), (document_rows, document_lengths, document_strides) = map(described, (queries, documents))
+    shapes: list[Sequence[int]] = [queries.shape[:-1], documents.shape[:-1]]
+    n_documents = 0
+    if cu_seqlens is not None:
+        document_rows = rounded_total(document_rows)
+        document_lengths, shapes[1], n_documents = (1, document_rows), (document_rows,), len(cu_seqlens) - 1
+    out = [torch.empty(*shape, size, dtype=torch.float16, device=queries.device) for shape in shapes]
+    scales = [torch.empty(*shape, dtype=torch.float32, device=queries.device) for shape in shapes]
+    unit, block = stride_unit((*strides, *document_strides)), max(16, power_of_two(size // parts))
+    block_rows = max(1, _ELEMENTS // block)
+    blocks, document_blocks = -(-rows // block_rows), -(-document_rows // block_rows)
+    _apart_kernel(
+        (blocks + document_blocks, 1, 1),
+        (queries, documents, *(norms or (None, None)), *out, *scales, cu_seqlens),
+        (blocks, rows, *lengths, document_rows, *document_lengths, n_documents),
+        tuple([stride // unit for stride in (*strides, *document_strides)]),
+        (d, size // parts, parts, block, block_rows, unit),
+        (4, 1, None),
+    )
+    return out[0], out[1], Norms(*scales)

@@ -1,0 +1,168 @@
+"""float32 that is taken apart into float16 before, on a Hopper GPU, against the definition in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pylate_flash import explain, maxsim
+from pylate_flash.ops import maxsim_varlen
+from tests.gpu.test_varlen import STREAMS
+from tests.gpu.tools import CAPABILITY, products_in, random_mask, unit
+from tests.ops.cases import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0"),
+]
+# Several rows of a tile, several tiles, and queries whose rows end within one.
+QUERIES = [(3, 32), (5, 77), (70, 1), (32, 32)]
+# Of which one half has padding, or all; whole and in blocks, of which sums of several are added up.
+SIZES = [132, 192, 210, 320, 768, 1360]
+
+
+def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
+    """The same bits each time, and those of the definition, within what 22 bits leave of the largest score."""
+    asked = {name: value for name, value in options.items() if name != "empty_score"}
+    assert explain(queries, documents, **asked).forward.apart is not None
+    found = maxsim(queries, documents, **options)
+    for _ in range(5):
+        torch.testing.assert_close(maxsim(queries, documents, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+    expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
+    largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=1, keepdim=True)
+    # Sums may cancel: no less than five standard deviations of a random similarity.
+    divided = largest.clamp(min=5 / queries.shape[-1] ** 0.5).where(largest > 0, 1.0)
+    torch.testing.assert_close(found.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [1, 70, 180, 300])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("n_queries", "query_length"), QUERIES)
+def test_padded(n_queries: int, query_length: int, size: int, length: int) -> None:
+    documents = unit(40, length, size)
+    documents[3, length // 2, -1] = torch.nan
+    documents[4] = 0.0
+    assert_scores(unit(n_queries, query_length, size, seed=1), documents)
+
+
+@pytest.mark.parametrize("size", [210, 320, 768])
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_masks_and_norms(size: int, masking: str, normalize: bool, own: bool) -> None:
+    documents = (3 if normalize else 1) * unit(*((6,) if own else ()), 30, 300, size)
+    mask = random_mask(tuple(documents.shape[:-1]))
+    mask[..., 0, :] = False
+    options: dict[str, Any] = {"documents_mask": mask, "queries_mask": random_mask((6, 80)), "masking": masking}
+    options["empty_score"] = -2.0
+    assert_scores(unit(6, 80, size, seed=1), documents, normalize=normalize, **options)
+
+
+@pytest.mark.parametrize("lengths", STREAMS.values(), ids=STREAMS.keys())
+@pytest.mark.parametrize("size", [210, 320])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_packed(lengths: list[int], size: int, normalize: bool) -> None:
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    of_queries = torch.arange(6, device="cuda", dtype=torch.int32) * 77
+    documents, queries = unit(max(1, int(bounds[-1])), size), unit(5 * 77, size, seed=1)
+    options: dict[str, Any] = {"normalize": normalize, "max_query_length": 77, "max_document_length": max(1, *lengths)}
+    named = {"queries_cu_seqlens": of_queries, "documents_cu_seqlens": bounds}
+    assert explain(queries, documents, **named, **options).forward.apart is not None
+    found = maxsim_varlen(queries, documents, of_queries, bounds, **options, empty_score=-2.0)
+    double = queries.double(), documents.double(), of_queries, bounds
+    expected = maxsim_varlen(*double, **options, empty_score=-2.0, implementation="blocked")
+    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=77 * 2.0**-21)
+    assert (found[:, bounds.diff() == 0] == -2.0).all()
+
+
+def test_documents_apart_from_each_other() -> None:
+    """Neither side contiguous, and rows that begin at no multiple of 16 bytes."""
+    queries, documents = unit(8, 2, 40, 212, seed=1)[:, 1, 3:, 1:211], unit(30, 3, 90, 212)[:, 1, :, 1:211]
+    assert_scores(queries, documents)
+
+
+def far_from_ties(queries: Tensor, documents: Tensor) -> Tensor:
+    """Where [Nq, Lq] the two nearest tokens of every document differ by more than what is rounded."""
+    similarities = torch.einsum("qsd,ntd->qnst", queries.double(), documents.double())
+    best = similarities.topk(2).values
+    return (best[..., 0] - best[..., 1] > 1e-5).all(dim=1)
+
+
+@pytest.mark.parametrize("size", [48, 128, 210, 320, 768])
+@pytest.mark.parametrize(("n_queries", "query_length"), [(5, 32), (5, 77), (32, 32)])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_gradients(n_queries: int, query_length: int, size: int, normalize: bool, precision: str) -> None:
+    """Of any size, as no kernel finds the argmax of pairs; where tokens are far from ties, in 22 bits or in 11."""
+    queries, documents = unit(n_queries, query_length, size, seed=1), unit(50, 90, size)
+    mask = random_mask((50, 90))
+    clear = far_from_ties(queries, documents * mask[..., None])
+    if precision == "high":
+        # Where a token of each document is near the query's own.
+        documents[:, :query_length] = queries[0] + 0.25 * documents[:, :query_length]
+        mask[:, :query_length], clear = True, torch.zeros_like(clear)
+        clear[0] = True
+    leaves = [x.clone().requires_grad_() for x in (queries, documents)]
+    options: dict[str, Any] = {"queries_mask": clear, "documents_mask": mask, "normalize": normalize}
+    weights = torch.rand(n_queries, 50, device="cuda")
+    with products_in(precision):
+        assert explain(*leaves, **options).forward.apart is not None
+        found = torch.autograd.grad(maxsim(*leaves, **options), leaves, weights)
+    double = [x.detach().double().requires_grad_() for x in leaves]
+    scores = maxsim(*double, **options, implementation="blocked")
+    expected = torch.autograd.grad(scores, double, weights.double())
+    for gradient, of_double in zip(found, expected, strict=True):
+        assert relative_error(gradient, of_double) < 1e-5
+
+
+@pytest.mark.parametrize("size", [192, 320])
+@pytest.mark.parametrize("scale", ["large", "small", "of each token", "of each element"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_of_any_scale(size: int, scale: str, normalize: bool) -> None:
+    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
+    if scale == "large":
+        # Squares, of which norms are made, stay in float32's range.
+        queries, documents = queries * 1e4, documents * (1e15 if normalize else 1e30)
+    elif scale == "small":
+        queries, documents = queries * 1e-6, documents * 1e-30
+    else:
+        shape = (300, 70, 1) if scale == "of each token" else (300, 70, size)
+        documents = documents * torch.exp2((6 if normalize else 20) * torch.randn(shape, device="cuda"))
+        documents[:, 3] = 0.0
+    assert_scores(queries, documents, normalize=normalize)
+
+
+@pytest.mark.parametrize("size", [192, 320])
+@pytest.mark.parametrize("infinite", ["queries", "documents", "both"])
+def test_infinities(size: int, infinite: str) -> None:
+    """Products with 0 and sums of both signs are NaN, and all others as infinite as in the definition."""
+    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
+    if infinite != "documents":
+        queries[2, 3, 7], queries[4, 1, 2] = torch.inf, -torch.inf
+    if infinite != "queries":
+        documents[::3, 5, 7], documents[1::5, 9, 3] = torch.inf, -torch.inf
+        documents[::7, 11, 7], documents[::7, 11, 9] = torch.inf, -torch.inf
+        queries[5, 5, 7] = 0.0
+    assert_scores(queries, documents)
+
+
+@pytest.mark.parametrize("size", [128, 192, 320])
+@pytest.mark.parametrize(("n_queries", "query_length"), [(3, 50), (32, 32), (128, 32)])
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_bits_do_not_depend_on_other_documents(size: int, n_queries: int, query_length: int, precision: str) -> None:
+    """Neither on their number nor on what they are, as where an index is scored block by block."""
+    queries, documents = unit(n_queries, query_length, size, seed=1), unit(1000, 50, size)
+    others = documents.clone()
+    others[1::2] *= 1e20
+    others[3::8] = torch.inf
+    with products_in(precision):
+        scores = maxsim(queries, documents)
+        assert torch.equal(maxsim(queries, others)[:, ::2], scores[:, ::2])
+        for first, last in ((0, 1), (1, 8), (100, 300), (8, 1000)):
+            assert torch.equal(maxsim(queries, documents[first:last]), scores[:, first:last])
+    expected = maxsim(queries.double(), documents.double(), implementation="blocked")
+    within = query_length * (2.0**-21 if precision == "highest" else 1.01 * 2.0**-10)
+    torch.testing.assert_close(scores.double(), expected, rtol=0.0, atol=within)
