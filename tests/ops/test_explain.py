@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pylate_flash import explain, pack, quantize
-from pylate_flash.kernels import plan, tables
+from pylate_flash.kernels import choice, tables
 
 
 def test_on_a_cpu() -> None:
@@ -23,7 +23,7 @@ def test_on_a_cpu() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Hopper GPU."""
-    monkeypatch.setattr(plan, "_kernels_take", lambda *kind: None)
+    monkeypatch.setattr(choice, "_kernels_take", lambda *kind: None)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     for module in ("explanation", "ragged"):
         monkeypatch.setattr(f"pylate_flash.ops.{module}.choose", lambda *kind: "triton")
