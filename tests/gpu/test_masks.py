@@ -30,8 +30,8 @@ PADDED = [
     ("single", (1, 50, 512), (9, 70, 512), FLOAT),
     ("single", (6, 20, 48), (6, 5, 70, 48), HALF),
     ("stacked", (3, 32, 100), (50, 70, 100), HALF),  # no rows that can be copied 16 bytes at a time
-    ("stacked", (16, 32, 130), (20, 70, 130), FLOAT),
-    ("stacked", (3, 300, 66), (12, 70, 66), FLOAT),  # several sums of a query
+    ("stacked", (2, 32, 130), (20, 70, 130), FLOAT),
+    ("stacked", (3, 300, 66), (12, 70, 66), HALF),  # several sums of a query
     ("stacked", (3, 100, 60), (3, 5, 70, 60), HALF),
     ("hopper", (3, 32, 128), (50, 70, 128), HALF),
     ("hopper", (16, 32, 128), (50, 70, 128), HALF),
@@ -39,6 +39,8 @@ PADDED = [
     ("hopper", (4, 150, 64), (4, 5, 70, 64), HALF),
     ("hopper", (16, 32, 128), (50, 70, 128), FLOAT),
     ("hopper", (3, 300, 64), (12, 70, 64), FLOAT),
+    ("hopper", (16, 32, 130), (20, 70, 130), FLOAT),  # taken apart before
+    ("hopper", (3, 300, 66), (12, 70, 66), FLOAT),
 ]
 # Kernel, whether documents are in segments, lengths of queries and of documents, candidates, type.
 SHORT, LONG = [40, 0, 3, 90, 0, 17], [40, 0, 9000, 90, 0, 17, 5000]
