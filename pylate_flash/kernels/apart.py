@@ -3,11 +3,12 @@
 What is nearest to an element in float16, and what is nearest to the rest, together have 22 of its 24 bits. A row of a
 query has the lower halves, and then the upper ones twice; that of a document the upper, the lower and the upper ones.
 So their product, three times as long, is the sum of the three products of halves that are not as small as what is
-rounded, as `forward.hopper_pairs` takes it, and serves where that does not: it finds the argmax, and takes embeddings
-of any size. The small ones come first, as tensor cores truncate what they add. Rows are divided by powers of 2 first,
-by which similarities are multiplied as by norms.
+rounded. The small ones come first, as tensor cores truncate what they add. Rows are divided by powers of 2 before, by
+which similarities are multiplied as by norms.
 
-Where torch's products of float32 may be of TF32, upper halves are all: they have its 11 bits.
+On Hopper, `forward.hopper_pairs` takes tokens apart as it multiplies them, but finds no argmax, and takes no more than
+128 elements; elsewhere, float32 would be multiplied outside tensor cores. Where torch's products of float32 may be of
+TF32, upper halves are all: they have its 11 bits.
 """
 
 from __future__ import annotations

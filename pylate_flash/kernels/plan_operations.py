@@ -390,10 +390,17 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
         return f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
     if problem.has_candidates:
         return "; packed documents are candidates"
-    few = problem.counted_tokens < tables.QUANTIZED_HOPPER_FEW_TOKENS
-    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS and (few or problem.groups > 1):
-        met = "a document" if problem.groups > 1 else f"fewer than {tables.QUANTIZED_HOPPER_FEW_TOKENS} of documents"
-        return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet {met}"
+    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS:
+        total, met, length = problem.counted_tokens, None, tables.STREAM_QUANTIZED_MEAN_LENGTH
+        masked = kind.documents_mask is not None and kind.size <= 128
+        if problem.groups > 1:
+            met = "a document"
+        elif total < tables.QUANTIZED_HOPPER_FEW_TOKENS:
+            met = f"fewer than {tables.QUANTIZED_HOPPER_FEW_TOKENS} of documents"
+        elif masked and total >= tables.QUANTIZED_MANY_TOKENS and total > length * problem.all_documents:
+            met = f"masked documents of more than {length}"
+        if met is not None:
+            return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet {met}"
     if not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 1)):
         return f"; {UNCOPIED}"
     return None
@@ -408,7 +415,8 @@ def _is_short_for_one(problem: Problem) -> bool:
         short = total <= tables.SHORT_QUANTIZED_LONG_LENGTH * problem.n_documents
         return short and total >= tables.SHORT_QUANTIZED_LONG
     wide = config.single_columns(problem.query_length) > 32
-    return not wide or total <= tables.SHORT_QUANTIZED_WIDE_LENGTH * problem.n_documents
+    short = total <= tables.SHORT_QUANTIZED_WIDE_LENGTH * problem.n_documents
+    return not wide or short or total >= tables.QUANTIZED_MANY_TOKENS
 
 
 def _is_short(problem: Problem, rows: int, whole: HopperTile) -> bool:

@@ -224,6 +224,10 @@ QUANTIZED_HOPPER_MAX_SIZE = 384
 # and 0.192, 0.227 and 0.082, 0.118 and 0.067 with 2000 of 300.
 QUANTIZED_HOPPER_MIN_ROWS = 65
 QUANTIZED_HOPPER_FEW_TOKENS = 1 << 15
+# Tokens from which on it does not, of one query and up to 128 elements, where documents are masked and too long for a
+# stream (0.250 and 0.328 with 20000 of 300, but 0.524 and 0.498 with 50000 of 180, 1.29 and 0.673 with 200000 of 36),
+# or of more than 32 query tokens without masks (by `forward.short` and by it 0.316 and 0.464 with 50000 of 180).
+QUANTIZED_MANY_TOKENS = 1 << 20
 # Columns of its tile where documents without masks have so many tokens at most, on average. The product of the next
 # document is under way there while the sums of one are taken, whatever their length. 32 queries on an H100, in
 # milliseconds before and since: 13.6 and 8.7 with int8 and documents of 8 to 32 tokens, 4.95 and 4.7 of 64 to 192.
@@ -372,7 +376,7 @@ XTR_MOST_SLOTS = 8192
 # 180, by `STACKED` and so: 0.256 and 0.197 of 3 queries with 1000 documents, d = 256, but where products may be of TF32
 # 0.089 and 0.100. By pairs and so, d = 128: 0.134 and 0.171 of 16 queries, 0.251 and 0.273 of 32, 0.485 and 0.465 of
 # 64, 0.131 and 0.121 at 128 x 128, 1.93 and 1.63 at 512 x 512; of TF32 0.082 and 0.090, 0.153 and 0.135 of 16 and 32.
-APART_ROWS = {"tf32x3": 65, "tf32": 129}
+APART_ROWS = {3: 65, 1: 129}
 APART_PAIRS_ROWS = {"tf32x3": 4096, "tf32": 1024}
 APART_MEMORY = 1 << 30
 

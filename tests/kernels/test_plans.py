@@ -471,6 +471,12 @@ def test_short_queries_on_hopper(served: Problem, on_hopper: bool, rows: int, ca
         # Which `forward.short` serves too, in whole or in part.
         (quantized((1, 32, 128), (3000, 180, 128)), "short", "short"),
         (quantized((1, 33, 128), (3000, 180, 128)), "hopper", "short"),
+        # Of many tokens: under masks where they are too long for a stream, of wide queries without.
+        (masked(quantized((1, 32, 128), (6000, 180, 128))), "hopper", "stacked"),
+        (masked(quantized((1, 32, 128), (6000, 193, 128))), "stacked", "stacked"),
+        (masked(quantized((1, 32, 128), (5000, 193, 128))), "hopper", "stacked"),
+        (masked(quantized((1, 32, 192), (6000, 193, 192))), "hopper", "stacked"),
+        (quantized((1, 33, 128), (6000, 180, 128)), "short", "short"),
         (quantized((1, 33, 128), (12_000, 48, 128)), "short", "short"),
         (quantized((1, 33, 128), (3000, 180, 128), torch.uint8), "short", "short"),
         (quantized((1, 32, 192), (20_000, 16, 192)), "short", "short"),
