@@ -70,9 +70,9 @@ def test_a_tail_is_not_loaded_as_a_whole_tile():
 
 
 def test_what_is_not_counted_is_an_error():
-    for d, kernel in ((256, "stacked"), (128, "hopper")):
+    for n, d, kernel in ((2, 256, "stacked"), (4, 256, "hopper"), (4, 128, "hopper")):
         with pytest.raises(ValueError, match=f"got one of the kernel '{kernel}' in torch.float32"):
-            traffic.expected(problem(traffic.Shape("", 4, 64, 32, 100, False, d), torch.float32))
+            traffic.expected(problem(traffic.Shape("", n, 64, 32, 100, False, d), torch.float32))
     few = traffic.Shape("", 1, 2000, 128, 100, backward=True)
     with pytest.raises(ValueError, match="programs share"):
         traffic.expected(problem(few), torch.zeros(2000, 128, dtype=torch.long))
