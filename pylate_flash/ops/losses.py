@@ -111,8 +111,9 @@ def maxsim_cross_entropy(
     max_scratch_bytes
         What a chunk, of at least one query, may take beside the gradients: argmax, its lists, and scores. Value and
         gradients vary with it by float32 rounding only. None: 256 MiB, or about as much as the documents take where
-        that is more. The gradient of documents that several chunks share is summed in float32. On a GPU that is out of
-        memory, chunks are halved, and a warning is logged once.
+        that is more. The gradient of documents that several chunks share is summed in float32. Embeddings in float32
+        may take 1.5 times their bytes besides, up to 1 GiB, while scores are computed. On a GPU that is out of memory,
+        chunks are halved, and a warning is logged once.
 
     Returns
     -------
