@@ -12,7 +12,7 @@ from pylate_flash import explain, maxsim
 from pylate_flash.kernels import tables
 from pylate_flash.ops import maxsim_varlen
 from tests.gpu.test_varlen import STREAMS
-from tests.gpu.tools import CAPABILITY, products_in, random_mask, unit
+from tests.gpu.tools import CAPABILITY, of_scale, products_in, random_mask, unit, with_infinities
 from tests.ops.cases import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -135,31 +135,14 @@ def test_gradients(
 @pytest.mark.parametrize("scale", ["large", "small", "of each token", "of each element"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_of_any_scale(size: int, scale: str, normalize: bool, on_hopper: bool) -> None:
-    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
-    if scale == "large":
-        # Squares, of which norms are made, stay in float32's range.
-        queries, documents = queries * 1e4, documents * (1e15 if normalize else 1e30)
-    elif scale == "small":
-        queries, documents = queries * 1e-6, documents * 1e-30
-    else:
-        shape = (300, 70, 1) if scale == "of each token" else (300, 70, size)
-        documents = documents * torch.exp2((6 if normalize else 20) * torch.randn(shape, device="cuda"))
-        documents[:, 3] = 0.0
-    assert_scores(queries, documents, normalize=normalize)
+    assert_scores(*of_scale(scale, size, normalize), normalize=normalize)
 
 
 @pytest.mark.parametrize("size", [192, 320])
 @pytest.mark.parametrize("infinite", ["queries", "documents", "both"])
 def test_infinities(size: int, infinite: str, on_hopper: bool) -> None:
     """Products with 0 and sums of both signs are NaN, and all others as infinite as in the definition."""
-    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
-    if infinite != "documents":
-        queries[2, 3, 7], queries[4, 1, 2] = torch.inf, -torch.inf
-    if infinite != "queries":
-        documents[::3, 5, 7], documents[1::5, 9, 3] = torch.inf, -torch.inf
-        documents[::7, 11, 7], documents[::7, 11, 9] = torch.inf, -torch.inf
-        queries[5, 5, 7] = 0.0
-    assert_scores(queries, documents)
+    assert_scores(*with_infinities(infinite, size))
 
 
 @pytest.mark.parametrize("size", [128, 192, 320])

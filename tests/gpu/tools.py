@@ -159,3 +159,29 @@ def memory_limit(nbytes: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def of_scale(scale: str, size: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """8 queries of 32 tokens and 300 documents of 70 in float32: "large", "small", or "of each token" or "element"."""
+    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
+    if scale == "large":
+        # Squares, of which norms are made, stay in float32's range.
+        return queries * 1e4, documents * (1e15 if normalize else 1e30)
+    if scale == "small":
+        return queries * 1e-6, documents * 1e-30
+    shape = (300, 70, 1) if scale == "of each token" else (300, 70, size)
+    documents *= torch.exp2((6 if normalize else 20) * torch.randn(shape, device="cuda"))
+    documents[:, 3] = 0.0
+    return queries, documents
+
+
+def with_infinities(infinite: str, size: int) -> tuple[Tensor, Tensor]:
+    """As many, with infinite elements of "queries", "documents" or "both": some meet a 0, or each other."""
+    queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
+    if infinite != "documents":
+        queries[2, 3, 7], queries[4, 1, 2] = torch.inf, -torch.inf
+    if infinite != "queries":
+        documents[::3, 5, 7], documents[1::5, 9, 3] = torch.inf, -torch.inf
+        documents[::7, 11, 7], documents[::7, 11, 9] = torch.inf, -torch.inf
+        queries[5, 5, 7] = 0.0
+    return queries, documents
