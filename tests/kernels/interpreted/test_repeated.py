@@ -217,15 +217,25 @@ def test_casts_of_autocast_are_repeated_as_one_launch(repeats: list, monkeypatch
     assert all(torch.equal(found, scores[0]) for found in scores[1:])
 
 
-@pytest.mark.parametrize("short", [False, True], ids=["single", "short"])
-def test_packed_totals_share_what_is_repeated(short: bool, repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("served", ["single", "short", "stacked", "taken apart"])
+def test_packed_totals_share_what_is_repeated(served: str, repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Totals that are planned for alike; what is read follows from boundaries, not from the total that was recorded."""
-    monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
-    monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((40, 0),) if short else ())
-    queries, bounds = torch.randn(11, 16).half(), torch.tensor([0, 11])
+    monkeypatch.setattr(tables, "architecture", lambda device: (9 if served == "short" else 8, 1))
+    monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((40, 0),) if served == "short" else ())
+    dtype, length = (torch.float32, 70) if served == "taken apart" else (torch.half, 11)
+    n_queries = 2 if served == "stacked" else 1
+    queries, bounds = torch.randn(n_queries * length, 16).to(dtype), torch.arange(n_queries + 1) * length
     for total in (129, 131, 132, 130, 129, 132):
-        arguments = queries, torch.randn(total, 16).half(), bounds, torch.tensor([0, 40, 70, 110, total])
-        lengths = {"max_query_length": 11, "max_document_length": 40}
+        arguments = queries, torch.randn(total, 16).to(dtype), bounds, torch.tensor([0, 40, 70, 110, total])
+        lengths = {"max_query_length": length, "max_document_length": 40}
+        plan = pylate_flash.explain(
+            *arguments[:2],
+            queries_cu_seqlens=bounds,
+            documents_cu_seqlens=arguments[3],
+            **lengths,
+            implementation="triton",
+        ).forward
+        assert served == ("taken apart" if plan.apart else plan.kernel)
 
         def call(arguments: tuple = arguments, lengths: dict = lengths) -> list[Tensor | None]:
             return [maxsim_varlen(*arguments, **lengths, implementation="triton")]
