@@ -32,7 +32,8 @@ def test_similarities(n_queries, query_length, n, length, size, parts, normalize
 
     def draw(*shape: int) -> torch.Tensor:
         values = torch.randn(*shape, size, generator=generator)
-        values *= torch.exp2(spread * torch.randn(*shape, 1, generator=generator))
+        # Norms are no less than what is divided by, and their squares are in float32's range.
+        values *= torch.exp2((spread * torch.randn(*shape, 1, generator=generator)).clamp(-30.0, 45.0))
         return values.transpose(0, 1).contiguous().transpose(0, 1) if transposed else values
 
     queries, documents = draw(n_queries, query_length), draw(n, length)
