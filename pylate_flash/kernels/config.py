@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from ..problem import Kind, Problem, replaced, rounded_total
+from ..problem import Kind, Problem, rounded_total
 from . import tables
-from .choice import KERNEL_MAX_EMBEDDING_SIZE
 from .tiles import Blocks, HopperTile, Tile
 from .versions import has_gluon
 
@@ -129,34 +128,13 @@ def precision_of(kind: Kind) -> str:
 
     On Hopper, of float32 three products of TF32, which leave 22 of 24 bits: by FFMA, the rows and columns of `stacked`
     reach 14 TFLOP/s, and 3.40 ms in place of 1.01 at 32 x 1024, 32 x 180. Elsewhere they spill; many rows are taken
-    apart (`taken_apart`), and few are multiplied exactly.
+    apart (`kernels.apart`), and few are multiplied exactly.
     """
     if kind.dtype != torch.float32:
         return "ieee"
     if kind.float32_precision == "tf32":
         return "tf32"
     return "tf32x3" if tables.architecture(kind.device)[0] == 9 else "ieee"
-
-
-def taken_apart(problem: Problem) -> Problem | None:
-    """What is asked for of float32 that is taken apart into float16 (`kernels.apart`), or None where it is not."""
-    kind, on_hopper = problem.kind, tables.architecture(problem.device)[0] == 9
-    if kind.dtype != torch.float32 or kind.offset_unit or problem.has_candidates or (on_hopper and not has_gluon()):
-        return None
-    parts = 1 if kind.float32_precision == "tf32" else 3
-    if parts == 1 and not on_hopper:
-        # Where tensor cores take TF32 from the same operands as float16.
-        return None
-    size = parts * -(-kind.size // 8) * 8
-    length, rows = problem.document_length, problem.n_queries * problem.query_length
-    fits = size <= KERNEL_MAX_EMBEDDING_SIZE and 2 * size * (problem.counted_tokens + rows) <= tables.APART_MEMORY
-    if not fits or rows < tables.APART_ROWS[parts] * problem.groups:
-        return None
-    kind = replaced(replaced(replaced(kind, "dtype", torch.float16), "size", size), "normalize", True)
-    document = 0 if problem.packed else length * size
-    group = document * problem.n_documents if problem.groups > 1 else 0
-    strides = (problem.query_length * size, size), (group, document, size)
-    return problem._replace(kind=kind, query_strides=strides[0], document_strides=strides[1], aligned=True)
 
 
 def planned_length(problem: Problem, least: int = 0) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ..problem import Problem, rounded_total
+import torch
+
+from ..problem import Problem, replaced, rounded_total
 from . import config, tables
 from .choice import KERNEL_MAX_EMBEDDING_SIZE
 from .config import Config
@@ -173,10 +175,10 @@ def splits_of(
 
 def forward_plan(problem: Problem) -> ForwardPlan:
     """Choose the forward's kernel, tile and grid."""
-    pairs, apart = _pairs_plan(problem), config.taken_apart(problem)
+    pairs, apart = _pairs_plan(problem), _apart_problem(problem)
     if apart is not None and (pairs is None or problem.rows >= tables.APART_PAIRS_ROWS[pairs.config.precision]):
         plan = forward_plan(apart)
-        # Plain products of float16, three times as many, are no faster than Hopper's of TF32.
+        # On Hopper, documents in segments keep products of TF32: there, halves in the plain kernel were not measured.
         if plan.kernel == "hopper" or tables.architecture(problem.device)[0] != 9:
             return plan._replace(apart=apart, reason=plan.reason + _TAKEN_APART)
     if pairs is not None:
@@ -281,6 +283,27 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     special = {"stream": True, "pairs": True}
     plan = tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)
     return plan if not problem.packed or config.planned_length(problem) <= plan.splits.whole else None
+
+
+def _apart_problem(problem: Problem) -> Problem | None:
+    """What is asked for of float32 that is taken apart into float16 (`kernels.apart`), or None where it is not."""
+    kind, on_hopper = problem.kind, tables.architecture(problem.device)[0] == 9
+    if kind.dtype != torch.float32 or kind.offset_unit or problem.has_candidates or (on_hopper and not has_gluon()):
+        return None
+    parts = 1 if kind.float32_precision == "tf32" else 3
+    if parts == 1 and not on_hopper:
+        # The plain kernel has products of TF32.
+        return None
+    size = parts * -(-kind.size // 8) * 8
+    length, rows = problem.document_length, problem.n_queries * problem.query_length
+    fits = size <= KERNEL_MAX_EMBEDDING_SIZE and 2 * size * (problem.counted_tokens + rows) <= tables.APART_MEMORY
+    if not fits or rows < tables.APART_ROWS[parts] * problem.groups:
+        return None
+    kind = replaced(replaced(replaced(kind, "dtype", torch.float16), "size", size), "normalize", True)
+    document = 0 if problem.packed else length * size
+    group = document * problem.n_documents if problem.groups > 1 else 0
+    strides = (problem.query_length * size, size), (group, document, size)
+    return problem._replace(kind=kind, query_strides=strides[0], document_strides=strides[1], aligned=True)
 
 
 def _unpadded(problem: Problem) -> bool:

@@ -97,11 +97,8 @@ def gather_plan(problem: Problem) -> GatherPlan:
 def gather_wave(problem: Problem) -> int:
     """Query rows of the programs that gather on all SMs at a time, where there are rows for so many."""
     block = max(128, tables.power_of_two(problem.size))
-    return (
-        max(2, measured.GATHERS[0][0] * 128 // block)
-        * measured.GATHER_PROGRAMS
-        * tables.architecture(problem.device)[1]
-    )
+    sms = tables.architecture(problem.device)[1]
+    return max(2, measured.GATHERS[0][0] * 128 // block) * measured.GATHER_PROGRAMS * sms
 
 
 # A token and the position of a row in a chunk are one number of 31 bits.
@@ -153,9 +150,8 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     starts_dtype = torch.uint16 if rows < 1 << 16 and not packed else torch.int32
     alone_bits, alone_warps = 0, 1
-    alone_rows = (
-        measured.ALONE_ROWS_OF_FEW if documents <= tables.architecture(problem.device)[1] else measured.ALONE_ROWS
-    )
+    sms = tables.architecture(problem.device)[1]
+    alone_rows = measured.ALONE_ROWS_OF_FEW if documents <= sms else measured.ALONE_ROWS
     if rows <= alone_rows and length <= measured.ALONE_TOKENS and not packed:
         alone_bits = max(8, (rows - 1).bit_length())
         alone_warps = max(1, (1 << alone_bits) // measured.ALONE_KEYS)

@@ -50,8 +50,6 @@ def maxsim_forward(
     if problem.with_argmax:
         argmax = torch.empty(*problem.argmax_shape, dtype=problem.argmax_dtype, device=device)
     inputs = _forward_tensors(tensors, offsets, argmax)
-    # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows. The
-    # programs of the single kernel, which meet every token once, take norms themselves.
     if plan.apart is not None:
         known = (norms or norms_of(tensors.queries, tensors.documents)) if problem.normalize else None
         problem = plan.apart
@@ -60,6 +58,8 @@ def maxsim_forward(
         )
         inputs = _with_norms(problem, inputs._replace(queries=queries, documents=documents), scales)
     elif problem.normalize and plan.config.kernel != "single":
+        # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows.
+        # The programs of the single kernel, which meet every token once, take norms themselves.
         inputs = _with_norms(problem, inputs, norms)
     elif problem.normalize and in_segments:
         inputs = inputs._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
