@@ -121,6 +121,6 @@ def embeddings_by_hand(folder: Path, text: str, is_query: bool) -> torch.Tensor:
     mask = torch.arange(len(tokens)) < seen
     with torch.no_grad():
         states = encoder(torch.tensor([tokens]), attention_mask=mask[None].long()).last_hidden_state[0]
-    found = F.normalize(states @ weight.T, dim=-1)
+    result = F.normalize(states @ weight.T, dim=-1)
     kept = torch.tensor([is_query or token != _VOCABULARY["."] for token in tokens])
-    return found[kept]
+    return result[kept]

@@ -66,14 +66,14 @@ def value_and_gradient(loss: nn.Module, model: nn.Module, columns: list) -> tupl
     return value.detach(), gradient_of(model)
 
 
-def mean_over_ranks(found: tuple[Tensor, ...]) -> list[Tensor]:
+def mean_over_ranks(result: tuple[Tensor, ...]) -> list[Tensor]:
     """What DistributedDataParallel makes of gradients."""
-    for tensor in found:
+    for tensor in result:
         dist.all_reduce(tensor)
-    return [tensor / dist.get_world_size() for tensor in found]
+    return [tensor / dist.get_world_size() for tensor in result]
 
 
-def assert_same(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     """Two values with their gradients."""
-    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=tolerance, atol=1e-7)
-    assert (found[1] - expected[1]).norm() <= tolerance * expected[1].norm()
+    torch.testing.assert_close(actual[0].double(), expected[0].double(), rtol=tolerance, atol=1e-7)
+    assert (actual[1] - expected[1]).norm() <= tolerance * expected[1].norm()

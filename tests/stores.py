@@ -67,9 +67,9 @@ def content(path: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_content(path: Path, ids: list[str], documents: list[torch.Tensor]) -> None:
-    found = content(path)
-    assert list(found) == ids
-    for document, expected in zip(found.values(), documents, strict=True):
+    actual = content(path)
+    assert list(actual) == ids
+    for document, expected in zip(actual.values(), documents, strict=True):
         torch.testing.assert_close(document, expected, rtol=0, atol=0)
 
 

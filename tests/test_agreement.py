@@ -7,7 +7,7 @@ from pylate_flash.evaluation import RetrievalEvaluation
 
 
 def evaluation_of(run: dict[str, list[tuple[str, float]]], ndcg: float = 0.5) -> RetrievalEvaluation:
-    lists = {query: [{"id": id_, "score": score} for id_, score in found] for query, found in run.items()}
+    lists = {query: [{"id": id_, "score": score} for id_, score in result] for query, result in run.items()}
     return RetrievalEvaluation({"ndcg@10": ndcg}, {}, lists, {}, "torch")
 
 
@@ -37,15 +37,15 @@ def test_a_tie_at_the_end_of_the_list_counts_as_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "result",
     [
         [("b", 3.0), ("a", 2.0), ("c", 1.0)],  # another order, not tied
         [("a", 3.0), ("b", 2.0), ("d", 1.0)],  # another document
         [("a", 3.0), ("b", 2.0)],  # one fewer
     ],
 )
-def test_other_lists_disagree(found: list[tuple[str, float]]) -> None:
-    agreement = compare(evaluation_of(FIRST), evaluation_of({**FIRST, "q1": found}))
+def test_other_lists_disagree(result: list[tuple[str, float]]) -> None:
+    agreement = compare(evaluation_of(FIRST), evaluation_of({**FIRST, "q1": result}))
     assert (agreement.identical, agreement.identical_up_to_ties) == (1, 1)
     assert not agreement.holds
 

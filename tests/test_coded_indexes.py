@@ -39,21 +39,26 @@ def kept(store: PackedStore, positions: np.ndarray) -> ResidualCodes:
     bounds = torch.from_numpy(np.concatenate([[0], store.documents.lengths[positions].cumsum()]))
     size = codec.size * codec.nbits // 8
     numbers, scales = rows[:, 4:8].contiguous().view(torch.int32)[:, 0], rows[:, :4].contiguous().view(torch.float32)
-    found = codec.on(torch.device("cpu"))
+    result = codec.on(torch.device("cpu"))
     return ResidualCodes(
-        numbers, rows[:, 8 : 8 + size].contiguous(), found.centroids, found.bucket_weights, bounds, scales[:, 0].clone()
+        numbers,
+        rows[:, 8 : 8 + size].contiguous(),
+        result.centroids,
+        result.bucket_weights,
+        bounds,
+        scales[:, 0].clone(),
     )
 
 
 def assert_finds(index: Flat, queries: list[torch.Tensor], among: list[list[int]], **call) -> None:
     """The best of these documents, by what decompressed codes score."""
-    for query, places, found in zip(queries, among, index(queries, k=200, **call), strict=True):
-        documents = kept(index._store, index._store.documents.live[np.array(places, dtype=np.int64)])
+    for query, positions, result in zip(queries, among, index(queries, k=200, **call), strict=True):
+        documents = kept(index._store, index._store.documents.live[np.array(positions, dtype=np.int64)])
         scores = maxsim_residual_reference(query.half().unsqueeze(0), documents, empty_score=EMPTY_SCORE)[0]
         ids = index.documents_ids
-        wanted = {ids[place]: score for place, score in zip(places, scores.tolist(), strict=True)}
-        assert [hit["id"] for hit in found] == sorted(wanted, key=lambda id_: -wanted[id_])
-        for hit in found:
+        wanted = {ids[place]: score for place, score in zip(positions, scores.tolist(), strict=True)}
+        assert [hit["id"] for hit in result] == sorted(wanted, key=lambda id_: -wanted[id_])
+        for hit in result:
             assert hit["score"] == pytest.approx(wanted[hit["id"]], rel=1e-5, abs=1e-6)
 
 
@@ -104,10 +109,10 @@ def test_embeddings_come_back_with_their_norms(tmp_path: Path, dtype: str) -> No
     norms = torch.rand(3000, 1, generator=generator) * 100
     norms[7] = 0
     index = small(tmp_path, dtype=dtype).add_documents(["a"], [units * norms])
-    ((found,),) = index.get_documents_embeddings([["a"]])
-    torch.testing.assert_close(found.norm(dim=1, keepdim=True), norms, rtol=2e-3, atol=1e-6)
+    ((result,),) = index.get_documents_embeddings([["a"]])
+    torch.testing.assert_close(result.norm(dim=1, keepdim=True), norms, rtol=2e-3, atol=1e-6)
     least = 0.98 if dtype == "residual4" else 0.85
-    assert F.cosine_similarity(found, units)[norms[:, 0] > 0].mean() > least
+    assert F.cosine_similarity(result, units)[norms[:, 0] > 0].mean() > least
     # 8 bytes and the bits of a token, in words.
     assert index._store.layout.nbytes == 8 + {"residual4": 12, "residual2": 8}[dtype]
 
@@ -265,16 +270,16 @@ def test_the_best_hundred_of_cranfield(cranfield: Path, dtype: str, least: float
     documents, asking = [embedded(own) for own in words], [embedded(own) for own in asked]
     ids = [document["id"] for document in texts]
     index = small(None, dtype=dtype).add_documents(ids, documents)
-    found = [[hit["id"] for hit in own] for own in index(asking, k=100)]
+    results = [[hit["id"] for hit in own] for own in index(asking, k=100)]
     (decompressed,) = index.get_documents_embeddings([ids])
     for scored, share in ((decompressed, 0.99), (documents, least)):
         padded = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(own)) for own in scored], batch_first=True).bool()
         both = 0
-        for query, own in zip(asking, found, strict=True):
+        for query, own in zip(asking, results, strict=True):
             best = maxsim(query.unsqueeze(0), padded, documents_mask=mask)[0].topk(100).indices
             both += len({ids[i] for i in best.tolist()} & set(own))
-        assert both >= share * 100 * len(found)
+        assert both >= share * 100 * len(results)
 
 
 def test_a_codec_is_trained_on_a_sample_and_kept_before_any_document(tmp_path: Path) -> None:

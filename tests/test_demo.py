@@ -46,8 +46,8 @@ def function(name: str, docstring: str) -> str:
     ],
 )
 def test_split_docstring(docstring: str, query: str, text: str) -> None:
-    found = split_docstring(docstring)
-    assert (found[0], " ".join(found[1].split())) == (query, " ".join(text.split()))
+    result = split_docstring(docstring)
+    assert (result[0], " ".join(result[1].split())) == (query, " ".join(text.split()))
 
 
 def test_read_package_finds_what_is_public_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +144,13 @@ def test_demo_leaves_what_it_says(finished: tuple[Path, dict[str, Any], str]) ->
 def test_demo_results_are_those_of_the_saved_model_and_index(finished: tuple[Path, dict[str, Any], str]) -> None:
     output, results, _ = finished
     model = models.ColBERT(str(output / "model"), device="cpu")
-    found = evaluation.evaluate_retrieval(
+    result = evaluation.evaluate_retrieval(
         model,
         *evaluation.load_beir_folder(output / "data"),
         index=indexes.Flat(output, "index", device="cpu"),
         show_progress=False,
     )
-    assert found.metrics == pytest.approx(results["after"]["pylate_flash"], abs=1e-6)
+    assert result.metrics == pytest.approx(results["after"]["pylate_flash"], abs=1e-6)
 
 
 def test_demo_trains_and_the_scorers_agree(finished: tuple[Path, dict[str, Any], str]) -> None:

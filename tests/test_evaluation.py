@@ -162,7 +162,7 @@ def test_metrics_are_those_of_a_ranking_worked_out_by_hand(scorer: str) -> None:
         result = evaluated(model)
     assert result.scorer == scorer
     assert theirs.called == (scorer == "torch")
-    ranked = {query_id: "".join(r["id"] for r in found) for query_id, found in result.run.items()}
+    ranked = {query_id: "".join(r["id"] for r in actual) for query_id, actual in result.run.items()}
     assert ranked == {"q1": "cbad", "q2": "dabc"}
     for name in ("ndcg@10", "map", "recall@100", "mrr@10"):
         expected = {query_id: METRICS[query_id][name] for query_id in JUDGED}
@@ -246,9 +246,9 @@ def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureF
     ],
 )
 def test_a_run_that_cannot_be_evaluated_is_an_error(run, qrels, metrics, message: str) -> None:
-    found = {query_id: [{"id": id_, "score": 1.0} for id_ in ids] for query_id, ids in run.items()}
+    results = {query_id: [{"id": id_, "score": 1.0} for id_ in ids] for query_id, ids in run.items()}
     with pytest.raises(ValueError, match=message):
-        evaluation.evaluate_run(found, qrels, metrics)
+        evaluation.evaluate_run(results, qrels, metrics)
 
 
 @pytest.mark.parametrize(
@@ -324,13 +324,13 @@ def test_a_real_model_gives_the_same_metrics_by_both_scorers(tiny_colbert_path: 
     qrels = {f"q{i}": {f"d{i}": 1, f"d{i + 10}": 2} for i in range(6)}
     model = models.ColBERT(tiny_colbert_path, device="cpu")
     index = small(tmp_path)
-    given = model, documents, queries, qrels
-    results = [evaluated(*given, index=index, scorer=scorer, k=100) for scorer in ("torch", "pylate_flash")]
+    arguments = model, documents, queries, qrels
+    results = [evaluated(*arguments, index=index, scorer=scorer, k=100) for scorer in ("torch", "pylate_flash")]
     rounded = [{name: round(value, 4) for name, value in result.metrics.items()} for result in results]
     assert rounded[0] == rounded[1]
     # An index with a projection gets hidden states, and finds the same in them.
     index = small(tmp_path / "states", projection=model)
-    results.append(evaluated(*given, index=index, k=100))
+    results.append(evaluated(*arguments, index=index, k=100))
     assert results[2].metrics == pytest.approx(results[0].metrics, abs=1e-4)
     for query_id in queries:
         theirs, ours, from_states = (result.run[query_id] for result in results)
@@ -393,15 +393,15 @@ class Spy:
 
 @pytest.mark.parametrize("make", EVALUATORS)
 def test_evaluators_follow_the_flag_of_each_model(make, model: models.ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluator, found = make(evaluation), {}
+    evaluator, result = make(evaluation), {}
     spy = Spy(monkeypatch)
     # One evaluator meets one flag after the other: what it remembers of the first must not decide for the second.
     for flag in ("torch", "pylate_flash", "torch"):
         monkeypatch.setitem(model._model_config, "scorer", flag)
         spy.ours = spy.theirs = 0
-        found[flag] = evaluator(model)
+        result[flag] = evaluator(model)
         assert (spy.ours > 0, spy.theirs > 0) == (flag == "pylate_flash", flag == "torch")
-    assert found["torch"] == pytest.approx(found["pylate_flash"], abs=1e-5)
+    assert result["torch"] == pytest.approx(result["pylate_flash"], abs=1e-5)
 
 
 @pytest.mark.parametrize("make", EVALUATORS)

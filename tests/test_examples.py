@@ -223,7 +223,7 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timed = {"status": "ok", "error": 1e-3, "iqr_ms": 0.1, "host_ms": 0.1, "repetitions": 3, "over_floor": 2.0}
-    kept = {
+    kwargs = {
         "schema": 1, "suite": "losses", "date": "2026-03-01T12:00:00+00:00", "complete": True, "quick": False,
         "machine": {"device": "cuda", "name": "Test Card", "compute_capability": "9.0", "memory_bytes": 10**11,
                     "driver": None, "cuda": "13.0"},
@@ -244,8 +244,8 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
             for name, size in (("batch-1024", 1024), ("batch-65536", 65536), ("given-128", 128))
         ],
     }  # fmt: skip
-    (tmp_path / "losses-test-card.json").write_text(json.dumps(kept), encoding="utf-8")
-    of_another = json.loads(json.dumps({**kept, "complete": False, "date": "2026-03-03T12:00:00+00:00"}))
+    (tmp_path / "losses-test-card.json").write_text(json.dumps(kwargs), encoding="utf-8")
+    of_another = json.loads(json.dumps({**kwargs, "complete": False, "date": "2026-03-03T12:00:00+00:00"}))
     of_another["rows"] = of_another["rows"][:1]
     of_another["rows"][0]["systems"] = {
         "pylate_flash": {**timed, "variant": "maxsim_cross_entropy", "median_ms": 9.9},
@@ -310,6 +310,6 @@ def test_the_notebook_about_large_batches_shows_what_is_committed() -> None:
     """Executed again with every new result."""
     notebook = nbformat.read(LARGE_BATCHES, as_version=4)
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    for kept in (RESULTS.glob("losses-*.json"), RESULTS.glob("batches/sizes.json")):
-        dates = [json.loads(path.read_text(encoding="utf-8"))["date"] for path in kept]
+    for content in (RESULTS.glob("losses-*.json"), RESULTS.glob("batches/sizes.json")):
+        dates = [json.loads(path.read_text(encoding="utf-8"))["date"] for path in content]
         assert max(dates, default="")[:10] in printed

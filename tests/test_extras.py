@@ -175,8 +175,8 @@ def test_each_host_has_an_extra(module: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_package_alone_installs_no_host() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     dependencies = project.partition("\ndependencies = [")[2].partition("\n]")[0]
-    found = set(re.findall(r'^    "([\w-]+)', dependencies, re.M))
-    assert found == {"torch", "triton", "safetensors", "numpy", "packaging", "typer", "rich", "tqdm", "xxhash"}
+    result = set(re.findall(r'^    "([\w-]+)', dependencies, re.M))
+    assert result == {"torch", "triton", "safetensors", "numpy", "packaging", "typer", "rich", "tqdm", "xxhash"}
 
 
 def test_the_scores_of_hosts_need_no_host_and_registering_one_does() -> None:

@@ -39,8 +39,8 @@ def index(tmp_path: Path, request: pytest.FixtureRequest) -> Flat:
 
 
 def kept(index: Flat, where: Any, **options: Any) -> str:
-    (found,) = index(documents_of([3], seed=9), k=10, where=where, **options)
-    return "".join(sorted(result["id"] for result in found))
+    (results,) = index(documents_of([3], seed=9), k=10, where=where, **options)
+    return "".join(sorted(result["id"] for result in results))
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_a_filter_keeps_what_fulfils_it(index: Flat, where: Any, ids: str) -> No
 def test_a_filter_goes_with_a_subset(index: Flat) -> None:
     assert kept(index, "year >= 2020", subset=["a", "b", "f", "nothing"]) == "bf"
     queries = documents_of([3, 2], seed=9)
-    found = index(queries, where="year >= 2020", subset=[["f", "a"], ["c"]])
-    assert [[result["id"] for result in own] for own in found] == [["f"], []]
+    results = index(queries, where="year >= 2020", subset=[["f", "a"], ["c"]])
+    assert [[result["id"] for result in own] for own in results] == [["f"], []]
 
 
 def test_a_filter_follows_the_index(index: Flat) -> None:
@@ -151,10 +151,10 @@ def test_many_parentheses_are_a_filter_or_none(index: Flat) -> None:
     """SQLite has room for a hundred of them, or since 3.46 for any number."""
     where = "(" * 4000 + "year = 2019" + ")" * 4000
     try:
-        found = kept(index, where)
+        result = kept(index, where)
     except ValueError as error:
-        found = str(error)
-    assert found == "a" or re.match("where: .* is no filter: parser stack overflow", found)
+        result = str(error)
+    assert result == "a" or re.match("where: .* is no filter: parser stack overflow", result)
 
 
 @pytest.mark.parametrize(

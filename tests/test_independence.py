@@ -113,8 +113,8 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.RunResult]) -> None:
-    found = run(TESTS)
-    found.assert_outcomes(passed=15, errors=10)
+    result = run(TESTS)
+    result.assert_outcomes(passed=15, errors=10)
     for test, name in (
         ("view", "NUMBERS"),
         ("list", "NAMED['a'][0]"),
@@ -127,8 +127,8 @@ def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.
         ("folder", "the working folder"),
         ("name", "pylate_flash.ops.products._BLOCK_CPU"),
     ):
-        place = next(n for n, line in enumerate(found.outlines) if f"ERROR at teardown of test_{test} " in line)
-        assert found.outlines[place + 1] == f"the test has changed {name}, which other tests read"
+        place = next(n for n, line in enumerate(result.outlines) if f"ERROR at teardown of test_{test} " in line)
+        assert result.outlines[place + 1] == f"the test has changed {name}, which other tests read"
 
 
 COMPILES = """
@@ -173,6 +173,6 @@ def test_random_numbers_are_those_of_what_draws_them(
 ) -> None:
     of_test = draw()
     names = request.node.parent.nodeid, "of_fixture", request.node.nodeid
-    for name, found in zip(names, (OF_FILE, of_fixture, of_test), strict=True):
+    for name, result in zip(names, (OF_FILE, of_fixture, of_test), strict=True):
         seed(name)
-        assert draw() == found
+        assert draw() == result

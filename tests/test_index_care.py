@@ -53,8 +53,8 @@ def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.
     assert len(commits) == 1
     for seen in (index, small(tmp_path)):
         assert seen.documents_ids == ["a", "c", "b", "d"]
-        for found, expected in zip(seen.get_documents_embeddings([["b", "d"]])[0], new, strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for actual, expected in zip(seen.get_documents_embeddings([["b", "d"]])[0], new, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         assert [result["id"] for result in seen([new[0]], k=1)[0]] == ["b"]
     with pytest.raises(ValueError, match="documents_ids: 'd' is given twice"):
         index.add_documents(["d", "d"], new, replace=True)

@@ -40,9 +40,9 @@ class Collection:
         lengths = defaultdict(list)
         for i, document in enumerate(self.documents):
             lengths[len(document)].append(i)
-        for length, places in lengths.items():
+        for length, positions in lengths.items():
             if length:
-                scores[:, places] = colbert_scores(queries, torch.stack([self.documents[i] for i in places]))
+                scores[:, positions] = colbert_scores(queries, torch.stack([self.documents[i] for i in positions]))
         return scores
 
     def best(self, among: torch.Tensor) -> list[list[dict]]:
@@ -50,8 +50,8 @@ class Collection:
         order = self.scores.masked_fill(~among, -torch.inf).sort(dim=1, descending=True, stable=True)
         counts = among.expand(len(self.queries), -1).sum(dim=1).clamp(max=K).tolist()
         return [
-            [{"id": self.ids[i], "score": score} for score, i in zip(values[:count], places[:count], strict=True)]
-            for values, places, count in zip(order.values.tolist(), order.indices.tolist(), counts, strict=True)
+            [{"id": self.ids[i], "score": score} for score, i in zip(values[:count], positions[:count], strict=True)]
+            for values, positions, count in zip(order.values.tolist(), order.indices.tolist(), counts, strict=True)
         ]
 
 

@@ -133,10 +133,10 @@ class Together(Ranks):
 
     def __init__(self, of_ranks: list[list[Hits]]) -> None:
         self.rank, self.size = 0, len(of_ranks)
-        self.others = [iter(found) for found in of_ranks[1:]]
+        self.others = [iter(result) for result in of_ranks[1:]]
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, *(next(found, None) for found in self.others)]
+        return [value, *(next(result, None) for result in self.others)]
 
 
 @given(st.data())
@@ -146,7 +146,7 @@ def test_what_ranks_have_found_is_merged_whatever_each_has_at_a_time(data: st.Da
     of_ranks, wanted = [], [[] for _ in range(n_queries)]
     for rank in range(world):
         counts = data.draw(st.lists(st.integers(0, k), min_size=n_queries, max_size=n_queries))
-        found = []
+        results = []
         for query, count in enumerate(counts):
             scores = sorted(data.draw(st.lists(st.integers(-2, 2), min_size=count, max_size=count)), reverse=True)
             slots = [100 * rank + i for i in range(count)]
@@ -154,9 +154,9 @@ def test_what_ranks_have_found_is_merged_whatever_each_has_at_a_time(data: st.Da
             width = data.draw(st.integers(count, k))
             rows = (np.pad(np.array([row]), ((0, 0), (0, width - count))) for row in (scores, slots))
             scores, slots = rows
-            found.append(Hits(scores.astype(np.float32), slots.astype(np.int64), np.array([count])))
+            results.append(Hits(scores.astype(np.float32), slots.astype(np.int64), np.array([count])))
         edges = sorted({0, n_queries, *data.draw(st.lists(st.integers(0, n_queries), max_size=4))})
-        of_ranks.append([_padded(found[start:stop]) for start, stop in pairwise(edges)])
+        of_ranks.append([_padded(results[start:stop]) for start, stop in pairwise(edges)])
     merged = [*Together(of_ranks).merged(of_ranks[0], n_queries, k)]
     assert sum(len(some.scores) for some in merged) == n_queries
     lists = [

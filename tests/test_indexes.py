@@ -121,11 +121,11 @@ def test_half_stores_score_what_they_keep(tmp_path: Path, dtype: str, scorer: st
     queries, documents, ids = documents_of([5, 3], size=16, seed=1), documents_of([4, 9, 2], size=16), list("abc")
     flat(tmp_path, ids, documents, dtype=dtype)
     index = Flat(tmp_path, "index", device="cpu", scorer=scorer)
-    kept = getattr(torch, dtype)
-    rounded = [document.to(kept) for document in documents]
-    assert_same(index(queries), expected([query.to(kept) for query in queries], rounded, ids, 10))
-    for found, document in zip(index.get_documents_embeddings([ids])[0], rounded, strict=True):
-        torch.testing.assert_close(found, document.float(), rtol=0, atol=0)
+    stored_dtype = getattr(torch, dtype)
+    rounded = [document.to(stored_dtype) for document in documents]
+    assert_same(index(queries), expected([query.to(stored_dtype) for query in queries], rounded, ids, 10))
+    for actual, document in zip(index.get_documents_embeddings([ids])[0], rounded, strict=True):
+        torch.testing.assert_close(actual, document.float(), rtol=0, atol=0)
 
 
 def test_no_more_than_a_block_is_scored_at_once(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_pylate_s_retriever_and_rerank_take_the_index(tmp_path: Path) -> None:
     assert isinstance(index, pylate.indexes.base.Base)
     assert retrieve.ColBERT is pylate.retrieve.ColBERT
     retriever = pylate.retrieve.ColBERT(index=index)
-    found = retriever.retrieve(queries_embeddings=queries, k=3)
-    assert found == index(queries, k=3)
+    results = retriever.retrieve(queries_embeddings=queries, k=3)
+    assert results == index(queries, k=3)
     subset = [["a", "b"], ["d"]]
     restricted = retriever.retrieve(queries, k=3, subset=subset)
     assert [{r["id"] for r in result} for result in restricted] == [{"a", "b"}, {"d"}]
@@ -234,9 +234,9 @@ def test_returned_embeddings_and_a_given_projection_are_copies(tmp_path: Path) -
     index = flat(tmp_path, ["a"], [torch.ones(2, 3)], projection=(weight, None))
     weight.fill_(1.0)
     for _ in range(2):
-        (found,) = index.get_documents_embeddings([["a"]])[0]
-        assert found.tolist() == [[1.0, 0.0, 0.0]] * 2
-        found.zero_()
+        (result,) = index.get_documents_embeddings([["a"]])[0]
+        assert result.tolist() == [[1.0, 0.0, 0.0]] * 2
+        result.zero_()
     unprojected = small(tmp_path)
     unprojected.get_documents_embeddings([["a"]])[0][0].zero_()
     assert unprojected.get_documents_embeddings([["a"]])[0][0].tolist() == [[1.0] * 3] * 2
@@ -268,13 +268,13 @@ def test_an_index_of_hidden_states_searches_their_embeddings(
     subsets = [None, data.draw(some), data.draw(st.lists(some, min_size=len(queries), max_size=len(queries)))]
     with blocks_of_bytes(block_tokens * 6 * 4):
         for subset in subsets:
-            found, wanted = (index(queries, k=25, subset=subset) for index in (of_states, of_embeddings))
-            for result, want in zip(found, wanted, strict=True):
+            results, wanted = (index(queries, k=25, subset=subset) for index in (of_states, of_embeddings))
+            for result, want in zip(results, wanted, strict=True):
                 np.testing.assert_allclose([r["score"] for r in result], [r["score"] for r in want], atol=1e-5)
                 scores = {r["id"]: r["score"] for r in want}
                 assert {r["id"]: r["score"] for r in result} == pytest.approx(scores, abs=1e-5)
-    (found,), (wanted,) = (index.get_documents_embeddings([ids]) for index in (of_states, of_embeddings))
-    for embeddings, want in zip(found, wanted, strict=True):
+    (results,), (wanted,) = (index.get_documents_embeddings([ids]) for index in (of_states, of_embeddings))
+    for embeddings, want in zip(results, wanted, strict=True):
         torch.testing.assert_close(embeddings, want)
 
 
@@ -282,13 +282,13 @@ def test_an_index_of_hidden_states_searches_their_embeddings(
 def test_half_hidden_states_are_projected_as_they_are_kept(tmp_path: Path, dtype: str) -> None:
     states, queries, weight = documents_of([5, 3], size=6), documents_of([4], seed=3), torch.eye(4, 6)
     index = flat(tmp_path, ["a", "b"], states, dtype=dtype, projection=(weight, None))
-    kept = getattr(torch, dtype)
+    stored_dtype = getattr(torch, dtype)
 
     def units(embeddings: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.normalize(embeddings.double(), dim=-1).to(kept).double()
+        return torch.nn.functional.normalize(embeddings.double(), dim=-1).to(stored_dtype).double()
 
-    projected = [units(s.to(kept) @ weight.to(kept).T) for s in states]
-    assert_same(index(queries), expected([units(q.to(kept)) for q in queries], projected, ["a", "b"], 2))
+    projected = [units(s.to(stored_dtype) @ weight.to(stored_dtype).T) for s in states]
+    assert_same(index(queries), expected([units(q.to(stored_dtype)) for q in queries], projected, ["a", "b"], 2))
 
 
 def test_a_projection_and_what_it_is_given_have_one_size(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def executed(node: ast.AST, in_functions: bool, for_types: bool) -> Iterator[ast
 
 def imported(path: Path, in_functions: bool = True, for_types: bool = False) -> set[str]:
     """The modules of this package that a file imports, by their dotted names within it."""
-    found, parents = set(), path.relative_to(PACKAGE).parent.parts
+    result, parents = set(), path.relative_to(PACKAGE).parent.parts
     for node in executed(ast.parse(path.read_text(encoding="utf-8")), in_functions, for_types):
         names = []
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -54,8 +54,8 @@ def imported(path: Path, in_functions: bool = True, for_types: bool = False) -> 
         elif isinstance(node, ast.Import):
             names = [name.name.partition(".")[2] for name in node.names if name.name.startswith("pylate_flash.")]
         # A name is a module, or one of a module's.
-        found |= {name if name in MODULES else name.rpartition(".")[0] for name in names}
-    return found - {name_of(path)}
+        result |= {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    return result - {name_of(path)}
 
 
 def test_kernels_import_nothing_of_the_operations() -> None:

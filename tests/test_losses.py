@@ -214,8 +214,8 @@ def test_the_tokens_that_are_scored_are_pylates(skiplist: list[int], expansion: 
     expected = extract_skiplist_mask(columns, skiplist)
     queries, documents = masks_of(losses.Contrastive(model), columns)
     assert queries is None if expansion else torch.equal(queries, expected[0])
-    for found, mask in zip(documents, expected[1:], strict=True):
-        assert torch.equal(found, mask)
+    for actual, mask in zip(documents, expected[1:], strict=True):
+        assert torch.equal(actual, mask)
 
 
 def two_documents() -> tuple[WordVectors, list[dict[str, torch.Tensor]]]:
@@ -241,12 +241,12 @@ def test_masking_decides_where_a_masked_token_would_win(name: str) -> None:
 
 def test_masking_decides_in_distillation() -> None:
     model, (_, documents) = two_documents()
-    given = [tokens([0]), documents], torch.tensor([[-1.0, 0.6]])
+    inputs = [tokens([0]), documents], torch.tensor([[-1.0, 0.6]])
     arguments = {"normalize_scores": False}
-    assert abs(losses.Distillation(model, **arguments)(*given).item()) < 1e-6
-    zero = losses.Distillation(model, **arguments, masking="zero")(*given).item()
+    assert abs(losses.Distillation(model, **arguments)(*inputs).item()) < 1e-6
+    zero = losses.Distillation(model, **arguments, masking="zero")(*inputs).item()
     assert zero > 0.05
-    assert math.isclose(zero, PyLateDistillation(model, **arguments)(*given).item(), rel_tol=1e-5)
+    assert math.isclose(zero, PyLateDistillation(model, **arguments)(*inputs).item(), rel_tol=1e-5)
 
 
 @pytest.mark.parametrize("name", PYLATE)
@@ -360,7 +360,7 @@ def test_columns_of_different_padded_lengths(model: ColBERT, name: str, monkeypa
     assert_same(value_and_gradients(getattr(losses, name)(model), [queries, *ragged]), theirs)
     # What PyLate's code encodes is padded with the padding token.
     met: list[dict] = []
-    with model[0].register_forward_pre_hook(lambda _, given: met.append(given[0])):
+    with model[0].register_forward_pre_hook(lambda _, arguments: met.append(arguments[0])):
         value_and_gradients(getattr(losses, name)(model, scorer="torch"), [queries, *ragged])
     padding = [column["input_ids"][column["attention_mask"] == 0] for column in met]
     assert torch.cat(padding).unique().tolist() == [model.tokenizer.pad_token_id] != [0]
@@ -397,14 +397,14 @@ def test_wrong_batches(model: ColBERT) -> None:
             loss([query, {key: value[:4] for key, value in documents.items()}])
     features, labels = distillation_batch(model)
     fewer = [features[0], {key: value[:14] for key, value in features[1].items()}]
-    for given, message in (
+    for arguments, message in (
         (([*features, documents], labels), "sentence_features: 3 columns"),
         ((features, labels[:, 0]), r"labels: shape \(5,\)"),
         ((features, None), "labels: NoneType"),
         ((fewer, labels), "for 5 queries and 14 candidates"),
     ):
         with pytest.raises(ValueError, match=message):
-            losses.Distillation(model)(*given)
+            losses.Distillation(model)(*arguments)
 
 
 class Launches(TorchDispatchMode):
@@ -415,10 +415,10 @@ class Launches(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if not function.is_view and function.overloadpacket.__name__ != "detach":
             self.names.append(function.overloadpacket.__name__)
-        return found
+        return result
 
 
 def test_between_embeddings_and_operation_there_is_the_mask_of_the_documents(
@@ -428,8 +428,8 @@ def test_between_embeddings_and_operation_there_is_the_mask_of_the_documents(
     columns = contrastive_batch(model, columns=2)
     columns = [{**features, "attention_mask": features["attention_mask"].bool()} for features in columns]
     embeddings = [model(dict(features))["token_embeddings"].detach() for features in columns]
-    given = iter(embeddings)
-    monkeypatch.setattr(type(model), "forward", lambda self, features: {"token_embeddings": next(given)})
+    arguments = iter(embeddings)
+    monkeypatch.setattr(type(model), "forward", lambda self, features: {"token_embeddings": next(arguments)})
     calls = []
 
     def operation(queries, **options):

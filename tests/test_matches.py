@@ -41,9 +41,9 @@ def search(model, matches=True):
 def test_choices_are_the_nearest_tokens_and_their_similarities_add_up_to_the_score(model):
     explained = explain(model, QUERIES, search(model), TEXTS)
     documents = dict(zip(TEXTS, encode(model, list(TEXTS.values()), is_query=False), strict=True))
-    for query, found in zip(encode(model, QUERIES, is_query=True), explained, strict=True):
-        assert {hit.id for hit in found} == TEXTS.keys()
-        for hit in found:
+    for query, result in zip(encode(model, QUERIES, is_query=True), explained, strict=True):
+        assert {hit.id for hit in result} == TEXTS.keys()
+        for hit in result:
             similarities = query @ documents[hit.id].T
             assert [chosen for chosen, _ in hit.choices] == similarities.argmax(1).tolist()
             assert sum(similarity for _, similarity in hit.choices) == pytest.approx(hit.score, abs=1e-5)
@@ -55,9 +55,9 @@ def test_choices_are_the_nearest_tokens_and_their_similarities_add_up_to_the_sco
 
 def test_tokens_are_those_that_have_embeddings_with_their_places_in_the_text(model):
     for is_query, texts in ((False, list(TEXTS.values())), (True, QUERIES)):
-        found = tokens_of(model, texts, is_query=is_query)
-        assert [len(tokens) for tokens in found] == [len(rows) for rows in encode(model, texts, is_query=is_query)]
-        for text, tokens in zip(texts, found, strict=True):
+        result = tokens_of(model, texts, is_query=is_query)
+        assert [len(tokens) for tokens in result] == [len(rows) for rows in encode(model, texts, is_query=is_query)]
+        for text, tokens in zip(texts, result, strict=True):
             assert all(text[token.start : token.end] == token.word for token in tokens if token.in_text)
             assert "." not in [token.word for token in tokens]
             starts = [token.start for token in tokens if token.in_text]
@@ -80,8 +80,8 @@ def test_a_prompt_is_no_part_of_the_text(model, monkeypatch):
 
 def test_a_text_that_is_not_known_has_numbers_for_words(model):
     hits = search(model)
-    (found, _) = explain(model, QUERIES, hits, {"animals": TEXTS["animals"]})
-    for hit in found:
+    (result, _) = explain(model, QUERIES, hits, {"animals": TEXTS["animals"]})
+    for hit in result:
         assert (hit.document is None) == (hit.id != "animals")
         if hit.document is None:
             _, chosen, similarity = hit.strongest()[0]
@@ -96,7 +96,7 @@ def test_what_cannot_be_explained_is_said(model):
         explain(model, QUERIES, search(model, matches=False), TEXTS)
     with pytest.raises(ValueError, match="texts: 'long' is not the text that was encoded: it has 3 tokens"):
         explain(model, QUERIES, hits, {**TEXTS, "long": ""})
-    short = [[{**hit, "matches": hit["matches"][:3]} for hit in found] for found in hits]
+    short = [[{**hit, "matches": hit["matches"][:3]} for hit in result] for result in hits]
     with pytest.raises(ValueError, match="model: it makes 8 tokens of a query that has 3 matches"):
         explain(model, QUERIES, short, TEXTS)
 
@@ -112,8 +112,8 @@ def test_a_document_without_tokens_has_no_choices():
 
 def test_the_heat_map_shows_chosen_tokens_and_what_each_of_the_query_carries(model):
     pytest.importorskip("matplotlib")
-    (found, _) = explain(model, QUERIES, search(model), TEXTS)
-    hit = next(hit for hit in found if hit.id == "vehicles")
+    (result, _) = explain(model, QUERIES, search(model), TEXTS)
+    hit = next(hit for hit in result if hit.id == "vehicles")
     figure = hit.heat_map()
     heat, bars = figure.axes
     columns = sorted({chosen for chosen, _ in hit.choices})

@@ -17,9 +17,9 @@ from tests.stores import EACH_DTYPE, documents_of
 def answers(index: Flat) -> tuple:
     ids = index.documents_ids
     queries = documents_of([3, 5], 24, seed=9)
-    found = index(queries, k=5), index(queries, k=3, subset=[ids[::2], ids[:4]])
+    result = index(queries, k=5), index(queries, k=3, subset=[ids[::2], ids[:4]])
     embeddings = [tensor.tolist() for tensor in index.get_documents_embeddings([ids])[0]]
-    return ids, found, embeddings, index.info().tokens
+    return ids, result, embeddings, index.info().tokens
 
 
 @EACH_DTYPE
@@ -58,9 +58,9 @@ def test_it_keeps_a_copy_of_what_was_added() -> None:
     document = documents_of([3])[0]
     index = Flat(None, device="cpu")
     index.add_documents(["a"], [document])
-    kept = document.clone()
+    saved = document.clone()
     document.zero_()
-    assert torch.equal(index.get_documents_embeddings([["a"]])[0][0], kept)
+    assert torch.equal(index.get_documents_embeddings([["a"]])[0][0], saved)
 
 
 def test_an_addition_that_fails_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

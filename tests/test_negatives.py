@@ -27,13 +27,13 @@ def texts(seed: int, count: int, longest: int = 9) -> list[str]:
 
 def all_scores(model: Any, queries: list[str], documents: list[str]) -> dict[str, dict[str, float]]:
     """The definition, in float64: of each query, the score of each document."""
-    found = {}
+    results = {}
     documents_embeddings = [torch.as_tensor(one).double() for one in encode(model, documents, is_query=False)]
     for query, tokens in zip(queries, encode(model, queries, is_query=True), strict=True):
         similarities = (torch.as_tensor(tokens).double() @ one.T for one in documents_embeddings)
         scores = (similarity.max(dim=1).values.sum().item() for similarity in similarities)
-        found[query] = dict(zip(documents, scores, strict=True))
-    return found
+        results[query] = dict(zip(documents, scores, strict=True))
+    return results
 
 
 @pytest.mark.parametrize("own_corpus", [False, True])
@@ -57,7 +57,7 @@ def test_they_are_the_best_that_the_bounds_allow(
     anchors[4] = anchors[2]
     positives = list(dict.fromkeys(texts(2, 20, 12)))[:10]
     corpus = list(dict.fromkeys([*texts(3, 25, 12), *positives[:5]])) if own_corpus else None
-    found = mine_hard_negatives(model, anchors, positives, corpus, **options)
+    actual = mine_hard_negatives(model, anchors, positives, corpus, **options)
     count, skipped = options.get("num_negatives", 3), options.get("range_min", 0)
     scores = all_scores(model, anchors, [*positives, *(corpus or [])])
     expected = []
@@ -74,8 +74,8 @@ def test_they_are_the_best_that_the_bounds_allow(
         if len(allowed) == count:
             expected.append((anchor, positive, allowed))
     assert expected
-    assert [(row["anchor"], row["positive"]) for row in found] == [pair[:2] for pair in expected]
-    for row, (anchor, positive, allowed) in zip(found, expected, strict=True):
+    assert [(row["anchor"], row["positive"]) for row in actual] == [pair[:2] for pair in expected]
+    for row, (anchor, positive, allowed) in zip(actual, expected, strict=True):
         names = [f"negative_{n}" for n in range(1, count + 1)]
         assert list(row) == ["anchor", "positive", *names]
         # Texts that score the same may come in any order.

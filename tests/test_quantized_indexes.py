@@ -37,19 +37,19 @@ def assert_keeps(store: PackedStore, documents: dict[str, torch.Tensor]) -> None
     """What is read is what `quantize` gives, to the bit, and lies where kernels can take it from."""
     assert store.ids == list(documents)
     for position, document in enumerate(documents.values()):
-        kept = store.layout.embeddings(store.read(np.array([position])))
-        assert isinstance(kept, QuantizedEmbeddings)
-        assert kept.values.stride(-1) == 1
-        assert kept.values.stride(0) % 16 == kept.values.data_ptr() % 16 == 0
-        for found, expected in zip(tensors_of(kept), tensors_of(quantize(document, kept.precision)), strict=True):
-            assert torch.equal(found, expected)
+        stored = store.layout.embeddings(store.read(np.array([position])))
+        assert isinstance(stored, QuantizedEmbeddings)
+        assert stored.values.stride(-1) == 1
+        assert stored.values.stride(0) % 16 == stored.values.data_ptr() % 16 == 0
+        for actual, expected in zip(tensors_of(stored), tensors_of(quantize(document, stored.precision)), strict=True):
+            assert torch.equal(actual, expected)
 
 
 @settings(max_examples=30)
 @given(count=st.integers(1, 5), size=st.integers(1, 40), precision=st.sampled_from(sorted(PRECISIONS)))
 def test_columns_hold_what_rows_do(count: int, size: int, precision: str) -> None:
     """As on a GPU: brought there, taken from there, and brought back."""
-    layout, places = Layout(precision, size), torch.arange(count).flip(0)
+    layout, positions = Layout(precision, size), torch.arange(count).flip(0)
     rows = layout.rows(torch.randn(count, size))
     assert layout.form is not None
     columns = layout.form.empty(count + 2, rows.device)[1:-1]
@@ -57,11 +57,15 @@ def test_columns_hold_what_rows_do(count: int, size: int, precision: str) -> Non
     again = torch.zeros_like(rows)
     copy_rows(again, columns)
     assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
-    for some, of in ((columns, rows), (taken(columns, places), rows[places]), (taken(rows, places), rows[places])):
-        found, expected = layout.embeddings(some), layout.embeddings(of)
-        assert isinstance(found, QuantizedEmbeddings)
+    for some, of in (
+        (columns, rows),
+        (taken(columns, positions), rows[positions]),
+        (taken(rows, positions), rows[positions]),
+    ):
+        actual, expected = layout.embeddings(some), layout.embeddings(of)
+        assert isinstance(actual, QuantizedEmbeddings)
         assert isinstance(expected, QuantizedEmbeddings)
-        for tensor, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+        for tensor, other in zip(tensors_of(actual), tensors_of(expected), strict=True):
             assert torch.equal(tensor, other)
 
 
@@ -128,8 +132,8 @@ def score(query: torch.Tensor, document: torch.Tensor, precision: str, quantize_
     """The definition, in float64."""
     if not len(document):
         return EMPTY_SCORE
-    kept = quantize(document.unsqueeze(0), precision)
-    return maxsim_quantized_reference(query.unsqueeze(0), kept, quantize_queries=quantize_queries).item()
+    stored = quantize(document.unsqueeze(0), precision)
+    return maxsim_quantized_reference(query.unsqueeze(0), stored, quantize_queries=quantize_queries).item()
 
 
 @settings(max_examples=25)
@@ -151,12 +155,12 @@ def test_search_equals_the_definition_of_what_is_kept(
     own = [ids[i:] for i in range(len(queries))]
     with blocks_of_bytes(block_tokens * Layout(precision, size).nbytes):
         for subset in (None, own):
-            for i, found in enumerate(index(queries, k=k, subset=subset)):
+            for i, actual in enumerate(index(queries, k=k, subset=subset)):
                 among = ids if subset is None else subset[i]
                 expected = {id_: score(queries[i], documents[int(id_)], precision) for id_ in among}
                 best = sorted(expected.values(), reverse=True)[:k]
-                np.testing.assert_allclose([result["score"] for result in found], best, rtol=1e-5, atol=1e-5)
-                for result in found:
+                np.testing.assert_allclose([result["score"] for result in actual], best, rtol=1e-5, atol=1e-5)
+                for result in actual:
                     assert result["score"] == pytest.approx(expected[result["id"]], rel=1e-5, abs=1e-5)
 
 
@@ -164,8 +168,8 @@ def test_search_equals_the_definition_of_what_is_kept(
 def test_embeddings_come_back_as_they_were_kept(tmp_path: Path, precision: str) -> None:
     documents = documents_of([3, 0, 5], 8)
     index = small(tmp_path, dtype=precision).add_documents(list("abc"), documents, batch_size=2)
-    for found, document in zip(index.get_documents_embeddings([list("abc")])[0], documents, strict=True):
-        assert torch.equal(found, quantize(document, precision).dequantize())
+    for result, document in zip(index.get_documents_embeddings([list("abc")])[0], documents, strict=True):
+        assert torch.equal(result, quantize(document, precision).dequantize())
     assert index.info().dtype == precision
     assert small(tmp_path).verify().tokens == 8
 
@@ -175,8 +179,8 @@ def test_the_scorer_of_a_host_scores_what_was_kept(tmp_path: Path, precision: st
     queries, documents = documents_of([4, 2], 8, seed=1), documents_of([3, 6], 8)
     index = small(tmp_path, dtype=precision, scorer="torch")
     index.add_documents(["a", "b"], documents)
-    for query, found in zip(queries, index(queries), strict=True):
-        for result in found:
+    for query, results in zip(queries, index(queries), strict=True):
+        for result in results:
             document = documents["ab".index(result["id"])]
             # It does not quantize queries.
             assert result["score"] == pytest.approx(score(query, document, precision, False), rel=1e-5, abs=1e-5)
@@ -187,13 +191,13 @@ WORD = re.compile("[a-z]+")
 
 def embedded(texts: list[str], vectors: torch.Tensor, vocabulary: dict[str, int]) -> list[torch.Tensor]:
     """Every word a vector of its own, moved a little towards its neighbours."""
-    found = []
+    results = []
     for text in texts:
         words = [vocabulary.setdefault(word, len(vocabulary)) for word in WORD.findall(text.lower())]
         tokens = vectors[words]
         around = tokens + 0.3 * (tokens.roll(1, 0) + tokens.roll(-1, 0))
-        found.append(torch.nn.functional.normalize(around, dim=1))
-    return found
+        results.append(torch.nn.functional.normalize(around, dim=1))
+    return results
 
 
 def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
@@ -209,11 +213,11 @@ def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
     def gain(grades: list[float]) -> float:
         return sum(grade / math.log2(rank + 2) for rank, grade in enumerate(grades[:10]))
 
-    found, ndcg = {}, {}
+    output, ndcg = {}, {}
     for dtype in ("bfloat16", *PRECISIONS):
         index = Flat(tmp_path, dtype, dtype=dtype, device="cpu", show_progress=False)
         results = index.add_documents(ids, document_embeddings)(query_embeddings, k=20)
-        found[dtype] = [{result["id"] for result in one} for one in results]
+        output[dtype] = [{result["id"] for result in one} for one in results]
         scores = []
         for id_, one in zip(asked, results, strict=True):
             ideal = gain(sorted(qrels[id_].values(), reverse=True))
@@ -223,7 +227,7 @@ def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
     assert ndcg["bfloat16"] > 0.15
     for precision in PRECISIONS:
         assert abs(ndcg[precision] - ndcg["bfloat16"]) <= 0.003
-        shared = [len(a & b) / 20 for a, b in zip(found[precision], found["bfloat16"], strict=True)]
+        shared = [len(a & b) / 20 for a, b in zip(output[precision], output["bfloat16"], strict=True)]
         assert sum(shared) / len(shared) >= 0.95
 
 
@@ -233,8 +237,8 @@ def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
 def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
     Flat(tmp_path, "eight", dtype="int8", device="cpu").add_documents(["a"], documents_of([2]))
     Flat(tmp_path, "half", dtype="bfloat16", device="cpu").add_documents(["a"], documents_of([2]))
-    for name, asked, kept in (("eight", "uint8", "int8"), ("eight", "float32", "int8"), ("half", "int8", "bfloat16")):
-        with pytest.raises(ValueError, match=f"dtype='{asked}' was asked for, but the index in .* keeps '{kept}'"):
+    for name, asked, stored in (("eight", "uint8", "int8"), ("eight", "float32", "int8"), ("half", "int8", "bfloat16")):
+        with pytest.raises(ValueError, match=f"dtype='{asked}' was asked for, but the index in .* keeps '{stored}'"):
             Flat(tmp_path, name, dtype=asked, device="cpu")
     with pytest.raises(ValueError, match="projection: the index in .* keeps 'int8', and hidden states are kept in"):
         Flat(tmp_path, "eight", device="cpu", projection=(torch.eye(4), None))
@@ -273,10 +277,10 @@ def test_a_scale_that_is_not_finite_is_found(tmp_path: Path, monkeypatch: pytest
 
 def test_embeddings_are_views_of_the_rows() -> None:
     """Nothing is copied but the block that a search reads."""
-    kept = Layout("uint8", 20)
-    rows = kept.rows(torch.randn(7, 20))
-    found = kept.embeddings(rows)
-    assert isinstance(found, QuantizedEmbeddings)
-    assert found.offsets is not None
-    for tensor in (found.values, found.scales, found.offsets):
+    stored = Layout("uint8", 20)
+    rows = stored.rows(torch.randn(7, 20))
+    result = stored.embeddings(rows)
+    assert isinstance(result, QuantizedEmbeddings)
+    assert result.offsets is not None
+    for tensor in (result.values, result.scales, result.offsets):
         assert tensor.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()

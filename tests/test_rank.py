@@ -333,9 +333,9 @@ def test_texts_are_scored_as_their_embeddings(
     embeddings = [colbert.encode(documents, is_query=False) if documents else [] for documents in CANDIDATES]
     expected = rerank(TEXT_IDS, colbert.encode(TEXTS, is_query=True), embeddings, model=colbert)
     tokenized = recorded(monkeypatch, colbert, "tokenize")
-    found = rerank(TEXT_IDS, TEXTS, CANDIDATES, model=colbert, fuse_projection=fuse_projection, batch_size=2)
-    assert_same(found, expected)
-    assert len({result["score"] for results in found for result in results}) == 7
+    actual = rerank(TEXT_IDS, TEXTS, CANDIDATES, model=colbert, fuse_projection=fuse_projection, batch_size=2)
+    assert_same(actual, expected)
+    assert len({result["score"] for results in actual for result in results}) == 7
     # Every document once, beside the prompt, which PyLate tokenizes for each call.
     encoded = [text for args, options in tokenized for text in (*args, options.get("texts"))[0]]
     assert len([text for text in encoded if text != "text: "]) == len(TEXTS) + 4

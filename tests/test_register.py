@@ -136,7 +136,7 @@ def test_arguments_arrive_by_position_and_by_name() -> None:
     both = maxsim_reference(QUERIES, DOCUMENTS, queries_mask=queries_mask, documents_mask=MASK)
     with registered():
         named = {"queries_embeddings": QUERIES, "documents_embeddings": DOCUMENTS, "documents_mask": MASK}
-        for found, expected in (
+        for actual, expected in (
             (colbert_scores(QUERIES, DOCUMENTS, None, MASK, "pylate_flash"), EXCLUDE),
             (colbert_scores(**named), EXCLUDE),
             (colbert_scores(QUERIES, DOCUMENTS, queries_mask, MASK), both),
@@ -144,7 +144,7 @@ def test_arguments_arrive_by_position_and_by_name() -> None:
             (colbert_kd_scores(QUERIES, candidates, documents_mask=mask, backend="torch"), ZERO),
             (colbert_kd_scores(QUERIES, candidates, queries_mask, mask), both),
         ):
-            assert torch.equal(found, expected)
+            assert torch.equal(actual, expected)
         assert colbert_scores_pairwise(QUERIES, DOCUMENTS).shape == (1,)
 
 

@@ -62,8 +62,8 @@ def test_the_best_by_few_bits_are_ordered_by_sixteen(
                     best = index(QUERIES, k=12, **call)
                     among = [[hit["id"] for hit in hits] for hits in best]
                     assert index(QUERIES, k=5, rescore=12, **call) == exact(QUERIES, k=5, subset=among)
-                found = index(QUERIES[:3], k=4, rescore=90, matches=True)
-                assert found == exact(QUERIES[:3], k=4, matches=True)
+                result = index(QUERIES[:3], k=4, rescore=90, matches=True)
+                assert result == exact(QUERIES[:3], k=4, matches=True)
         small(tmp_path).verify()
 
 
@@ -75,11 +75,11 @@ def test_what_fills_the_places_of_fewer_hits_is_none(dtype: type) -> None:
     beside, queries = index._again, index._asked(QUERIES[:3], 3, None, False, None, 3)["queries"]
     slots, counts = np.array([[7, 5, 0], [0, 0, 0], [2, 9, 4]], dtype), np.array([2, 0, 3])
     hits = Hits(np.zeros(slots.shape, np.float32), slots, counts)
-    found = [
+    results = [
         own for some in beside.again(queries, 3, beside.scorer(index.scorer), [hits]) for own in beside.results(some)
     ]
     subset = [["d5", "d7"], [], ["d2", "d4", "d9"]]
-    assert found == filled(None, "float16")(QUERIES[:3], k=3, subset=subset)
+    assert results == filled(None, "float16")(QUERIES[:3], k=3, subset=subset)
 
 
 def test_damaged_rows_of_sixteen_bits_are_an_error_where_they_are_read(tmp_path: Path) -> None:

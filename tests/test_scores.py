@@ -78,15 +78,15 @@ def both(batch: dict, masks: dict[str, Any], **ours: Any) -> Iterator[tuple[torc
     """Scores by ours and by PyLate's, of every function that takes these masks."""
     queries, of_queries = batch["queries"], masks.get("queries_mask")
     for name, second in (("colbert_scores", "documents"), ("colbert_kd_scores", "candidates")):
-        given = queries, batch[second], of_queries, masks.get(f"{second}_mask")
-        yield getattr(pylate_flash.scores, name)(*given, **ours), getattr(pylate.scores, name)(*given)
-    yield ColBERTScores(**ours)(*given), pylate.scores.ColBERTScores()(*given, backend="torch")
+        arguments = queries, batch[second], of_queries, masks.get(f"{second}_mask")
+        yield getattr(pylate_flash.scores, name)(*arguments, **ours), getattr(pylate.scores, name)(*arguments)
+    yield ColBERTScores(**ours)(*arguments), pylate.scores.ColBERTScores()(*arguments, backend="torch")
 
 
 @pytest.mark.parametrize("backend", ["pylate_flash", "auto", None])
 def test_values_of_pylate_without_masks(batch: dict, backend: str | None) -> None:
-    for found, expected in both(batch, {}, backend=backend):
-        assert_parity(found, expected)
+    for actual, expected in both(batch, {}, backend=backend):
+        assert_parity(actual, expected)
     pairs = batch["queries"], batch["documents"][:3]
     assert_parity(colbert_scores_pairwise(*pairs, backend=backend), pylate.scores.colbert_scores_pairwise(*pairs))
 
@@ -94,8 +94,8 @@ def test_values_of_pylate_without_masks(batch: dict, backend: str | None) -> Non
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64])
 def test_zero_masking_has_pylates_values(batch: dict, mask_dtype: torch.dtype) -> None:
     masks = {name: mask.to(mask_dtype) for name, mask in batch.items() if name.endswith("_mask")}
-    for found, expected in both(batch, masks, masking="zero"):
-        assert_parity(found, expected)
+    for actual, expected in both(batch, masks, masking="zero"):
+        assert_parity(actual, expected)
 
 
 def test_default_masking_excludes(batch: dict) -> None:
@@ -172,10 +172,10 @@ def test_masks_with_axes_of_one_serve_all(batch: dict, masking: str) -> None:
             theirs, ours = theirs(), ours()
         whole = of_documents.expand(values.shape[:-1])
         with use_scorer("pylate_flash", masking):
-            found = ours(queries, values, of_queries, of_documents)
-            assert torch.equal(found, ours(queries, values, of_queries, whole))
+            result = ours(queries, values, of_queries, of_documents)
+            assert torch.equal(result, ours(queries, values, of_queries, whole))
         if masking == "zero":
-            assert_parity(found, theirs(queries, values, of_queries, of_documents))
+            assert_parity(result, theirs(queries, values, of_queries, of_documents))
 
 
 def test_pairwise_takes_what_can_be_gone_through(batch: dict) -> None:
@@ -225,11 +225,11 @@ def test_pairwise_scores_are_in_the_order_of_the_lists(grad: bool) -> None:
     assert_parity(scores[some].detach(), theirs.detach())
     if grad:
         leaves, weight = [*queries, *documents], torch.arange(1.0, 7.0)
-        found, wanted = (torch.autograd.grad((values * weight).sum(), leaves) for values in (scores, expected))
-        torch.testing.assert_close(found, wanted)
+        actual, wanted = (torch.autograd.grad((values * weight).sum(), leaves) for values in (scores, expected))
+        torch.testing.assert_close(actual, wanted)
         theirs = torch.autograd.grad((theirs * weight[some]).sum(), leaves, allow_unused=True)
         for i in (*some, *(6 + i for i in some)):
-            torch.testing.assert_close(found[i], theirs[i])
+            torch.testing.assert_close(actual[i], theirs[i])
 
 
 def test_pairwise_lists_have_one_type() -> None:
@@ -384,12 +384,12 @@ def test_scorer_of() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scores_have_the_type_of_pylates_own(dtype: torch.dtype) -> None:
     queries, documents = torch.randn(2, 3, 4, dtype=dtype), torch.randn(2, 5, 4, dtype=dtype)
-    for function, given in (
+    for function, arguments in (
         (colbert_scores, (queries, documents)),
         (colbert_scores_pairwise, (queries, documents)),
         (colbert_scores_pairwise, (list(queries), list(documents))),
         (colbert_kd_scores, (queries, documents.unsqueeze(1))),
     ):
-        ours, theirs = function(*given), function(*given, backend="torch")
+        ours, theirs = function(*arguments), function(*arguments, backend="torch")
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs)

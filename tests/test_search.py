@@ -36,9 +36,9 @@ def sorted_best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     return values[:, :k], columns[:, :k]
 
 
-def assert_equal(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
-    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(found[1], wanted[1])
+def assert_equal(result: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.testing.assert_close(result[0], wanted[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(result[1], wanted[1])
 
 
 @given(
@@ -74,21 +74,21 @@ def test_few_of_many_columns_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), k=st.integers(1, 12))
 def test_the_best_of_runs_are_those_of_each(counts: list[int], k: int) -> None:
     scores = torch.randint(3, (sum(counts),), generator=torch.Generator().manual_seed(k)).float()
-    found, places = k_best_of_runs(scores, np.array(counts), k)
+    result, positions = k_best_of_runs(scores, np.array(counts), k)
     start = 0
     for i, run in enumerate(scores.split(counts)):
         wanted = sorted_best(run[None], k)
         length = wanted[0].shape[1]
-        assert_equal((found[i : i + 1, :length], places[i : i + 1, :length] - start), wanted)
+        assert_equal((result[i : i + 1, :length], positions[i : i + 1, :length] - start), wanted)
         start += len(run)
 
 
 # Where the rows are
 
 
-def assert_alike(found: list, wanted: list, error: float) -> None:
-    assert [[hit["id"] for hit in own] for own in found] == [[hit["id"] for hit in own] for own in wanted]
-    for own, want in zip(found, wanted, strict=True):
+def assert_alike(result: list, wanted: list, error: float) -> None:
+    assert [[hit["id"] for hit in own] for own in result] == [[hit["id"] for hit in own] for own in wanted]
+    for own, want in zip(result, wanted, strict=True):
         assert [hit["score"] for hit in own] == pytest.approx([hit["score"] for hit in want], rel=error, abs=error)
 
 
@@ -131,12 +131,12 @@ def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: 
     assert index(query, k=60) == before
     index.add_documents(ids[40:], documents[40:])
     index.remove_documents(["5", "50"])
-    found = index(query, k=60)
+    result = index(query, k=60)
     assert [run for (_, runs, *_), _ in starts for run in runs] == [(0, 200), (200, 300)]
-    assert found == small(tmp_path, 0)(query, k=60)
+    assert result == small(tmp_path, 0)(query, k=60)
     # What was written anew is elsewhere now.
     index.compact()
-    assert index(query, k=60) == found
+    assert index(query, k=60) == result
     assert index(query, k=60, subset=ids[30:]) == small(tmp_path, 0)(query, k=60, subset=ids[30:])
 
 
@@ -177,7 +177,7 @@ def test_hits_say_which_tokens_match(tmp_path: Path, dtype: str, memory: int) ->
     ids = [f"d{i}" for i in range(30)]
     documents = documents_of([i % 7 for i in range(30)], 24, seed=2)
     index = small(tmp_path, memory, dtype=dtype).add_documents(ids, documents)
-    kept = dict(zip(ids, index.get_documents_embeddings([ids])[0], strict=True))
+    stored = dict(zip(ids, index.get_documents_embeddings([ids])[0], strict=True))
     asked = [query.to(torch.bfloat16).float() if dtype == "bfloat16" else query for query in queries]
     if dtype in PRECISIONS:
         precision = query_precision(PRECISIONS[dtype])
@@ -185,11 +185,11 @@ def test_hits_say_which_tokens_match(tmp_path: Path, dtype: str, memory: int) ->
     with blocks_of_bytes(7 * index._store.layout.nbytes):
         for subset in (None, ids[3:20], [ids[:9], ids[:1], ids, []]):
             plain = index(queries, k=25, subset=subset)
-            found = index.search(queries, k=25, subset=subset, matches=True)
-            assert [[{name: hit[name] for name in ("id", "score")} for hit in own] for own in found] == plain
-            for query, own in zip(asked, found, strict=True):
+            result = index.search(queries, k=25, subset=subset, matches=True)
+            assert [[{name: hit[name] for name in ("id", "score")} for hit in own] for own in result] == plain
+            for query, own in zip(asked, result, strict=True):
                 for hit in own:
-                    document = kept[hit["id"]]
+                    document = stored[hit["id"]]
                     assert len(hit["matches"]) == (len(query) if len(document) else 0)
                     if not len(document):
                         continue
@@ -258,8 +258,8 @@ def test_ids_are_found_whatever_their_keys(names: list[str], zeros: int, step: i
             there = np.array([place for place in wanted if place >= 0], np.int64)
             assert documents.ids.some(there).to_list() == [known[place] for place in there.tolist()]
         lists = [asked[:3], [], asked[3:]]
-        found, counts = documents.find(lists, 0, CPU)
-        assert (found.tolist(), counts.tolist()) == (wanted, [len(own) for own in lists])
+        result, counts = documents.find(lists, 0, CPU)
+        assert (result.tolist(), counts.tolist()) == (wanted, [len(own) for own in lists])
 
 
 @pytest.mark.parametrize("known", ["", "a", "a" * 9])
@@ -267,8 +267,8 @@ def test_another_id_with_the_key_of_one_is_none(known: str, monkeypatch: pytest.
     weighted(monkeypatch, 1)
     asked = [known, "", "a", "b", "a" * 9, "a" * 8 + "b", "b" + "a" * 8, "a\0b"]
     table = ids_module.IdTable(ids_module.Ids.encoded([known]), np.array([0]), CPU)
-    found = table.find(ids_module.Texts.of_lists([asked], CPU))
-    assert found.tolist() == [0 if id_ == known else -1 for id_ in asked]
+    result = table.find(ids_module.Texts.of_lists([asked], CPU))
+    assert result.tolist() == [0 if id_ == known else -1 for id_ in asked]
 
 
 def test_two_documents_with_one_id_are_refused() -> None:

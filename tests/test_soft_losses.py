@@ -42,10 +42,10 @@ def by_definition(model: WordVectors, features: list[dict[str, Tensor]], beta: A
     return soft_maxsim_reference(queries, together, beta, **options)
 
 
-def check(model: WordVectors, loss: nn.Module, beta: Tensor, found: Tensor, expected: Tensor) -> None:
+def check(model: WordVectors, loss: nn.Module, beta: Tensor, actual: Tensor, expected: Tensor) -> None:
     """Value, and gradients of the model and of beta."""
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-    gradients = torch.autograd.grad(found, (model.vectors, loss.smooth))
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    gradients = torch.autograd.grad(actual, (model.vectors, loss.smooth))
     for gradient, reference in zip(gradients, torch.autograd.grad(expected, (model.vectors, beta)), strict=True):
         torch.testing.assert_close(gradient.double(), reference.double(), rtol=1e-5, atol=1e-6)
 

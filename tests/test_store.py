@@ -146,13 +146,15 @@ def test_an_addition_that_did_not_reach_the_disk_is_lost_with_a_warning(
     (name,) = segments_in(tmp_path)
     segment, whole = tmp_path / name, (tmp_path / name).read_bytes()
     # c begins at byte 3840.
-    for kept, left in (("abc", whole[:-1]), ("ab", whole[:4096] + bytes(512) + whole[4608:]), ("a", whole[:1930])):
+    for survivors, left in (("abc", whole[:-1]), ("ab", whole[:4096] + bytes(512) + whole[4608:]), ("a", whole[:1930])):
         segment.write_bytes(left)
-        with pytest.warns(UserWarning, match=f"the last {4 - len(kept)} documents .* are lost, .* a power failure"):
-            found = PackedStore(tmp_path)
-        assert found.ids == list(kept)
+        with pytest.warns(
+            UserWarning, match=f"the last {4 - len(survivors)} documents .* are lost, .* a power failure"
+        ):
+            result = PackedStore(tmp_path)
+        assert result.ids == list(survivors)
         with pytest.raises(ValueError, match="are lost"):
-            found.verify()
+            result.verify()
     # What was flushed is not lost but damaged, and so is what has other values.
     segment.write_bytes(bytes(512) + whole[512:])
     with pytest.raises(ValueError, match="its bytes 0 to .* have another checksum"):
@@ -163,8 +165,8 @@ def test_an_addition_that_did_not_reach_the_disk_is_lost_with_a_warning(
     # The next change takes the loss as it is.
     segment.write_bytes(whole[:4096])
     with pytest.warns(UserWarning, match="the last 2 documents"):
-        found = PackedStore(tmp_path)
-    found.add(["c"], documents[3:])
+        result = PackedStore(tmp_path)
+    result.add(["c"], documents[3:])
     assert_content(tmp_path, ["a", "b", "c"], [*documents[:2], documents[3]])
     PackedStore(tmp_path).verify()
 
@@ -212,12 +214,12 @@ def test_many_removals_rewrite_a_segment(tmp_path: Path) -> None:
     before = segments_in(tmp_path)
     opened.remove(np.array([3, 5, 11]))
     assert segments_in(tmp_path) == before
-    kept = [0, 1, 2, 4, 6, 7, 8, 9, 10]
-    assert_content(tmp_path, [str(i) for i in kept], [documents[i] for i in kept])
+    survivors = [0, 1, 2, 4, 6, 7, 8, 9, 10]
+    assert_content(tmp_path, [str(i) for i in survivors], [documents[i] for i in survivors])
     # One more, and more than a quarter is dead.
     opened.remove(np.array([0]))
     assert len(segments_in(tmp_path) - before) == len(segments_in(tmp_path)) == 1
-    assert_content(tmp_path, [str(i) for i in kept[1:]], [documents[i] for i in kept[1:]])
+    assert_content(tmp_path, [str(i) for i in survivors[1:]], [documents[i] for i in survivors[1:]])
     opened.add(["0"], documents[:1])
     assert opened.ids == [*"1246789", "10", "0"]
     opened.verify()
@@ -487,11 +489,11 @@ def test_a_reader_that_meets_a_writer_gets_a_whole_state(two_segments: Path, mon
     writer, read, calls = PackedStore(two_segments), Catalog.read, []
 
     def remove_meanwhile(catalog: Catalog) -> tuple:
-        found = read(catalog)
+        result = read(catalog)
         calls.append(catalog)
         if len(calls) == 1:
             writer.remove(np.array([0, 1]))
-        return found
+        return result
 
     monkeypatch.setattr(Catalog, "read", remove_meanwhile)
     assert PackedStore(two_segments).ids == ["c"]

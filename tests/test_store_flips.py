@@ -45,9 +45,9 @@ def answers(path: Path) -> tuple:
     index = Flat(path.parent, path.name, device="cpu", show_progress=False)
     queries = documents_of([3, 5], 24, seed=99)
     ids = index.documents_ids
-    found = index(queries, k=100), index(queries, k=3, subset=[ids[::7], ids[:5]])
+    result = index(queries, k=100), index(queries, k=3, subset=[ids[::7], ids[:5]])
     embeddings = torch.cat(index.get_documents_embeddings([ids])[0])
-    return replace(index.info(), bytes=0), ids, found, embeddings.numpy().tobytes()
+    return replace(index.info(), bytes=0), ids, result, embeddings.numpy().tobytes()
 
 
 def filtered(path: Path) -> list[list[int]]:
@@ -90,7 +90,7 @@ def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                found = answers(path)
+                actual = answers(path)
         except ValueError as error:
             assert str(path) in str(error), error  # noqa: PT017
             errors += 1
@@ -105,7 +105,7 @@ def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
                 opened.verify()
             lost += 1
         else:
-            assert found == expected, (file.name, place)
+            assert actual == expected, (file.name, place)
             # Of metadata only `verify` looks at all.
             with contextlib.suppress(ValueError):
                 assert filtered(path) == expected_filtered, (file.name, place)

@@ -313,8 +313,8 @@ def test_a_loss_for_each_dataset(
 def test_default_batch_sampler(
     trainer: Make, model: models.ColBERT, pairs: Dataset, distillation: Dataset, tmp_path: Path
 ) -> None:
-    def sampler(*given, **changes) -> BatchSamplers:
-        return trainer(*given, **changes).args.batch_sampler
+    def sampler(*inputs, **changes) -> BatchSamplers:
+        return trainer(*inputs, **changes).args.batch_sampler
 
     assert sampler(losses.Contrastive(model)) == BatchSamplers.NO_DUPLICATES
     assert sampler(losses.Distillation(model), distillation) == BatchSamplers.BATCH_SAMPLER
@@ -334,8 +334,8 @@ def test_a_batch_sampler_is_the_default_until_one_is_named(trainer: Make, tmp_pa
         assert trainer(args=copy).args.batch_sampler == BatchSamplers.NO_DUPLICATES
     args.batch_sampler = BatchSamplers.GROUP_BY_LABEL
     named = dataclasses.replace(copies[0], batch_sampler="batch_sampler")
-    for given, expected in ((args, "group_by_label"), (named, "batch_sampler")):
-        assert trainer(args=given).args.batch_sampler == expected
+    for inputs, expected in ((args, "group_by_label"), (named, "batch_sampler")):
+        assert trainer(args=inputs).args.batch_sampler == expected
 
 
 def test_the_arguments_make_full_batches_in_any_trainer(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:

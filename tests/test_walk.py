@@ -45,12 +45,12 @@ def chain(call: Callable[[], object], function: Any) -> list[str]:
     assert COMPUTES
     for _ in range(3):
         call()
-    found: list[CodeType] = []
+    results: list[CodeType] = []
 
     def watch(frame: FrameType, event: str, argument: object) -> None:
-        here: FrameType | None = frame if event == "call" and frame.f_code in COMPUTES and not found else None
-        while here is not None and function.__code__ not in found:
-            found.append(here.f_code)
+        here: FrameType | None = frame if event == "call" and frame.f_code in COMPUTES and not results else None
+        while here is not None and function.__code__ not in results:
+            results.append(here.f_code)
             here = here.f_back
 
     before = sys.getprofile()
@@ -59,9 +59,9 @@ def chain(call: Callable[[], object], function: Any) -> list[str]:
         call()
     finally:
         sys.setprofile(before)
-    assert found[-1:] == [function.__code__]
+    assert results[-1:] == [function.__code__]
     # Python before 3.12 counts comprehensions as functions.
-    names = [code.co_name for code in found[:-1] if code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<"]
+    names = [code.co_name for code in results[:-1] if code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<"]
     return [function.__qualname__, *names[::-1]]
 
 
@@ -72,14 +72,14 @@ def test_a_contrastive_loss() -> None:
     loss = losses.Contrastive(WordVectors([[1.0, 0.0], [0.0, 1.0]]))
     tokens = torch.tensor([[0, 1], [1, 1]])
     columns = [{"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} for _ in range(2)]
-    assert len(found := chain(lambda: loss(columns), losses.Contrastive.forward)) <= 8, found
+    assert len(result := chain(lambda: loss(columns), losses.Contrastive.forward)) <= 8, result
 
 
 def test_reranking() -> None:
     from pylate_flash import rank
 
-    found = chain(lambda: rank.rerank([[1, 2, 3]] * 3, QUERIES, [DOCUMENTS] * 3), rank.rerank)
-    assert len(found) <= 8, found
+    result = chain(lambda: rank.rerank([[1, 2, 3]] * 3, QUERIES, [DOCUMENTS] * 3), rank.rerank)
+    assert len(result) <= 8, result
 
 
 def test_an_index(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_an_index(tmp_path: Path) -> None:
 
     index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
     index.add_documents(["a", "b", "c"], DOCUMENTS)
-    assert len(found := chain(lambda: index(QUERIES, k=2), indexes.Flat.__call__)) <= 8, found
+    assert len(result := chain(lambda: index(QUERIES, k=2), indexes.Flat.__call__)) <= 8, result
 
 
 @pytest.mark.skipif(not HOSTS["sentence-transformers"].is_there(), reason="needs sentence-transformers 6")
@@ -96,4 +96,4 @@ def test_a_function_of_sentence_transformers(queries: Any) -> None:
     from sentence_transformers.util import similarity
 
     with registered("sentence-transformers"):
-        assert len(found := chain(lambda: similarity.maxsim(queries, DOCUMENTS), similarity.maxsim)) <= 8, found
+        assert len(result := chain(lambda: similarity.maxsim(queries, DOCUMENTS), similarity.maxsim)) <= 8, result

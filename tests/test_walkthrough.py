@@ -66,11 +66,11 @@ def test_counted_bytes_are_those_of_the_formulas(walked: dict) -> None:
     counts, formula = walked["memory"].counts, walked["formula"]
     assert counts.keys() - formula.keys() == {"_combine_kernel"}
     for kernel, expected in formula.items():
-        found = tuple(counts[kernel].values())
+        actual = tuple(counts[kernel].values())
         if kernel == "_sum_kernel":
-            assert found == pytest.approx(expected, rel=0.01)
+            assert actual == pytest.approx(expected, rel=0.01)
         else:
-            assert found == expected, kernel
+            assert actual == expected, kernel
     combined, summed = sum(counts["_combine_kernel"].values()), sum(formula["_sum_kernel"])
     assert 0 < combined < 0.01 * summed
 
@@ -97,12 +97,12 @@ def test_a_profile_is_shown_beside_what_is_expected(
         "_hopper_kernel": {"expected": counted, "measured": measured},
         "_combine_kernel": {"expected": None, "measured": measured},
     }
-    kept = {
+    content = {
         "machine": {"name": "Test Card"},
         "date": "2026-03-01T12:00:00+00:00",
         "rows": [{"name": "pages", "shape": "64 x 64, 1024 x 1024", "kernels": kernels}],
     }
-    (folder / "traffic-test-card.json").write_text(json.dumps(kept), encoding="utf-8")
+    (folder / "traffic-test-card.json").write_text(json.dumps(content), encoding="utf-8")
     execute(source, {**walked, "docs": tmp_path})
     printed = capsys.readouterr().out
     assert "Test Card, 2026-03-01" in printed

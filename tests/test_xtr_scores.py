@@ -38,9 +38,9 @@ def batch(seed: int, groups: int, per_group: int, query_length: int, length: int
     return call
 
 
-def check(found: Any, expected: Any, call: dict[str, Any]) -> None:
+def check(actual: Any, expected: Any, call: dict[str, Any]) -> None:
     leaves = call["queries_embeddings"], call["documents_embeddings"]
-    mine, theirs = found(**call), expected(**call)
+    mine, theirs = actual(**call), expected(**call)
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     weights = torch.cos(torch.arange(mine.numel())).view(mine.shape)
     gradients = [torch.autograd.grad(weighted.sum(), leaves) for weighted in (mine.mul_(weights), theirs * weights)]
@@ -153,5 +153,5 @@ def test_losses_take_them(name: str, tiny_colbert_path: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_the_type_is_pylates(dtype: torch.dtype) -> None:
-    given = torch.randn(2, 3, 5).to(dtype), torch.randn(2, 1, 4, 5).to(dtype)
-    assert scores.XTRScores(4)(*given).dtype == XTRScores(4)(*given).dtype == torch.float32
+    arguments = torch.randn(2, 3, 5).to(dtype), torch.randn(2, 1, 4, 5).to(dtype)
+    assert scores.XTRScores(4)(*arguments).dtype == XTRScores(4)(*arguments).dtype == torch.float32

@@ -29,10 +29,10 @@ def archive(tiny_colbert_path, tmp_path_factory):
 
 
 def test_a_run_that_is_in_both_comparisons_is_made_once():
-    found = batch_sizes.runs((2, 4, 16), steps=4, examples=16, seeds=(1, 2))
-    assert len(found) == len(set(found)) == 10
-    assert {(run.batch_size, run.steps) for run in found} == {(2, 4), (4, 4), (16, 4), (2, 8), (16, 1)}
-    assert [run.examples for run in found] == sorted((run.examples for run in found), reverse=True)
+    result = batch_sizes.runs((2, 4, 16), steps=4, examples=16, seeds=(1, 2))
+    assert len(result) == len(set(result)) == 10
+    assert {(run.batch_size, run.steps) for run in result} == {(2, 4), (4, 4), (16, 4), (2, 8), (16, 1)}
+    assert [run.examples for run in result] == sorted((run.examples for run in result), reverse=True)
     with pytest.raises(ValueError, match="examples: 16; expected a multiple of every batch size, 3 among them"):
         batch_sizes.runs((4, 3), 4, 16, (1,))
 
@@ -56,11 +56,11 @@ def test_what_is_packed_is_the_text_and_the_encoder_in_half(archive, tiny_colber
         assert list(queries.values()) == [entry.query for entry in corpus.queries]
         packed, whole = (batch_sizes.load(Path(path), SETTINGS).cpu() for path in (folder, encoder))
     texts = [entry.text for entry in corpus.train][:4]
-    found, expected = (
+    actual, expected = (
         torch.cat(model.encode(texts, is_query=False, convert_to_tensor=True)) for model in (packed, whole)
     )
-    assert found.dtype == torch.float32
-    assert 0 < (found - expected).norm() <= 1e-2 * expected.norm()
+    assert actual.dtype == torch.float32
+    assert 0 < (actual - expected).norm() <= 1e-2 * expected.norm()
     vectors = packed[0].auto_model.embeddings.word_embeddings.weight
     assert len(vectors.unique(dim=0)) < len(vectors) // 2, "tokens that no text has share a vector"
 
@@ -77,18 +77,18 @@ def test_a_model_that_has_diverged_finds_nothing():
 
 
 def test_what_is_evaluated_are_the_scores_of_the_test_split(archive, monkeypatch):
-    given = []
+    inputs = []
     of_scores = batch_sizes.ndcg
-    monkeypatch.setattr(batch_sizes, "ndcg", lambda *arguments: given.append(arguments) or of_scores(*arguments))
+    monkeypatch.setattr(batch_sizes, "ndcg", lambda *arguments: inputs.append(arguments) or of_scores(*arguments))
     with batch_sizes.unpacked(archive) as folder:
         colbert = batch_sizes.load(folder, SETTINGS)
-        found = batch_sizes.evaluate(colbert, folder)
+        actual = batch_sizes.evaluate(colbert, folder)
         documents, queries, qrels = evaluation.load_beir_folder(folder)
-    ((scores, right),) = given
+    ((scores, right),) = inputs
     judged = torch.tensor([[qrels[query].get(document["id"], 0) for document in documents] for query in queries])
     assert judged.shape == scores.shape == (6, 20)
-    assert found == pytest.approx(ndcg_score(judged.numpy(), scores.cpu().numpy(), k=10), abs=1e-9)
-    assert 0.0 < found < 1.0
+    assert actual == pytest.approx(ndcg_score(judged.numpy(), scores.cpu().numpy(), k=10), abs=1e-9)
+    assert 0.0 < actual < 1.0
     query, document = list(queries.values())[2], documents[right[2]]["text"]
     embedded = [colbert.encode([text], is_query=text is query, convert_to_tensor=True)[0] for text in (query, document)]
     torch.testing.assert_close(scores[2, right[2]], pylate_flash.maxsim(*(e[None] for e in embedded))[0, 0])
@@ -102,8 +102,8 @@ def test_trainings_differ_in_nothing_else(archive, tmp_path, monkeypatch):
     batch_sizes.train_all(archive, [*longer, shortest, shortest], SETTINGS, output, 1, compared)
     result = json.loads(output.read_text(encoding="utf-8"))
     made = result["runs"]
-    found = [(run["batch_size"], run["steps"], run["examples"]) for run in made]
-    assert found == [(4, 2, 8), (4, 2, 8), (4, 4, 16), (8, 2, 16)]
+    results = [(run["batch_size"], run["steps"], run["examples"]) for run in made]
+    assert results == [(4, 2, 8), (4, 2, 8), (4, 4, 16), (8, 2, 16)]
     assert result["planned"] == 4
     assert result["compared"] == compared
     # Drawn from the same seed, and not trained yet.

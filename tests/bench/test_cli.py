@@ -153,11 +153,11 @@ def test_every_suite_loads_under_its_name_and_begins_with_ours():
     scripts = sorted(Path(suites.__file__).parents[2].glob("docs/benchmarks/suites/*.py"))
     assert scripts
     for name in (*SUITES, *map(str, scripts)):
-        found = load_suite(name)
-        assert found.name == Path(name).stem
-        assert found.script == (name if Path(name) in scripts else None)
-        assert found.systems[0].name == suites.OURS
-        assert len({row.name for row in found.rows}) == len(found.rows)
+        result = load_suite(name)
+        assert result.name == Path(name).stem
+        assert result.script == (name if Path(name) in scripts else None)
+        assert result.systems[0].name == suites.OURS
+        assert len({row.name for row in result.rows}) == len(result.rows)
 
 
 def test_the_help_says_what_each_suite_tells_and_what_a_table_shows(capsys):

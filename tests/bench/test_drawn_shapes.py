@@ -13,11 +13,11 @@ from pylate_flash.bench.rows import Row
 
 
 def test_shapes_are_those_of_a_seed_and_within_the_bounds():
-    found = drawn_shapes.draw(20, seed=3)
-    assert found == drawn_shapes.draw(20, seed=3)
-    assert found != drawn_shapes.draw(20, seed=4)
-    assert len({row.name for row in found}) == 20
-    for row in found:
+    result = drawn_shapes.draw(20, seed=3)
+    assert result == drawn_shapes.draw(20, seed=3)
+    assert result != drawn_shapes.draw(20, seed=4)
+    assert len({row.name for row in result}) == 20
+    for row in result:
         flops = row.Nq * row.Nd * row.Lq * row.Ld * row.d * 2
         assert drawn_shapes.LEAST_FLOPS < flops < drawn_shapes.MOST_FLOPS
         assert row.Nd * row.Ld * row.d * 2 < drawn_shapes.MOST_BYTES
@@ -30,8 +30,8 @@ def test_ways_agree(size):
     row = Row("tiny", 3, 7, 5, 40, d=size, shortest=10)
     assert row.lengths().min() < 40
     ways = drawn_shapes.ways(row, torch.device("cpu"))
-    found = {name: call() for name, call in ways.items()}
-    assert ("packed 4 bits" in found) == (size == 64)
+    results = {name: call() for name, call in ways.items()}
+    assert ("packed 4 bits" in results) == (size == 64)
     for first, second, tolerance in (
         ("normalised", "padded", 1e-2),
         ("packed", "masked", 1e-6),
@@ -41,34 +41,34 @@ def test_ways_agree(size):
         ("packed int8", "packed", 2e-2),
     ):
         torch.testing.assert_close(
-            found[first], found[second], rtol=tolerance, atol=tolerance, msg=f"{first}, {second}"
+            results[first], results[second], rtol=tolerance, atol=tolerance, msg=f"{first}, {second}"
         )
-    assert not torch.equal(found["masked"], found["padded"])
+    assert not torch.equal(results["masked"], results["padded"])
     for step in ("step", "masked step", "soft step"):
-        assert [gradient.shape for gradient in found[step]] == [(3, 5, size), (7, 40, size)]
-    assert not found["masked step"][1][row.lengths() < 40, -1].any()
+        assert [gradient.shape for gradient in results[step]] == [(3, 5, size), (7, 40, size)]
+    assert not results["masked step"][1][row.lengths() < 40, -1].any()
 
 
 @pytest.mark.parametrize(("queries", "documents"), [(3, 7), (1, 7), (9, 4)])
 def test_operations_agree(queries, documents):
     """Where they score alike; a step of packed embeddings gives no gradient of padding."""
     row = Row("tiny", queries, documents, 6, 40, d=64, shortest=10)
-    found = {name: call() for name, call in drawn_shapes.operations(row, torch.device("cpu")).items()}
-    whole = found["padded"].float()
-    torch.testing.assert_close(found["one query"], whole[:1])
-    torch.testing.assert_close(found["float32"], whole, rtol=1e-2, atol=1e-2)
+    results = {name: call() for name, call in drawn_shapes.operations(row, torch.device("cpu")).items()}
+    whole = results["padded"].float()
+    torch.testing.assert_close(results["one query"], whole[:1])
+    torch.testing.assert_close(results["float32"], whole, rtol=1e-2, atol=1e-2)
     every = torch.arange(documents)
-    torch.testing.assert_close(found["pairs"].float(), whole[every % queries, every])
-    own = found["own documents"]
+    torch.testing.assert_close(results["pairs"].float(), whole[every % queries, every])
+    own = results["own documents"]
     torch.testing.assert_close(own.flatten(), whole[torch.arange(own.numel()) // own.shape[1], every[: own.numel()]])
-    torch.testing.assert_close(found["hidden"], found["projected"], rtol=1e-2, atol=1e-2)
-    assert found["own packed documents"].numel() == found["packed pairs"].numel() == documents
+    torch.testing.assert_close(results["hidden"], results["projected"], rtol=1e-2, atol=1e-2)
+    assert results["own packed documents"].numel() == results["packed pairs"].numel() == documents
     for name, sizes in {
         "step": [(queries, 6), (documents, 40)],
         "packed step": [(queries * 6,), (int(row.lengths().sum()),)],
         "cross entropy step": [(queries, 6), (documents, 40)],
     }.items():
-        assert [gradient.shape for gradient in found[name]] == [(*size, 64) for size in sizes]
+        assert [gradient.shape for gradient in results[name]] == [(*size, 64) for size in sizes]
 
 
 def test_limits_are_of_ways_and_floors():

@@ -41,10 +41,10 @@ def test_both_ways_train_alike(comparison, tiny_colbert_path, tmp_path):
 def test_the_memory_of_every_way_is_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(step_memory, "measure", lambda model, step: asked.append(step) or len(asked))
-    found = drift.memory_of_steps("model", drift.Training(document_length=7), [64, 256])
-    assert [entry["bytes"] for entry in found] == list(range(1, 9))
-    assert len({(entry["batch_size"], entry["loss"], entry["way"]) for entry in found}) == 8
-    for entry, step in zip(found, asked, strict=True):
+    result = drift.memory_of_steps("model", drift.Training(document_length=7), [64, 256])
+    assert [entry["bytes"] for entry in result] == list(range(1, 9))
+    assert len({(entry["batch_size"], entry["loss"], entry["way"]) for entry in result}) == 8
+    for entry, step in zip(result, asked, strict=True):
         assert (step.loss, step.batch_size, step.document_length) == (entry["loss"], entry["batch_size"], 7)
         assert step.arguments["fuse_projection"] == (entry["way"] == "hidden states")
 

@@ -36,10 +36,10 @@ def test_every_system_computes_the_same_step(request_):
     # PyLate lets padding win over negative similarities, of which random weights have none.
     assert by_tokens["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     assert pylate["loss"] == pytest.approx(ours["loss"], rel=1e-4)
-    for found in (ours, by_tokens, pylate):
-        assert len(found["seconds"]) == 2
-        assert found["tokens"] == ours["tokens"]
-        assert found["peak_bytes"] is None
+    for result in (ours, by_tokens, pylate):
+        assert len(result["seconds"]) == 2
+        assert result["tokens"] == ours["tokens"]
+        assert result["peak_bytes"] is None
     assert 0.0 < ours["loss_share"] < 1.0
     assert pylate["loss_share"] is None
     words = [len(text.split()) for text in encoder_step.texts(6, encoder_step.DOCUMENT_WORDS, seed=1)]
@@ -48,8 +48,8 @@ def test_every_system_computes_the_same_step(request_):
 
 
 def test_padded_documents_have_all_their_tokens(request_):
-    found = encoder_step.measure_here(replace(request_, batch_size=2, steps=1, warmup=0, padded=True))
-    assert found["tokens"] == 2 * encoder_step.DOCUMENT_LENGTH
+    result = encoder_step.measure_here(replace(request_, batch_size=2, steps=1, warmup=0, padded=True))
+    assert result["tokens"] == 2 * encoder_step.DOCUMENT_LENGTH
 
 
 def test_a_state_without_a_limit_of_tokens_says_so(request_, monkeypatch):
@@ -68,8 +68,8 @@ def test_every_system_has_a_process_and_its_package(tmp_path, monkeypatch, capsy
         assert (Path(request.model) / "tokenizer.json").exists()
         if request.backend == "flash":
             return SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: flash_maxsim")
-        found = {"seconds": [3.0, 1.0, 2.0], "loss_share": 0.02, "peak_bytes": 10**9, "loss": 1.0, "tokens": 9}
-        return SimpleNamespace(returncode=0, stdout=f"a note\n{json.dumps(found)}\n", stderr="")
+        results = {"seconds": [3.0, 1.0, 2.0], "loss_share": 0.02, "peak_bytes": 10**9, "loss": 1.0, "tokens": 9}
+        return SimpleNamespace(returncode=0, stdout=f"a note\n{json.dumps(results)}\n", stderr="")
 
     monkeypatch.setattr(encoder_step.subprocess, "run", measured)
     monkeypatch.setenv("PYTHONPATH", f"{encoder_step.ROOT}:elsewhere")

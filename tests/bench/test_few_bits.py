@@ -30,9 +30,9 @@ def test_a_collection(collection, pylate_checkpoint, tmp_path, monkeypatch, caps
     out = tmp_path / "few-bits.json", tmp_path / "few-bits.png"
     monkeypatch.setattr(sys, "argv", ["few_bits.py", str(pylate_checkpoint), *map(str, out), str(collection)])
     few_bits.main()
-    found = json.loads(out[0].read_text())["collections"]
-    assert [(one["collection"], one["documents"], one["queries"]) for one in found] == [("words", len(WORDS) ** 2, 6)]
-    rows = {row["system"]: row for row in found[0]["rows"]}
+    result = json.loads(out[0].read_text())["collections"]
+    assert [(one["collection"], one["documents"], one["queries"]) for one in result] == [("words", len(WORDS) ** 2, 6)]
+    rows = {row["system"]: row for row in result[0]["rows"]}
     assert rows["float32"]["exact@100"] == 1.0
     # Of 169 documents, 200 that are scored again by 16 bits are all.
     for dtype in few_bits.FEWER:

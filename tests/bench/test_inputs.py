@@ -108,12 +108,12 @@ def test_chosen_positions_differ() -> None:
 @pytest.mark.parametrize("nbits", [2, 4])
 def test_indices_in_the_other_order_are_those_from_the_lowest_bits(nbits: int) -> None:
     documents = residual_codes([9], 8, nbits)
-    found = residual.in_other_order(documents.residuals, nbits)
-    assert found.dtype == torch.uint8
-    lowest_first = torch.stack([found >> place & (1 << nbits) - 1 for place in range(0, 8, nbits)], dim=-1).flatten(1)
+    result = residual.in_other_order(documents.residuals, nbits)
+    assert result.dtype == torch.uint8
+    lowest_first = torch.stack([result >> place & (1 << nbits) - 1 for place in range(0, 8, nbits)], dim=-1).flatten(1)
     sums = documents.centroids[documents.codes] + documents.bucket_weights[lowest_first.long()]
     torch.testing.assert_close(documents.decompress(), F.normalize(sums.float(), dim=-1))
-    assert torch.equal(residual.in_other_order(found, nbits), documents.residuals)
+    assert torch.equal(residual.in_other_order(result, nbits), documents.residuals)
 
 
 @pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="this torch has no product of fp8 matrices")
@@ -147,9 +147,9 @@ def test_other_packages_are_given_packed_and_padded(dtype: torch.dtype, monkeypa
     inputs = varlen.make_inputs(SEVERAL, CPU, dtype)
     packed, told = "maxsim_varlen", "maxsim_varlen, longest lengths given"
     assert labels(inputs.lik()) == [packed, told, "maxsim, padded", "maxsim_forward, padded"]
-    found = labels(inputs.flash_maxsim())
-    assert found[0] == "flash_maxsim_packed"
-    assert ("flash_maxsim_packed, from float16" in found) == (dtype != torch.float16)
+    result = labels(inputs.flash_maxsim())
+    assert result[0] == "flash_maxsim_packed"
+    assert ("flash_maxsim_packed, from float16" in result) == (dtype != torch.float16)
 
 
 def test_a_request_is_what_a_model_returns() -> None:
@@ -226,13 +226,13 @@ def test_maxsim_cpu_as_installed_is_right() -> None:
 def test_the_products_have_every_similarity(n_queries: int, monkeypatch) -> None:
     """Each way computes them all, block after block, in whichever order of rows and columns."""
     inputs = forward.make_inputs(Row("row", n_queries, 6, 2, 9, d=16), CPU, torch.float32)
-    found = []
+    actual = []
     monkeypatch.setattr(cpu, "BLOCK", 3 * inputs.queries.shape[0] * inputs.queries.shape[1])
-    monkeypatch.setattr(cpu, "_each", lambda product, blocks: found.append([product(*block) for block in blocks]))
+    monkeypatch.setattr(cpu, "_each", lambda product, blocks: actual.append([product(*block) for block in blocks]))
     expected = inputs.queries.flatten(0, 1) @ inputs.documents.flatten(0, 1).T
     for candidate in cpu.products(inputs):
         candidate.call()
-    queries_first, documents_first, convolution = found
+    queries_first, documents_first, convolution = actual
     torch.testing.assert_close(torch.cat(queries_first, dim=1), expected)
     torch.testing.assert_close(torch.cat(documents_first, dim=0).T, expected)
     torch.testing.assert_close(torch.cat([part.reshape(len(expected), -1) for part in convolution], dim=1), expected)
@@ -266,8 +266,8 @@ def test_lik_is_tried_with_each_of_its_backwards(monkeypatch) -> None:
     stand_ins.put_in_place(monkeypatch)
     inputs = training.make_inputs(STEP, CPU, torch.float32)
     systems = {system.name: system for system in training.suite().systems}
-    found = [labels(systems[name].candidates(inputs)) for name in ("lik", "lik_lowmem")]
-    assert found == [["maxsim, auto", "maxsim, unified"], ["maxsim, lowmem"]]
+    results = [labels(systems[name].candidates(inputs)) for name in ("lik", "lik_lowmem")]
+    assert results == [["maxsim, auto", "maxsim, unified"], ["maxsim, lowmem"]]
 
 
 def test_which_einsum_of_soft_scores_is_timed() -> None:
@@ -289,10 +289,10 @@ def test_the_sample_of_a_large_step_is_that_of_the_whole_reference(pieces: bool,
     whole = losses.sample_of(inputs.reference())
     reference = losses.reference(inputs)
     assert reference.scores is whole.scores is None
-    for found, expected in zip(reference[::2] + reference[3:], whole[::2] + whole[3:], strict=True):
-        assert found.dtype == torch.float64
+    for actual, expected in zip(reference[::2] + reference[3:], whole[::2] + whole[3:], strict=True):
+        assert actual.dtype == torch.float64
         # A logit is a float32 sum over the temperature, 0.02.
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
     assert len(whole.grad_queries) == losses.SAMPLED
     assert losses.sampled(40)[[0, -1]].tolist() == [0, 39]
 
@@ -305,32 +305,32 @@ def test_the_reference_of_a_large_step_is_the_same_whatever_float32_products_are
 
 
 def test_given_embeddings_are_not_normalised_and_masked_and_their_reference_is_the_definition() -> None:
-    given = losses.make_inputs(GIVEN, CPU, torch.float32)
-    assert given.queries.dtype == torch.bfloat16
-    norms = given.documents.float().norm(dim=-1)
+    arguments = losses.make_inputs(GIVEN, CPU, torch.float32)
+    assert arguments.queries.dtype == torch.bfloat16
+    norms = arguments.documents.float().norm(dim=-1)
     assert norms.min() < 0.7
     assert norms.max() > 1.3
-    for mask, length in ((given.queries_mask, 4), (given.documents_mask, 6)):
+    for mask, length in ((arguments.queries_mask, 4), (arguments.documents_mask, 6)):
         assert length // 2 <= mask.sum(dim=1).min() < mask.sum(dim=1).max() == length
-    leaves = [e.detach().double().requires_grad_() for e in (given.queries, given.documents)]
+    leaves = [e.detach().double().requires_grad_() for e in (arguments.queries, arguments.documents)]
     # As the operation rounds them, without a gradient of the rounding.
     normalized = [F.normalize(leaf, dim=-1) for leaf in leaves]
     rounded = [unit + (unit.to(torch.bfloat16).double() - unit).detach() for unit in normalized]
     similarities = torch.einsum("qsd,ntd->qnst", *rounded)
-    best = similarities.masked_fill(~given.documents_mask[None, :, None], -torch.inf).amax(dim=-1)
-    scores = (best * given.queries_mask[:, None]).sum(dim=-1)
+    best = similarities.masked_fill(~arguments.documents_mask[None, :, None], -torch.inf).amax(dim=-1)
+    scores = (best * arguments.queries_mask[:, None]).sum(dim=-1)
     loss = F.cross_entropy(scores / training.TEMPERATURE, torch.arange(40))
     expected = losses.sample_of(exact.Step(loss.detach(), None, *torch.autograd.grad(loss, leaves)))
-    assert exact.error(losses.reference(given), expected) <= 1e-4
+    assert exact.error(losses.reference(arguments), expected) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["contrastive", "cached"])
 def test_a_loss_of_given_embeddings_is_the_bare_operation(name: str, pylate) -> None:
     """So their times are of the same work."""
-    given = losses.make_inputs(GIVEN, CPU, torch.float32)
-    (bare,), (loss,) = given.ours(), getattr(given, name)()
-    found, expected = (losses.sample_of(candidate.read(candidate.call())) for candidate in (loss, bare))
-    assert exact.error(found, exact.Step(*(part if part is None else part.double() for part in expected))) <= 2e-3
+    arguments = losses.make_inputs(GIVEN, CPU, torch.float32)
+    (bare,), (loss,) = arguments.ours(), getattr(arguments, name)()
+    actual, expected = (losses.sample_of(candidate.read(candidate.call())) for candidate in (loss, bare))
+    assert exact.error(actual, exact.Step(*(part if part is None else part.double() for part in expected))) <= 2e-3
 
 
 @pytest.mark.parametrize(("row", "expected"), [(1, 3), (2, 1), (3, 1), (4, 0)], ids=lambda value: str(value))
@@ -366,13 +366,13 @@ def test_rows_of_a_host_hold_what_their_names_say(row: Row, monkeypatch) -> None
     if row.step:
         assert [len(part) for part in inputs.columns()[1]] == [3, 2]
         return
-    given, lengths = inputs.arguments, inputs.lengths()
+    arguments, lengths = inputs.arguments, inputs.lengths()
     assert (len(set(lengths.tolist())) > 1) == (row.shortest is not None)
     if row.kind == "lists":
-        assert [len(document) for document in given["b"]] == lengths.tolist()
-        assert len({document.data_ptr() for document in given["b"]}) == len(given["b"])
-        assert all(document.untyped_storage().nbytes() == document.nbytes for document in given["b"])
-    assert ("b_mask" in given) == (row.kind == "masked")
+        assert [len(document) for document in arguments["b"]] == lengths.tolist()
+        assert len({document.data_ptr() for document in arguments["b"]}) == len(arguments["b"])
+        assert all(document.untyped_storage().nbytes() == document.nbytes for document in arguments["b"])
+    assert ("b_mask" in arguments) == (row.kind == "masked")
 
 
 @needs_host

@@ -55,9 +55,9 @@ def test_systems_take_turns_in_changing_orders_and_the_warmup_does_not_count():
     clock, again = Clock(), Clock()
     timings = protocol.measure(calls, clock, Rounds(warmup=10, repetitions=30))
     for name, factor in (("ours", 1), ("peer", 10)):
-        found = timings[name]
-        assert (found.median_ms, found.iqr_ms) == pytest.approx((1.55 * factor, 1.45 * factor))
-        assert (found.host_ms, found.repetitions) == (pytest.approx(0.775 * factor), 30)
+        result = timings[name]
+        assert (result.median_ms, result.iqr_ms) == pytest.approx((1.55 * factor, 1.45 * factor))
+        assert (result.host_ms, result.repetitions) == (pytest.approx(0.775 * factor), 30)
     rounds = [tuple(clock.order[index : index + 3]) for index in range(0, 120, 3)]
     assert all(sorted(names) == ["ours", "peer", "torch"] for names in rounds)
     assert len(set(rounds)) == 6, "every order comes up"

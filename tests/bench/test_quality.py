@@ -43,11 +43,11 @@ def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path, tmp_path)
         ("fp8", "fp8"), ("fp8", "bfloat16"), ("residual, 4 bits", "bfloat16"), ("residual, 2 bits", "bfloat16"),
     ]  # fmt: skip
     loaded = evaluation.load_beir_folder(tmp_path)
-    found = evaluation.evaluate_retrieval(
+    result = evaluation.evaluate_retrieval(
         models.ColBERT(tiny_colbert_path), *loaded, k=10, metrics=["ndcg@10"], show_progress=False
     )
     # Those that follow are rounded to bfloat16, and may exchange documents of nearly the same score.
-    assert rows[0]["ndcg@10"] == pytest.approx(found.metrics["ndcg@10"], abs=0.05)
+    assert rows[0]["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"], abs=0.05)
     for row in rows:
         assert row["difference"] == row["ndcg@10"] - rows[0]["ndcg@10"]
         assert 0.7 <= row["overlap@20"] <= 1.0

@@ -51,9 +51,9 @@ def test_two_ranks_are_one_process_with_the_whole_batch(result):
     assert result["errors"].keys() == {
         f"{gather}, {name} batch" for gather in ranks.GATHERINGS for name in ("full", "last")
     }
-    for found in result["errors"].values():
-        assert found.keys() == {"loss", "queries", "documents"}
-        assert max(found.values()) <= 1e-5
+    for results in result["errors"].values():
+        assert results.keys() == {"loss", "queries", "documents"}
+        assert max(results.values()) <= 1e-5
 
 
 def test_each_way_is_timed_and_one_process_too(result):
@@ -74,9 +74,9 @@ def test_a_wrong_gradient_is_seen():
     ]
     assert ranks.distances(right, shares, together) == {"queries": 0.0, "documents": 0.0}
     right[1][1][-1] = 0.0
-    found = ranks.distances(right, shares, together)
-    assert found["queries"] == 0.0
-    assert found["documents"] > 0.1
+    actual = ranks.distances(right, shares, together)
+    assert actual["queries"] == 0.0
+    assert actual["documents"] > 0.1
 
 
 def test_lengths_and_numbers_differ():

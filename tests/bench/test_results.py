@@ -102,12 +102,12 @@ def test_rows_of_two_runs_are_one_result(result):
     earlier["rows"].append({**result["rows"][0], "floor_ms": 5.0})
     later.update(date="2026-03-02T12:00:00+00:00", complete=False)
     names = ["textual", "batch-512"]
-    found = results.joined(earlier, later, names)
-    assert [row["name"] for row in found["rows"]] == names
-    assert found["rows"][0]["floor_ms"] == 0.018, "what was measured again takes the place of what was there"
-    assert found["complete"]
-    assert found["date"] == later["date"]
-    assert "facts" not in found
+    output = results.joined(earlier, later, names)
+    assert [row["name"] for row in output["rows"]] == names
+    assert output["rows"][0]["floor_ms"] == 0.018, "what was measured again takes the place of what was there"
+    assert output["complete"]
+    assert output["date"] == later["date"]
+    assert "facts" not in output
     assert results.joined({**earlier, "facts": {"a": 1}}, later, names)["facts"] == {"a": 1}
     assert results.joined({**earlier, "facts": {"a": 1}}, {**later, "facts": {"a": 2}}, names)["facts"] == {"a": 2}
     assert not results.joined(earlier, later, [*names, "colpali"])["complete"]

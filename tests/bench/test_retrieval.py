@@ -21,10 +21,10 @@ def test_the_reference_is_the_best_scores_of_the_documents_that_are_asked(kind, 
         monkeypatch.setattr(retrieval, name, value)
     inputs = retrieval.make_inputs(replace(TINY, kind=kind), CPU, torch.float32)
     documents = torch.cat(list(inputs.corpus.blocks())).double().split(inputs.corpus.lengths.tolist())
-    for query, found, among in zip(inputs.queries.double(), inputs.reference(), inputs.among, strict=False):
+    for query, result, among in zip(inputs.queries.double(), inputs.reference(), inputs.among, strict=False):
         scores = torch.stack([(query @ one.T).amax(1).sum() for one in documents])
         scores = scores[among] if kind else scores
-        torch.testing.assert_close(found, scores.sort(descending=True).values[:12])
+        torch.testing.assert_close(result, scores.sort(descending=True).values[:12])
 
 
 def test_scores_that_few_bits_do_not_explain_are_wrong():
@@ -35,10 +35,10 @@ def test_scores_that_few_bits_do_not_explain_are_wrong():
 
 
 def test_what_a_store_on_the_disk_does_is_told():
-    found = retrieval.store_on_disk(CPU, torch.float32, nbytes=1 << 20)
+    result = retrieval.store_on_disk(CPU, torch.float32, nbytes=1 << 20)
     rates = {f"{name}_gb_per_s" for name in ("added", "loaded", "streamed_for_1", "streamed_for_200")}
-    assert set(found) == {"stored_gb", "opened_s", *rates}
-    assert all(value > 0 for value in found.values())
+    assert set(result) == {"stored_gb", "opened_s", *rates}
+    assert all(value > 0 for value in result.values())
 
 
 def test_rows_of_a_corpus_have_the_same_documents_made_once():

@@ -12,7 +12,7 @@ from pylate_flash.bench import SUITES, load_suite, suite
 from pylate_flash.bench.rows import Row
 
 SCRIPTS = sorted(Path(suite.__file__).parents[2].glob("docs/benchmarks/suites/*.py"))
-ROWS = [(found.name, row) for found in map(load_suite, (*SUITES, *map(str, SCRIPTS))) for row in found.rows]
+ROWS = [(result.name, row) for result in map(load_suite, (*SUITES, *map(str, SCRIPTS))) for row in result.rows]
 
 
 @pytest.mark.parametrize("row", [row for _, row in ROWS], ids=[f"{name}, {row.name}" for name, row in ROWS])

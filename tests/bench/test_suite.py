@@ -45,8 +45,8 @@ def run(tiny_suite, ceilings):
     """Run tiny rows with some systems, and return the result."""
 
     def call(*systems, changes=None, **options):
-        found = replace(tiny_suite(*systems), **changes or {})
-        return suite.run(found, CPU, torch.float32, ROUNDS, ceilings=ceilings, **options)
+        result = replace(tiny_suite(*systems), **changes or {})
+        return suite.run(result, CPU, torch.float32, ROUNDS, ceilings=ceilings, **options)
 
     return call
 
@@ -182,10 +182,10 @@ def test_what_fails_is_marked_with_the_first_line_of_its_error_and_leaves_the_ot
         return [Candidate("fails", fail), *scaled(3.0)(inputs), *scaled()(inputs)]
 
     later = System("later", "Later", lambda inputs: [Candidate("later", fail)])
-    found = states(System("early", "Early", fail), later, peer(mixed))
-    assert found["early"] == {"status": "failed", "reason": "RuntimeError: tried to allocate 80 GiB"}
-    assert found["later"] == {"status": "failed", "reason": "later: RuntimeError: tried to allocate 80 GiB"}
-    assert (found["peer"]["status"], found["peer"]["variant"]) == ("ok", "right")
+    result = states(System("early", "Early", fail), later, peer(mixed))
+    assert result["early"] == {"status": "failed", "reason": "RuntimeError: tried to allocate 80 GiB"}
+    assert result["later"] == {"status": "failed", "reason": "later: RuntimeError: tried to allocate 80 GiB"}
+    assert (result["peer"]["status"], result["peer"]["variant"]) == ("ok", "right")
 
 
 def test_the_fastest_right_candidate_is_kept(states):
@@ -193,13 +193,13 @@ def test_the_fastest_right_candidate_is_kept(states):
 
     def three(inputs):
         scores = inputs.reference()
-        found = [Candidate(label, lambda label=label: scores) for label in ("slow", "fast", "middling")]
-        durations.update({candidate.call: seconds for candidate, seconds in zip(found, (3.0, 1.0, 2.0), strict=True)})
-        return found
+        results = [Candidate(label, lambda label=label: scores) for label in ("slow", "fast", "middling")]
+        durations.update({candidate.call: seconds for candidate, seconds in zip(results, (3.0, 1.0, 2.0), strict=True)})
+        return results
 
-    found = states(peer(three), changes={"stopwatch": lambda device, flush_bytes: Script(durations)})
-    assert found["peer"]["variant"] == "fast"
-    assert found["peer"]["median_ms"] == 1000.0
+    results = states(peer(three), changes={"stopwatch": lambda device, flush_bytes: Script(durations)})
+    assert results["peer"]["variant"] == "fast"
+    assert results["peer"]["median_ms"] == 1000.0
 
 
 @pytest.mark.parametrize(("quick", "calls"), [(False, 6), (True, 1)])
@@ -229,9 +229,9 @@ def test_what_is_not_there_is_absent_with_its_reason(states, monkeypatch):
     assert "not installed" in missing.unavailable(torch.device("cuda"))
     assert missing.version() is None
     systems = RIGHT, System("missing", "Missing", scaled(), peer=missing), peer(refuse)
-    found = states(*systems)
-    assert found["missing"] == {"status": "absent", "reason": "its kernels need a CUDA GPU"}
-    assert found["peer"] == {"status": "absent", "reason": "needs a full moon"}
+    result = states(*systems)
+    assert result["missing"] == {"status": "absent", "reason": "its kernels need a CUDA GPU"}
+    assert result["peer"] == {"status": "absent", "reason": "needs a full moon"}
     assert "missing" not in states(*systems, with_peers=False)
 
 
@@ -251,8 +251,8 @@ def test_a_peer_that_cannot_be_imported_is_absent(states, tmp_path, monkeypatch)
     (tmp_path / "broken_peer.py").write_text("raise OSError('no libcuda.so')")
     monkeypatch.syspath_prepend(tmp_path)
     broken = Peer("broken-peer", "broken_peer", device=None)
-    found = states(RIGHT, peer(scaled(), peer=broken))
-    assert found["peer"] == {"status": "absent", "reason": "cannot be imported (OSError: no libcuda.so)"}
+    result = states(RIGHT, peer(scaled(), peer=broken))
+    assert result["peer"] == {"status": "absent", "reason": "cannot be imported (OSError: no libcuda.so)"}
     assert broken.version() is None
 
 

@@ -128,14 +128,14 @@ def of_few(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, value)
 
 
-def spoiled(found: Any, factor: float) -> list[Any]:
+def spoiled(result: Any, factor: float) -> list[Any]:
     """A result with each of its parts multiplied."""
-    if isinstance(found, torch.Tensor):
-        return [found * factor]
-    make = getattr(type(found), "_make", tuple)
+    if isinstance(result, torch.Tensor):
+        return [result * factor]
+    make = getattr(type(result), "_make", tuple)
     return [
-        make([*found[:place], part * factor, *found[place + 1 :]])
-        for place, part in enumerate(found)
+        make([*result[:place], part * factor, *result[place + 1 :]])
+        for place, part in enumerate(result)
         if isinstance(part, torch.Tensor)
     ]
 
@@ -143,11 +143,11 @@ def spoiled(found: Any, factor: float) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @rows_of(*SUITES)
 def test_every_system_that_runs_here_is_right_and_what_is_wrong_has_an_error(name, row, dtype) -> None:
-    found = suite_of(name)
-    inputs = found.make_inputs(row, CPU, dtype)
-    reference = found.reference(inputs)
+    actual = suite_of(name)
+    inputs = actual.make_inputs(row, CPU, dtype)
+    reference = actual.reference(inputs)
     ran, missing = {}, []
-    for system in found.systems:
+    for system in actual.systems:
         if system.yardstick or (system.peer is not None and system.peer.unavailable(CPU)):
             continue
         if system.name in MISSING and (name in WITHOUT_STAND_INS or (name, row.name) in THROUGH_PYLATE):
@@ -159,23 +159,23 @@ def test_every_system_that_runs_here_is_right_and_what_is_wrong_has_an_error(nam
             continue
         limit = system.tolerance
         if system.name.startswith(OURS):
-            limit = min(limit, suite.MARGIN * found.accuracy(inputs, dtype))
+            limit = min(limit, suite.MARGIN * actual.accuracy(inputs, dtype))
         for candidate in candidates:
             if candidate.label.startswith(("lik, ", "flash, ")):
                 continue  # through PyLate, which calls them on a GPU only
             with torch.no_grad():
                 # Twice: no gradients are left over from the call before.
                 results = [candidate.read(candidate.call()) for _ in range(2)]
-            assert max(found.error(result, reference) for result in results) <= limit, candidate.label
+            assert max(actual.error(result, reference) for result in results) <= limit, candidate.label
             ran.setdefault(system.name, results[-1])
     for why in missing:
         if OURS not in ran and why.startswith(("needs PyLate", "sentence-transformers: ")):
             pytest.skip(why)
     for system in MISSING:
-        if name not in WITHOUT_STAND_INS and any(system == each.name for each in found.systems):
+        if name not in WITHOUT_STAND_INS and any(system == each.name for each in actual.systems):
             assert (system in ran) == ((name, row.name) not in MISSING[system])
-    assert all(found.error(wrong, reference) > 0.09 for wrong in spoiled(ran[OURS], 1.1))
-    assert all(found.error(wrong, reference) == math.inf for wrong in spoiled(ran[OURS], math.nan))
+    assert all(actual.error(wrong, reference) > 0.09 for wrong in spoiled(ran[OURS], 1.1))
+    assert all(actual.error(wrong, reference) == math.inf for wrong in spoiled(ran[OURS], math.nan))
 
 
 @rows_of("forward", "varlen", "training", "chamfer", "soft", "sparse", "xtr", "hidden")
@@ -183,23 +183,23 @@ def test_references_are_the_operations_in_float64_and_the_same_in_parts(name, ro
     """Whose own tests hold them to loops over numbers."""
     if isinstance(row, Arrays):
         pytest.skip("arrays are of float32")
-    found = suite_of(name)
-    inputs = found.make_inputs(row, CPU, torch.float64)
-    for candidate in found.systems[0].candidates(inputs):
+    results = suite_of(name)
+    inputs = results.make_inputs(row, CPU, torch.float64)
+    for candidate in results.systems[0].candidates(inputs):
         with torch.no_grad():
             result = candidate.read(candidate.call())
         for nbytes in (exact.REFERENCE_BYTES, 1):
             monkeypatch.setattr(exact, "REFERENCE_BYTES", nbytes)
             # A teacher's scores are drawn in float32.
-            assert found.error(result, found.reference(inputs)) <= (1e-6 if name == "training" else 1e-9)
+            assert results.error(result, results.reference(inputs)) <= (1e-6 if name == "training" else 1e-9)
 
 
 @rows_of(*SUITES)
 def test_inputs_are_the_same_each_time(name, row) -> None:
     if (name, row.name) in THROUGH_PYLATE:
         pytest.importorskip("pylate")
-    found = suite_of(name)
-    first, second = (found.reference(found.make_inputs(row, CPU, torch.float32)) for _ in range(2))
+    result = suite_of(name)
+    first, second = (result.reference(result.make_inputs(row, CPU, torch.float32)) for _ in range(2))
     if isinstance(first, torch.Tensor):
         first, second = (first,), (second,)
     assert all(one is two is None or torch.equal(one, two) for one, two in zip(first, second, strict=True))
@@ -207,12 +207,12 @@ def test_inputs_are_the_same_each_time(name, row) -> None:
 
 @pytest.mark.parametrize("name", SUITES)
 def test_a_suite_runs(name, ceilings) -> None:
-    found = suite_of(name)
-    tiny_suite = replace(found, rows=SUITES[name][-2:], facts=None)
+    results = suite_of(name)
+    tiny_suite = replace(results, rows=SUITES[name][-2:], facts=None)
     result = suite.run(tiny_suite, CPU, torch.float32, Rounds(0, 2, 0), ceilings=ceilings, quick=True)
     assert result["complete"]
     assert result["protocol"]["reduced"] == (name != "cpu")
-    yardsticks = [system.name for system in found.systems if system.yardstick]
+    yardsticks = [system.name for system in results.systems if system.yardstick]
     for row in result["rows"]:
         states = row["systems"]
         if states[OURS]["status"] == "absent":
@@ -223,7 +223,7 @@ def test_a_suite_runs(name, ceilings) -> None:
         timed = {system: states[system]["median_ms"] for system in yardsticks if "median_ms" in states[system]}
         assert (row["bound"] in timed) == bool(timed)
         assert not timed or row["floor_ms"] == min(timed.values())
-        counted = {system.name for system in found.systems if system.counted}
+        counted = {system.name for system in results.systems if system.counted}
         assert row.get("multiples", {}).keys() == counted
 
 
@@ -269,8 +269,8 @@ def test_floors_are_those_of_a_card(name: str, bandwidth: float, monkeypatch) ->
     rows = {row.name: row for row in suite_of(name).rows}
     ceilings = Ceilings(790e12, bandwidth, eight_bit_flops_per_second=1400e12, exponentials_per_second=1e13)
     expected = FLOORS[name, bandwidth]
-    found = {row: floor_of(rows[row].work(torch.bfloat16), ceilings).milliseconds for row in expected}
-    assert found == pytest.approx(expected, rel=0.02, abs=6e-4 if name in ("forward", "hidden") else 0)
+    actual = {row: floor_of(rows[row].work(torch.bfloat16), ceilings).milliseconds for row in expected}
+    assert actual == pytest.approx(expected, rel=0.02, abs=6e-4 if name in ("forward", "hidden") else 0)
     if name == "quantized":
         # Products of 8 bits whose rate was not measured count as twice as fast as the others.
         ceilings = replace(ceilings, eight_bit_flops_per_second=None)

@@ -213,9 +213,9 @@ def test_the_tables_of_two_collections_are_apart(tmp_path):
 def test_an_incomplete_result_names_what_it_lacks(result, tmp_path):
     result["complete"] = False
     results.save(result, tmp_path / "forward-a.json")
-    found = tables.newest("forward", tmp_path)
-    assert found == result
-    *_, empty, last = tables.render(forward.suite(), found).splitlines()
+    output = tables.newest("forward", tmp_path)
+    assert output == result
+    *_, empty, last = tables.render(forward.suite(), output).splitlines()
     assert empty == ""
     assert last.startswith("Not measured: long-doc, medium, visual, ")
     assert "textual" not in last

@@ -46,18 +46,18 @@ def test_every_shape_is_counted(shape):
     """And no kernel reads less than its inputs, or loads less than it reads."""
     random = torch.Generator().manual_seed(0)
     argmax = torch.randint(0, shape.Ld, (shape.Nd, shape.Nq * shape.Lq), generator=random) if shape.backward else None
-    found = traffic.expected(problem(shape), argmax)
+    result = traffic.expected(problem(shape), argmax)
     inputs = 2 * shape.d * (shape.Nq * shape.Lq + shape.Nd * shape.Ld)
-    assert found["_hopper_kernel"].read == inputs
-    assert ("_sum_kernel" in found) == shape.backward
-    for kernel, counted in found.items():
+    assert result["_hopper_kernel"].read == inputs
+    assert ("_sum_kernel" in result) == shape.backward
+    for kernel, counted in result.items():
         assert counted.loaded >= counted.read > 0, kernel
         assert counted.stored >= counted.written > 0, kernel
     if shape.backward:
         # Half of a winner's row for each pair would be less than what is gathered, and what is summed.
         pairs = argmax.numel() * 2 * shape.d
-        assert pairs < found["_gather_kernel"].loaded < 1.1 * pairs
-        assert pairs < found["_sum_kernel"].loaded < 1.1 * pairs
+        assert pairs < result["_gather_kernel"].loaded < 1.1 * pairs
+        assert pairs < result["_sum_kernel"].loaded < 1.1 * pairs
 
 
 def test_a_tail_is_not_loaded_as_a_whole_tile():
@@ -82,8 +82,8 @@ def test_what_is_not_counted_is_an_error():
 
 
 def test_the_table_of_a_profile():
-    found = traffic.parse(PRINTED)
-    assert found == {
+    result = traffic.parse(PRINTED)
+    assert result == {
         "_sort_kernel": {
             "launches": 2, "memory_read": 2000, "memory_written": 3000, "l2_all": 4, "l2_read": 1280,
             "l2_written": 1920,
@@ -153,10 +153,10 @@ def test_a_shape_is_compared_with_what_was_measured(monkeypatch):
         traffic, "measure", lambda shape: {name: {"launches": 1} for name in [*names, "_combine_kernel"]}
     )
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 10))
-    found = traffic.compare(shape, torch.device("cpu"))
-    assert found["shape"] == "40 x 12, 32 x 150"
-    assert found["kernels"]["_combine_kernel"]["expected"] is None
-    assert found["kernels"]["_sum_kernel"]["expected"]["loaded"] > 0
+    result = traffic.compare(shape, torch.device("cpu"))
+    assert result["shape"] == "40 x 12, 32 x 150"
+    assert result["kernels"]["_combine_kernel"]["expected"] is None
+    assert result["kernels"]["_sum_kernel"]["expected"]["loaded"] > 0
     monkeypatch.setattr(traffic, "measure", lambda shape: {name: {} for name in names[:-1]})
     with pytest.raises(RuntimeError, match="saw no launch of _sum_kernel"):
         traffic.compare(shape, torch.device("cpu"))

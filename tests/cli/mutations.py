@@ -84,17 +84,17 @@ def _json(rng, content):
 def _strange_somewhere(rng, value):
     """The value with one of its parts replaced, renamed, removed or repeated."""
     root = [copy.deepcopy(value)]
-    places: list[tuple[Any, Any]] = []
-    found: list[Any] = [root]
-    while found:
-        holder = found.pop()
+    positions: list[tuple[Any, Any]] = []
+    results: list[Any] = [root]
+    while results:
+        holder = results.pop()
         keys = list(holder) if isinstance(holder, dict) else range(len(holder))
         # Not each of the thousands of words of a vocabulary, or it would be all that is ever changed.
         for key in keys[:30]:
-            places.append((holder, key))
+            positions.append((holder, key))
             if isinstance(holder[key], dict | list):
-                found.append(holder[key])
-    holder, key = rng.choice(places)
+                results.append(holder[key])
+    holder, key = rng.choice(positions)
     action = rng.randrange(5)
     if action == 0 and holder is not root:
         del holder[key]

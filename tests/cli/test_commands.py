@@ -134,9 +134,9 @@ def test_train_evaluate_search(output, tiny_colbert_path, tmp_path):
     printed = succeed(
         "search", corpus[0]["text"], "--index", index, "--model", trained, "--data", output / "data", "-k", 2
     )
-    found = [line.split("\t") for line in printed.splitlines()]
-    assert [rank for rank, *_ in found] == ["1", "2"]
-    assert {id_ for _, _, id_, _ in found} <= {document["_id"] for document in corpus}
+    results = [line.split("\t") for line in printed.splitlines()]
+    assert [rank for rank, *_ in results] == ["1", "2"]
+    assert {id_ for _, _, id_, _ in results} <= {document["_id"] for document in corpus}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it computes on a GPU")
@@ -202,13 +202,13 @@ def test_doctor_counts_the_cores_that_may_be_used(groups, files, cores, tmp_path
 
 def test_doctor_says_when_there_are_more_threads_than_cores(monkeypatch):
     monkeypatch.setattr(doctor, "_free_cores", lambda: 2)
-    for threads, given, expected in (
+    for threads, arguments, expected in (
         (2, "2", "Threads: torch computes with 2, and 2 of the processor's cores may be used.\n"),
         (8, "8", "ten times slower. Set OMP_NUM_THREADS=2 in place of 8.\n"),
         (8, "", "ten times slower. Set OMP_NUM_THREADS=2, which is not set.\n"),
     ):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        monkeypatch.setenv("OMP_NUM_THREADS", arguments)
         assert expected in invoke("doctor").stdout
 
 

@@ -48,10 +48,10 @@ def test_an_old_index_is_converted_row_by_row(old, version, tmp_path):
     # Rows as the old version kept them: as this one makes them of the same embeddings.
     again = PackedStore(tmp_path / "again", dtype)
     again.add(ids, documents)
-    found, expected = content(new), content(again.path)
-    assert list(found) == ids
+    actual, expected = content(new), content(again.path)
+    assert list(actual) == ids
     for id_ in ids:
-        assert torch.equal(found[id_].view(torch.uint8), expected[id_].view(torch.uint8))
+        assert torch.equal(actual[id_].view(torch.uint8), expected[id_].view(torch.uint8))
     assert PackedStore(new).state.dtype == dtype
     assert Flat(tmp_path, "new", device="cpu").verify().documents == len(ids)
     # It can be added to.

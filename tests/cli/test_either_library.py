@@ -56,8 +56,10 @@ def test_index_and_search_with_the_lengths_that_were_asked_for(corpus, pylate_ch
     assert "Note: 3 of the first 4 documents are longer than the 5 tokens that are read of each" in result.stderr
     (record,) = map(json.loads, succeed("search", "old cats", *here, *CPU, "--json", "-k", 3).splitlines())
     expected = scores_by_hand(pylate_checkpoint, "old cats", **lengths)[:3]
-    assert [found["id"] for found in record["results"]] == [id_ for id_, _ in expected]
-    assert [found["score"] for found in record["results"]] == pytest.approx([score for _, score in expected], rel=1e-5)
+    assert [actual["id"] for actual in record["results"]] == [id_ for id_, _ in expected]
+    assert [actual["score"] for actual in record["results"]] == pytest.approx(
+        [score for _, score in expected], rel=1e-5
+    )
     (tmp_path / "more.jsonl").write_text('{"_id": "d9", "text": "old planes"}\n')
     assert "holds 5" in succeed("index", "add", "--data", tmp_path / "more.jsonl", *here, *CPU)
 
@@ -121,9 +123,9 @@ def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint, tmp_path):
     mine = ("mine", "--data", pairs, "--model", pylate_checkpoint, *CPU, "--output", out, "--num-negatives")
     succeed(*mine, 2, "--corpus", documents)
     first, second = ("cats", "red cats"), ("dogs", "blue dogs")
-    found = {(row.pop("query"), row.pop("positive")): set(row.values()) for row in map(json.loads, out.open())}
+    results = {(row.pop("query"), row.pop("positive")): set(row.values()) for row in map(json.loads, out.open())}
     # The first pair has no third one: "cats red cats" is its positive.
-    assert found == {first: {"blue dogs", "blue"}, second: {"cats red cats", "blue"}}
+    assert results == {first: {"blue dogs", "blue"}, second: {"cats red cats", "blue"}}
     assert_one_clear_sentence(invoke(*mine, 3, "--corpus", documents, "--overwrite"), "no pair has 3 negatives")
 
 

@@ -58,11 +58,11 @@ def test_several_collections_in_one_command(collections, pylate_checkpoint, tmp_
     files = {name: tmp_path / f"all{name}" for name in (".json", ".trec", ".tsv", ".png")}
     options = ("--json", files[".json"], "--run", files[".trec"], "--per-query", files[".tsv"])
     printed = evaluate(pylate_checkpoint, *options, "--picture", files[".png"], data=collections)
-    found = json.loads(files[".json"].read_text())
+    result = json.loads(files[".json"].read_text())
     values = [line.split("\t") for line in files[".tsv"].read_text().splitlines()]
     assert values[0] == ["collection", "query", *METRICS]
     assert len(values) == 1 + 3 * 12
-    for folder, record in zip(collections, found["collections"], strict=True):
+    for folder, record in zip(collections, result["collections"], strict=True):
         assert (record["data"], record["documents"], record["queries"]) == (str(folder), 120, 12)
         (row,) = (line for line in printed.splitlines() if folder.name in line)
         assert [f"{record[name]:.4f}" for name in METRICS] == re.findall(r"[01]\.[0-9]{4}", row)
@@ -75,9 +75,9 @@ def test_several_collections_in_one_command(collections, pylate_checkpoint, tmp_
         own = {row[1]: row[2:] for row in values if row[0] == folder.name}
         assert own == {query_id: [f"{per_query[name][query_id]:.6f}" for name in METRICS] for query_id in qrels}
     for name in METRICS:
-        assert found["mean"][name] == pytest.approx(statistics.mean(one[name] for one in found["collections"]))
+        assert result["mean"][name] == pytest.approx(statistics.mean(one[name] for one in result["collections"]))
     (row,) = (line for line in printed.splitlines() if "mean" in line)
-    assert [f"{found['mean'][name]:.4f}" for name in METRICS] == re.findall(r"[01]\.[0-9]{4}", row)
+    assert [f"{result['mean'][name]:.4f}" for name in METRICS] == re.findall(r"[01]\.[0-9]{4}", row)
     assert all(len(line) <= 80 for line in printed.splitlines())
     assert files[".png"].read_bytes().startswith(b"\x89PNG")
 
@@ -87,8 +87,8 @@ def test_other_indexes_against_exact_search(collections, pylate_checkpoint, tmp_
     evaluate(pylate_checkpoint, "--run", tmp_path / "run.trec", data=collections[:1])
     options = ("--against", ",".join(systems), "--json", tmp_path / "a.json", "--picture", tmp_path / "a.svg")
     printed = evaluate(pylate_checkpoint, *options, data=collections[:1])
-    found = {row["system"]: row for row in json.loads((tmp_path / "a.json").read_text())["against"]}
-    assert list(found) == ["exact", "int8", "fp8", "run.trec"]
+    actual = {row["system"]: row for row in json.loads((tmp_path / "a.json").read_text())["against"]}
+    assert list(actual) == ["exact", "int8", "fp8", "run.trec"]
     # By hand: the same embeddings, the index asked itself.
     documents, queries, qrels = load_beir_folder(collections[0])
     model = load_model(str(pylate_checkpoint), device="cpu")
@@ -103,18 +103,18 @@ def test_other_indexes_against_exact_search(collections, pylate_checkpoint, tmp_
     for dtype in ("int8", "fp8"):
         hits = search(dtype)
         means, _ = evaluate_run(dict(zip(qrels, hits, strict=True)), qrels)
-        assert found[dtype]["metrics"] == pytest.approx(means)
+        assert actual[dtype]["metrics"] == pytest.approx(means)
         expected = {f"exact@{depth}": recall_of(hits, exact, depth) for depth in (10, 100)}
-        assert found[dtype]["recall"] == pytest.approx(expected)
+        assert actual[dtype]["recall"] == pytest.approx(expected)
         # A row of 8 elements: a head, and a multiple of 16 bytes.
-        assert found[dtype]["bytes_a_token"] == 16 + 16
-    assert found["exact"]["recall"] == found["run.trec"]["recall"] == {"exact@10": 1, "exact@100": 1}
-    assert found["run.trec"]["metrics"] == pytest.approx(found["exact"]["metrics"])
-    assert found["run.trec"]["build_seconds"] is None
-    assert all(found[name]["milliseconds_a_query"] > 0 for name in ("exact", "int8", "fp8"))
+        assert actual[dtype]["bytes_a_token"] == 16 + 16
+    assert actual["exact"]["recall"] == actual["run.trec"]["recall"] == {"exact@10": 1, "exact@100": 1}
+    assert actual["run.trec"]["metrics"] == pytest.approx(actual["exact"]["metrics"])
+    assert actual["run.trec"]["build_seconds"] is None
+    assert all(actual[name]["milliseconds_a_query"] > 0 for name in ("exact", "int8", "fp8"))
     picture = (tmp_path / "a.svg").read_text()
     assert picture.count("bytes a token, ") == 3
-    for name, row in found.items():
+    for name, row in actual.items():
         (line,) = (line for line in printed.splitlines() if line.split()[:1] == [name])
         numbers = [row["metrics"]["ndcg@10"], row["metrics"]["recall@100"], *row["recall"].values()]
         assert line.split()[1:5] == [f"{number:.4f}" for number in numbers]
@@ -157,8 +157,8 @@ def test_models_of_several_seeds(collections, pylate_checkpoint, tmp_path):
     options = ("--repeat", "1,2,3", "--json", tmp_path / "a.json")
     printed = evaluate(tmp_path / "seed-{seed}", *options, data=collections[:2])
     records = json.loads((tmp_path / "a.json").read_text())["collections"]
-    places = [("first", 1), ("second", 1), ("first", 2), ("second", 2), ("first", 3), ("second", 3)]
-    assert [(Path(record["data"]).name, record["seed"]) for record in records] == places
+    positions = [("first", 1), ("second", 1), ("first", 2), ("second", 2), ("first", 3), ("second", 3)]
+    assert [(Path(record["data"]).name, record["seed"]) for record in records] == positions
     assert [record["model"] for record in records[::2]] == [str(tmp_path / f"seed-{seed}") for seed in (1, 2, 3)]
     for name in ("first", "second"):
         values = [record["ndcg@10"] for record in records if Path(record["data"]).name == name]
@@ -256,13 +256,13 @@ def test_recall_of():
     assert recall_of(lists("badc", "fehg"), exact, 2) == 1
     assert recall_of(lists("axbc", "xyef"), exact, 2) == 0.25
     assert recall_of(lists("", "e"), exact, 4) == 0.125
-    for found, k, said in (
+    for result, k, said in (
         (exact[:1], 2, "lists of the same queries, got 1 and 2"),
         (exact, 5, "at most 4"),
         (exact, 0, "at least 1"),
     ):
         with pytest.raises(ValueError, match=said):
-            recall_of(found, exact, k)
+            recall_of(result, exact, k)
 
 
 # Collections that are fetched
@@ -285,9 +285,9 @@ def test_a_beir_collection_is_fetched_once_and_may_have_parts(cache, monkeypatch
 
     monkeypatch.setattr(util, "download_and_unzip", download)
     for _ in range(2):
-        found = load_collections(["beir:cqadupstack"], "test")
-        assert [collection.name for collection in found] == ["android", "wordpress"]
-        assert all(len(collection.documents) == 120 for collection in found)
+        result = load_collections(["beir:cqadupstack"], "test")
+        assert [collection.name for collection in result] == ["android", "wordpress"]
+        assert all(len(collection.documents) == 120 for collection in result)
     assert fetched == ["https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/cqadupstack.zip"]
 
 
@@ -319,8 +319,8 @@ def test_nanobeir_is_all_of_its_collections_or_one(pylate_checkpoint, tmp_path, 
     }
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["NanoFEVER", "NanoSciFact"])
     monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: tables[subset])
-    found = load_collections(["nanobeir"], "test")
-    assert [collection.name for collection in found] == ["NanoFEVER", "NanoSciFact"]
+    result = load_collections(["nanobeir"], "test")
+    assert [collection.name for collection in result] == ["NanoFEVER", "NanoSciFact"]
     evaluate(pylate_checkpoint, "--index", tmp_path / "i", data=["nanobeir:SciFact"])
     assert Flat(tmp_path, "i", device="cpu").corpora == [], "there is no file of this name"
     (one,) = load_collections(["nanobeir:SciFact"], "test")

@@ -62,8 +62,8 @@ def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(build, tmp_pat
     model = models.ColBERT(tiny_colbert_path, device="cpu")
     texts = [f"the text of {id_}" for id_ in "abc"]
     expected = model.encode(texts, is_query=False)
-    for found, wanted in zip(flat.get_documents_embeddings([["a", "b", "c"]])[0], expected, strict=True):
-        np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
+    for actual, wanted in zip(flat.get_documents_embeddings([["a", "b", "c"]])[0], expected, strict=True):
+        np.testing.assert_allclose(actual.numpy(), wanted, atol=1e-6)
 
 
 def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(build, tmp_path):
@@ -170,8 +170,8 @@ def test_a_build_keeps_8_bits_that_are_searched(corpus, tmp_path, tiny_colbert_p
     succeed(*here, "--dtype", "int8")
     assert "32 numbers each, int8" in succeed("index", "info", "--index", tmp_path / "i")
     text = json.loads(corpus.read_text().splitlines()[1])
-    found = json.loads(succeed("search", text["text"], "--index", tmp_path / "i", "--json", *CPU))
-    assert found["results"][0]["id"] == text["_id"]
+    result = json.loads(succeed("search", text["text"], "--index", tmp_path / "i", "--json", *CPU))
+    assert result["results"][0]["id"] == text["_id"]
     assert_one_clear_sentence(invoke(*here, "--dtype", "float32"), "float32", "int8")
 
 
@@ -187,8 +187,8 @@ def test_a_build_trains_its_codec_on_texts_from_the_whole_corpus(tmp_path, tiny_
     # 16 times the square root of 300, 272: so every second one.
     assert sizes == [150]
     assert "32 numbers each, residual4" in succeed("index", "info", "--index", tmp_path / "i")
-    found = json.loads(succeed("search", "the text of d31", "--index", tmp_path / "i", "--json", *CPU))
-    assert "d31" in [hit["id"] for hit in found["results"]]
+    result = json.loads(succeed("search", "the text of d31", "--index", tmp_path / "i", "--json", *CPU))
+    assert "d31" in [hit["id"] for hit in result["results"]]
     assert "Nothing to do" in succeed(*here)
     assert sizes == [150]
     assert_one_clear_sentence(invoke(*here, "--dtype", "residual2"), "residual2", "residual4")
@@ -213,10 +213,10 @@ def test_a_build_keeps_16_bits_by_which_a_search_scores_again(corpus, tmp_path, 
     described = json.loads(succeed("index", "info", "--index", tmp_path / "int8+float16", "--json"))
     assert (described["dtype"], described["scored_bytes"]) == ("int8+float16", described["tokens"] * 48)
     asked = ("search", "the text of b", "-k", 2, "--json", *CPU, "--index")
-    found = json.loads(succeed(*asked, tmp_path / "int8+float16", "--rescore", 3))["results"]
+    result = json.loads(succeed(*asked, tmp_path / "int8+float16", "--rescore", 3))["results"]
     wanted = json.loads(succeed(*asked, tmp_path / "float16"))["results"]
-    assert [hit["id"] for hit in found] == [hit["id"] for hit in wanted]
-    assert [hit["score"] for hit in found] == pytest.approx([hit["score"] for hit in wanted], rel=1e-5)
+    assert [hit["id"] for hit in result] == [hit["id"] for hit in wanted]
+    assert [hit["score"] for hit in result] == pytest.approx([hit["score"] for hit in wanted], rel=1e-5)
     assert_one_clear_sentence(invoke(*asked, tmp_path / "int8+float16", "--rescore", 1), "rescore", "k = 2")
     assert_one_clear_sentence(invoke(*asked, tmp_path / "float16", "--rescore", 3), "rescore", "'float16' alone")
 
@@ -297,8 +297,8 @@ def test_add_takes_the_model_that_the_index_remembers(index, tmp_path, tiny_colb
     assert f"Added 2 documents; {index} holds 5\n" in result.stdout
     assert ids_in(index) == ["a", "b", "c", "d", "e"]
     expected = models.ColBERT(tiny_colbert_path, device="cpu").encode(["the text of e"], is_query=False)[0]
-    found = indexes.Flat(index.parent, index.name, device="cpu").get_documents_embeddings([["e"]])[0][0]
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    actual = indexes.Flat(index.parent, index.name, device="cpu").get_documents_embeddings([["e"]])[0][0]
+    np.testing.assert_allclose(actual.numpy(), expected, atol=1e-6)
     assert "Added 0 documents" in succeed("index", "add", "--data", more, "--index", index, *CPU)
 
 
@@ -346,8 +346,8 @@ def test_add_replaces_documents_on_request(index, tmp_path, tiny_colbert_path):
     assert f"Added 0 documents, replaced 2; {index} holds 4\n" in succeed("index", "add", "--replace", *here)
     assert ids_in(index) == ["a", "c", "b", "d"]
     expected = models.ColBERT(tiny_colbert_path, device="cpu").encode(["another text"], is_query=False)[0]
-    found = indexes.Flat(index.parent, index.name, device="cpu").get_documents_embeddings([["b"]])[0][0]
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    actual = indexes.Flat(index.parent, index.name, device="cpu").get_documents_embeddings([["b"]])[0][0]
+    np.testing.assert_allclose(actual.numpy(), expected, atol=1e-6)
     # The texts that search shows are those that were added last.
     assert "\tb\tanother text\n" in (found_texts := succeed("search", "text", "--index", index, "-k", 4, *CPU))
     assert "\ta\tthe text of a\n" in found_texts

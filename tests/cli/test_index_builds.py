@@ -87,8 +87,8 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path, tiny_colbert_path):
         succeed("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
         assert ids_in(index) == ids
         succeed("index", "verify", "--index", index)
-        found = indexes.Flat(tmp_path, index.name, device="cpu").get_documents_embeddings([ids])[0]
-        for document, expected in zip(found, whole, strict=True):
+        actual = indexes.Flat(tmp_path, index.name, device="cpu").get_documents_embeddings([ids])[0]
+        for document, expected in zip(actual, whole, strict=True):
             np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-5)
 
 
@@ -133,10 +133,10 @@ def test_two_processes_build_the_index_of_one(built_by_two, tmp_path):
     succeed(*build, tmp_path / "one")
     ids = ids_in(tmp_path / "one")
     assert ids_in(tmp_path / "index") == ids == [f"d{i}" for i in range(45)]
-    found, whole = (
+    actual, whole = (
         indexes.Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one")
     )
-    for document, expected in zip(found, whole, strict=True):
+    for document, expected in zip(actual, whole, strict=True):
         np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-6)
     again, _ = built_by_two()
     assert "Nothing to do" in again[0][1]

@@ -224,7 +224,7 @@ def test_a_name_that_is_not_found_names_the_offline_mode(pylate, beir, monkeypat
 
 def test_an_encoder_without_a_pooler_is_complete(folder, beir):
     tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
-    assert len(kept) < len(tensors)
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    remaining = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
+    assert len(remaining) < len(tensors)
+    save_file(remaining, folder / "model.safetensors", {"format": "pt"})
     assert evaluate(beir, folder).exit_code == 0

@@ -51,11 +51,11 @@ def write_others(folder):
 
 def test_only_the_files_of_the_old_model_are_replaced(folder):
     kept = write_model(Model(), folder)  # type: ignore[arg-type]
-    found = content(folder)
+    result = content(folder)
     mine = {".git/HEAD", "notes.txt", "train.jsonl", "2_Dense/notes.txt", "data/config.json"}
-    assert {name for name, text in found.items() if text == "mine"} == mine
-    assert found.keys() - mine == {*ROOT, "1_Dense/config.json", "1_Dense/model.safetensors"}
-    assert not any("old" in text for text in found.values())
+    assert {name for name, text in result.items() if text == "mine"} == mine
+    assert result.keys() - mine == {*ROOT, "1_Dense/config.json", "1_Dense/model.safetensors"}
+    assert not any("old" in text for text in result.values())
     assert kept == [".git", "2_Dense", "data", "notes.txt", "train.jsonl"]
 
 
@@ -121,8 +121,8 @@ def test_a_move_that_fails_leaves_the_old_model_and_names_the_new_one(folder, mo
             (aside,) = re.findall(r"Permission denied.*; it is in (.*)", str(error))
             assert holds_model(Path(aside))
             assert content(Path(aside))["model.safetensors"] == "new"
-            found = content(folder)
-            assert {name: text for name, text in found.items() if not name.startswith("unfinished-model-")} == before
+            result = content(folder)
+            assert {name: text for name, text in result.items() if not name.startswith("unfinished-model-")} == before
     assert failures > 2 * len(ROOT)
     assert (folder / "modules.json").read_text().count("new")
 

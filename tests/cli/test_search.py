@@ -74,12 +74,12 @@ def test_an_index_remembers_where_its_texts_are(tmp_path, tiny_colbert_path):
     assert f'Next: pylate-flash search "..." --index {here / "index"}\n' in printed
     succeed("index", "add", "--data", here / "more.jsonl", *place)
     texts = {"one.txt\tcats and dogs", "two\tplanes and trains"}
-    found = succeed("search", "cats", *place).splitlines()
-    assert {line.split("\t", 2)[2] for line in found} == texts
+    results = succeed("search", "cats", *place).splitlines()
+    assert {line.split("\t", 2)[2] for line in results} == texts
     # Index and texts may be moved together.
     here.rename(tmp_path / "there")
     there = ("--index", tmp_path / "there" / "index", "--device", "cpu")
-    assert succeed("search", "cats", *there).splitlines() == found
+    assert succeed("search", "cats", *there).splitlines() == results
     # What is gone is said, and what is left is shown.
     shutil.rmtree(tmp_path / "there" / "texts")
     result = invoke("search", "cats", *there)
@@ -94,27 +94,27 @@ def test_a_pipe_gets_the_beginning_of_texts_and_json_all_of_them(index, tmp_path
     arguments = ("search", "cats and dogs", "--index", index, "--data", tmp_path / "corpus.jsonl", "-k", 1)
     (line,) = succeed(*arguments).splitlines()
     assert line.split("\t")[3] == "word " * 47 + "..."
-    (found,) = json.loads(succeed(*arguments, "--json"))["results"]
-    assert found["text"] == text.strip()
+    (result,) = json.loads(succeed(*arguments, "--json"))["results"]
+    assert result["text"] == text.strip()
 
 
 def test_json_has_a_line_per_query_with_all_that_is_known(index, queries):
     (record,) = map(json.loads, succeed("search", "cats and dogs", "--index", index, "--json", "-k", 1).splitlines())
-    (found,) = record["results"]
-    assert (record["query"], found["rank"], found["id"]) == ("cats and dogs", 1, "cats")
-    assert found["text"] == TEXTS["cats"]
+    (result,) = record["results"]
+    assert (record["query"], result["rank"], result["id"]) == ("cats and dogs", 1, "cats")
+    assert result["text"] == TEXTS["cats"]
 
     records = succeed("search", "--queries", queries, "--index", index, "--json", "-k", 1).splitlines()
     first, second = map(json.loads, records)
     assert (first["query_id"], first["query"], second["query_id"]) == ("animals", "cats and dogs", "food")
-    assert first["results"][0]["score"] == pytest.approx(found["score"], rel=1e-5)
+    assert first["results"][0]["score"] == pytest.approx(result["score"], rel=1e-5)
     assert second["results"][0]["id"] == "tab\there"
 
 
 def test_a_terminal_gets_the_beginning_of_texts_and_whole_ids():
     screen = io.StringIO()
-    found = [Hit(1, LONG, 12.345, "word " * 100), Hit(2, "\x1b[31mred", 1.0, None)]
-    show(Console(file=screen, force_terminal=True, width=40, no_color=True), found, "two\nlines")
+    results = [Hit(1, LONG, 12.345, "word " * 100), Hit(2, "\x1b[31mred", 1.0, None)]
+    show(Console(file=screen, force_terminal=True, width=40, no_color=True), results, "two\nlines")
     lines = [line for line in screen.getvalue().replace("\x1b[0m", "").split("\n") if line.strip()]
     assert "two lines" in lines[0]
     assert LONG in lines[1]
@@ -136,9 +136,9 @@ def test_several_queries_find_what_each_of_them_finds(index, queries, tmp_path):
     ]
     for file, names in ((queries, ["animals", "food"]), (plain, ["1", "3"])):
         lines = succeed("search", "--queries", file, "--index", index).splitlines()
-        found = [line.split("\t") for line in lines]
-        assert [fields[0] for fields in found] == [name for name in names for _ in TEXTS]
-        assert [[fields[3] for fields in found[:3]], [fields[3] for fields in found[3:]]] == expected
+        actual = [line.split("\t") for line in lines]
+        assert [fields[0] for fields in actual] == [name for name in names for _ in TEXTS]
+        assert [[fields[3] for fields in actual[:3]], [fields[3] for fields in actual[3:]]] == expected
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["--queries", "-"]])
@@ -246,9 +246,9 @@ def test_a_query_that_is_no_text_is_one_sentence(index, query, part):
 def test_arguments_are_utf_8_where_the_locale_is_ascii(index):
     """There, Python makes a surrogate of each byte of a character."""
     bytes_ = "caf\udcc3\udca9"
-    found = json.loads(succeed("search", bytes_, "--index", index, "--json"))
-    assert found == json.loads(succeed("search", "caf\xe9", "--index", index, "--json"))
-    assert found["query"] == "caf\xe9"
+    results = json.loads(succeed("search", bytes_, "--index", index, "--json"))
+    assert results == json.loads(succeed("search", "caf\xe9", "--index", index, "--json"))
+    assert results["query"] == "caf\xe9"
     result = invoke("search", "x", "--index", index, "--where", f"id = '{bytes_}' or nothing")
     assert_one_clear_sentence(result, "nothing")
     result = invoke("search", "x", "--index", index, "--model", bytes_)
@@ -330,13 +330,13 @@ def test_metadata_of_a_corpus_filter_a_search(tmp_path, tiny_colbert_path):
     corpus.write_text("".join(json.dumps(line) + "\n" for line in lines[1::2]))
     succeed("index", "add", "--data", corpus, "--index", index, "--device", "cpu", "--replace")
 
-    def found(where):
+    def results(where):
         printed = succeed("search", "cats", "--where", where, "--index", index, "--json", "--device", "cpu")
         return sorted(result["id"] for result in json.loads(printed)["results"])
 
-    assert found("year > 2000") == ["a", "d"]
-    assert found("year is null") == ["c"]
-    assert found("tags like '%\"y\"%'") == ["a"]
+    assert results("year > 2000") == ["a", "d"]
+    assert results("year is null") == ["c"]
+    assert results("tags like '%\"y\"%'") == ["a"]
     result = invoke("search", "cats", "--where", "yeer > 2000", "--index", index, "--device", "cpu")
     assert_one_clear_sentence(result, "no such column: yeer", "keys are", "year")
     assert "Loading the model" not in result.stderr, "a wrong filter costs the seconds that loading a model takes"

@@ -64,7 +64,7 @@ def test_train_with_mini_batches_of_so_many_tokens(pylate_checkpoint, pairs, tmp
     trained(pairs, pylate_checkpoint, tmp_path / "out", *options)
     trained(pairs, pylate_checkpoint, tmp_path / "both", *options, "--mini-batch-size", 3)
     # sentence-transformers' loss takes one of the two.
-    assert [tuple(found) for found in limits] == [(None, 40), (3 if HERE == PYLATE else None, 40)]
+    assert [tuple(results) for results in limits] == [(None, 40), (3 if HERE == PYLATE else None, 40)]
     result = trained(pairs, pylate_checkpoint, tmp_path / "none", "--max-steps", 1, "--mini-batch-tokens", "auto")
     assert "note: --mini-batch-tokens has no effect with --loss contrastive" in result.stderr
 
@@ -109,15 +109,15 @@ def test_train_finds_the_largest_mini_batch(pylate_checkpoint, pairs, tmp_path, 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_train_computes_in_the_precision_that_is_asked_for(precision, pylate_checkpoint, pairs, tmp_path, monkeypatch):
-    found, forward = set(), torch.nn.Linear.forward
+    result, forward = set(), torch.nn.Linear.forward
 
     def observed(self, states):
-        found.add(self.training and forward(self, states).dtype)
+        result.add(self.training and forward(self, states).dtype)
         return forward(self, states)
 
     monkeypatch.setattr(torch.nn.Linear, "forward", observed)
     trained(pairs, pylate_checkpoint, tmp_path / "out", "--max-steps", 1, "--precision", precision)
-    assert found - {False} == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert result - {False} == {torch.bfloat16 if precision == "bf16" else torch.float32}
 
 
 @pytest.mark.parametrize("loss", ["contrastive", "cached", "distillation"])
@@ -299,8 +299,8 @@ def test_sigterm_keeps_the_old_model_and_the_last_checkpoints(pylate_checkpoint,
     result = train(pairs, pylate_checkpoint, old, *options)
     assert result.exit_code == 128 + signal.SIGTERM
     assert "with --resume in place of --overwrite continues" in result.stderr
-    found = content(old)
-    assert {name: found[name] for name in before} == before
+    results = content(old)
+    assert {name: results[name] for name in before} == before
     names = sorted(path.name for path in (old / "checkpoints").iterdir())
     assert names == ["checkpoint-3", "checkpoint-4", "run.json"]
 

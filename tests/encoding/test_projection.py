@@ -135,13 +135,13 @@ def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict
         loss = getattr(losses, name)
         expected = value_and_gradients(loss(model, **arguments, masking=masking), features, labels)
         assert not calls
-        found = value_and_gradients(loss(model, **arguments, masking=masking, fuse_projection=True), features, labels)
+        actual = value_and_gradients(loss(model, **arguments, masking=masking, fuse_projection=True), features, labels)
         # The cached loss has all columns of documents together.
         assert len(calls) == (1 if name == "CachedContrastive" else len(features) - 1)
         calls.clear()
         # Scores of 8 to 16 are rounded to float32, both ways, by up to 2^-21; min-max normalisation divides them.
         rounding = 2.0**-19 / least_spread(model, features) if arguments == {} and name == "Distillation" else 0.0
-        assert_same(found, expected, tolerance=1e-5 + rounding)
+        assert_same(actual, expected, tolerance=1e-5 + rounding)
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
@@ -165,22 +165,22 @@ def test_cached_hidden_states_give_the_gradients_of_what_is_trained(model: ColBE
         model.zero_grad()
         loss = losses.CachedContrastive(model, mini_batch_size=3, fuse_projection=True)
         (1024 * loss(copy.deepcopy(features))).backward()
-        found = {name: p.grad / 1024 for name, p in model.named_parameters() if p.grad is not None}
-        assert_same((expected[0], found), expected)
+        actual = {name: p.grad / 1024 for name, p in model.named_parameters() if p.grad is not None}
+        assert_same((expected[0], actual), expected)
     finally:
         model.requires_grad_(True)
 
 
 def test_cached_hidden_states_are_encoded_again_with_the_same_dropout(model: ColBERT) -> None:
-    features, found = contrastive_batch(model), []
+    features, result = contrastive_batch(model), []
     with with_dropout(model):
         for fuse_projection in (False, True):
             torch.manual_seed(0)
             loss = losses.CachedContrastive(model, mini_batch_size=2, fuse_projection=fuse_projection)
-            found.append(value_and_gradients(loss, features))
-        assert_same(*found)
+            result.append(value_and_gradients(loss, features))
+        assert_same(*result)
         torch.manual_seed(1)
-        assert loss(features) != found[0][0], "the dropout must matter"
+        assert loss(features) != result[0][0], "the dropout must matter"
 
 
 def test_cached_hidden_states_without_gradients(bert: ColBERT) -> None:
@@ -262,10 +262,10 @@ def test_retrieval_from_kept_hidden_states(model: ColBERT, tmp_path: Path) -> No
     of_states.add_documents(ids, encode_hidden_states(model, texts))
     queries = model.encode(QUERIES, is_query=True)
     expected = retrieve.ColBERT(index=of_embeddings).retrieve(queries, k=6)
-    found = retrieve.ColBERT(index=of_states).retrieve(queries, k=6)
+    actual = retrieve.ColBERT(index=of_states).retrieve(queries, k=6)
     candidates = [[result["id"] for result in results] for results in expected]
     reranked = rank.rerank(candidates, queries, of_states.get_documents_embeddings(candidates))
-    for results in (found, reranked):
+    for results in (actual, reranked):
         assert [[result["id"] for result in row] for row in results] == candidates
         for row, wanted in zip(results, expected, strict=True):
             assert [r["score"] for r in row] == pytest.approx([r["score"] for r in wanted], rel=1e-5)
@@ -349,10 +349,10 @@ def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
     for fuse_projection in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = getattr(losses, name)(bert, fuse_projection=fuse_projection)
-            value, found = value_and_gradients(loss, features)
+            value, actual = value_and_gradients(loss, features)
         torch.testing.assert_close(value, expected.float(), rtol=1e-2, atol=1e-2)
-        assert gradients.keys() == found.keys()
-        assert torch.cosine_similarity(gradients[weight].flatten(), found[weight].double().flatten(), dim=0) > 0.95
+        assert gradients.keys() == actual.keys()
+        assert torch.cosine_similarity(gradients[weight].flatten(), actual[weight].double().flatten(), dim=0) > 0.95
 
 
 def checkpointed(model: ColBERT) -> None:
@@ -392,8 +392,8 @@ def test_with_an_encoder_that_is(prepare: Callable[[ColBERT], None], name: str, 
     features, model = contrastive_batch(model), copy.deepcopy(model)
     prepare(model)
     expected = value_and_gradients(getattr(losses, name)(model, fuse_projection=False), features)
-    found = value_and_gradients(getattr(losses, name)(model, fuse_projection=True), features)
-    assert_same(found, expected)
+    actual = value_and_gradients(getattr(losses, name)(model, fuse_projection=True), features)
+    assert_same(actual, expected)
     if prepare is compiled:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     if prepare is with_adapters:
@@ -437,5 +437,5 @@ def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
     parameters = [encoder.layers[0].attn.Wqkv.weight, *modernbert[1].parameters()]
     gradients = [torch.autograd.grad(scores.sin().sum(), parameters, retain_graph=True) for scores in (packed, padded)]
-    for found, expected in zip(*gradients, strict=True):
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
+    for actual, expected in zip(*gradients, strict=True):
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()

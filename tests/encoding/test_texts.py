@@ -24,9 +24,9 @@ def model(pylate_checkpoint: Path) -> Any:
 def test_either_library_makes_of_a_text_what_pylate_means_by_it(
     is_query: bool, model: Any, pylate_checkpoint: Path
 ) -> None:
-    found = encode(model, TEXTS, is_query=is_query, batch_size=2)
-    assert len(found) == len(TEXTS)
-    for text, embeddings in zip(TEXTS, found, strict=True):
+    actual = encode(model, TEXTS, is_query=is_query, batch_size=2)
+    assert len(actual) == len(TEXTS)
+    for text, embeddings in zip(TEXTS, actual, strict=True):
         expected = embeddings_by_hand(pylate_checkpoint, text, is_query).numpy()
         np.testing.assert_allclose(np.asarray(embeddings), expected, atol=1e-6)
 

@@ -64,11 +64,11 @@ class Call:
         return Call(self.function, leaves, *others, learning=self.learning, **options)
 
     def gradients(
-        self, found: Tensor, leaves: list[Tensor] | None = None, create_graph: bool = False
+        self, result: Tensor, leaves: list[Tensor] | None = None, create_graph: bool = False
     ) -> tuple[Tensor, ...]:
         """Of these leaves, or of all, under a fixed, uneven weighting of the result."""
-        weight = torch.arange(1, 1 + found.numel(), device=found.device, dtype=found.dtype).cos().view(found.shape)
-        return torch.autograd.grad((found * weight).sum(), leaves or self.leaves, create_graph=create_graph)
+        weight = torch.arange(1, 1 + result.numel(), device=result.device, dtype=result.dtype).cos().view(result.shape)
+        return torch.autograd.grad((result * weight).sum(), leaves or self.leaves, create_graph=create_graph)
 
     def step(self) -> tuple[Tensor, ...]:
         """The result without and with a gradient, and the gradients."""
@@ -76,8 +76,8 @@ class Call:
             alone = self()
         if not self.learning:
             return (alone,)
-        found = self()
-        return alone, found.detach(), *self.gradients(found)
+        result = self()
+        return alone, result.detach(), *self.gradients(result)
 
     def change(self) -> None:
         """Other embeddings, masks and positions, in place; boundaries and labels stay."""

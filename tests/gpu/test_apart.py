@@ -37,14 +37,14 @@ def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
     """The same bits each time, and those of the definition, within what 22 bits leave of the largest score."""
     asked = {name: value for name, value in options.items() if name != "empty_score"}
     assert explain(queries, documents, **asked).forward.apart is not None
-    found = maxsim(queries, documents, **options)
+    actual = maxsim(queries, documents, **options)
     for _ in range(5):
-        torch.testing.assert_close(maxsim(queries, documents, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(maxsim(queries, documents, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=1, keepdim=True)
     # Sums may cancel: no less than five standard deviations of a random similarity.
     divided = largest.clamp(min=5 / queries.shape[-1] ** 0.5).where(largest > 0, 1.0)
-    torch.testing.assert_close(found.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(actual.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("length", [1, 70, 180, 300])
@@ -80,11 +80,11 @@ def test_packed(lengths: list[int], size: int, normalize: bool, on_hopper: bool)
     options: dict[str, Any] = {"normalize": normalize, "max_query_length": 77, "max_document_length": max(1, *lengths)}
     named = {"queries_cu_seqlens": of_queries, "documents_cu_seqlens": bounds}
     assert explain(queries, documents, **named, **options).forward.apart is not None
-    found = maxsim_varlen(queries, documents, of_queries, bounds, **options, empty_score=-2.0)
+    actual = maxsim_varlen(queries, documents, of_queries, bounds, **options, empty_score=-2.0)
     double = queries.double(), documents.double(), of_queries, bounds
     expected = maxsim_varlen(*double, **options, empty_score=-2.0, implementation="blocked")
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=77 * 2.0**-21)
-    assert (found[:, bounds.diff() == 0] == -2.0).all()
+    torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=77 * 2.0**-21)
+    assert (actual[:, bounds.diff() == 0] == -2.0).all()
 
 
 def test_documents_apart_from_each_other(on_hopper: bool) -> None:
@@ -122,11 +122,11 @@ def test_gradients(
     with products_in(precision):
         # Products of TF32 are those of the plain kernels.
         assert (explain(*leaves, **options).forward.apart is None) == (precision == "high" and not on_hopper)
-        found = torch.autograd.grad(maxsim(*leaves, **options), leaves, weights)
+        actual = torch.autograd.grad(maxsim(*leaves, **options), leaves, weights)
     double = [x.detach().double().requires_grad_() for x in leaves]
     scores = maxsim(*double, **options, implementation="blocked")
     expected = torch.autograd.grad(scores, double, weights.double())
-    for gradient, of_double in zip(found, expected, strict=True):
+    for gradient, of_double in zip(actual, expected, strict=True):
         assert relative_error(gradient, of_double) < 1e-5
 
 

@@ -85,11 +85,11 @@ def test_a_masked_token_that_is_not_a_number_gets_no_gradient(way: str) -> None:
         tokens = case.documents.view(-1, 50, 128)
         case.queries[:, 1] = torch.nan
         tokens[:, 2] = torch.nan
-        found = case.run(way)
-        assert equal(found, expected)
-        assert not found[0][:, 1].any()
-        assert not found[1].view(tokens.shape)[:, 2].any()
-        assert all(gradient.any() for gradient in found)
+        actual = case.run(way)
+        assert equal(actual, expected)
+        assert not actual[0][:, 1].any()
+        assert not actual[1].view(tokens.shape)[:, 2].any()
+        assert all(gradient.any() for gradient in actual)
 
 
 @pytest.mark.parametrize("length", [2048, 2049, 40_000])
@@ -124,8 +124,8 @@ def test_not_a_number_stays_where_it_belongs(way: str) -> None:
     problem.queries[2, 3, 0] = torch.inf
     problem.documents[0, 1, 3, 4] = torch.nan
     problem.grad_scores[1, 0] = torch.nan
-    for found, expected in zip(problem.run(way), problem.expected(), strict=True):
-        torch.testing.assert_close(found.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+    for actual, expected in zip(problem.run(way), problem.expected(), strict=True):
+        torch.testing.assert_close(actual.double(), expected, equal_nan=True, rtol=1e-5, atol=1e-6)
         assert expected.isfinite().any()
 
 
@@ -203,9 +203,9 @@ def test_deterministic_algorithms_are_no_hindrance(way: str) -> None:
 def test_the_same_tensor_twice(normalize: bool) -> None:
     tokens = unit(16, 40, 64).requires_grad_()
     other = tokens.detach().double().requires_grad_()
-    (found,) = torch.autograd.grad(maxsim(tokens, tokens, normalize=normalize).sum(), tokens)
+    (actual,) = torch.autograd.grad(maxsim(tokens, tokens, normalize=normalize).sum(), tokens)
     (expected,) = torch.autograd.grad(maxsim_reference(other, other, normalize=normalize).sum(), other)
-    assert relative_error(found, expected) <= 1e-5
+    assert relative_error(actual, expected) <= 1e-5
 
 
 @IN_EVERY_WAY
@@ -219,8 +219,8 @@ def test_compiles_into_one_graph(way: str) -> None:
     call = CALLS["plain"]()
     for function, tolerance in ((loss, {}), (scores, {"rtol": 1e-4, "atol": 1e-5})):
         compiled = torch.compile(function, fullgraph=True)
-        found, expected = (call.gradients(each(*call.leaves)) for each in (compiled, function))
-        torch.testing.assert_close(found, expected, **tolerance)
+        actual, expected = (call.gradients(each(*call.leaves)) for each in (compiled, function))
+        torch.testing.assert_close(actual, expected, **tolerance)
 
 
 @pytest.mark.parametrize("documents", [(70, 180, 128), (64, 4, 180, 128)])
@@ -228,10 +228,10 @@ def test_compiles_into_one_graph(way: str) -> None:
 def test_a_step_in_a_cuda_graph(way: str, documents: tuple[int, ...]) -> None:
     call = padded(maxsim, (64, 32, 128), documents)
     call.step()
-    found, replay = captured(call.step)
+    result, replay = captured(call.step)
     call.change()
     replay()
-    assert equal(found, call.step())
+    assert equal(result, call.step())
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])

@@ -22,24 +22,24 @@ ROWS = (Row("batch", 96, 96, 32, 180, step=True), Row("given", 64, 64, 32, 180, 
 @pytest.mark.parametrize("size", [128, 136])
 def test_the_products_of_the_reference_are_in_float32(dtype: torch.dtype, size: int) -> None:
     rows, documents = unit(70, size, dtype=dtype), unit(9, 20, size, dtype=dtype, seed=1)
-    found = losses.products(rows, documents)
-    assert found.dtype == torch.float32
+    actual = losses.products(rows, documents)
+    assert actual.dtype == torch.float32
     expected = torch.einsum("rd,ntd->rnt", rows.double(), documents.double()).flatten(1)
     # Sums of 136 products of which none exceeds 1, in float32.
-    assert (found - expected).abs().max() <= 136 * torch.finfo(torch.float32).eps
+    assert (actual - expected).abs().max() <= 136 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_system_computes_the_step(dtype: torch.dtype) -> None:
-    found = replace(losses.suite(), rows=ROWS)
-    result = suite.run(found, torch.device("cuda"), dtype, Rounds(1, 2, 0), ceilings=Ceilings(1e14, 1e12))
+    actual = replace(losses.suite(), rows=ROWS)
+    result = suite.run(actual, torch.device("cuda"), dtype, Rounds(1, 2, 0), ceilings=Ceilings(1e14, 1e12))
     for row in result["rows"]:
         for name, state in row["systems"].items():
             # Whether another package is accurate is for its row to say.
             right = ("ok", "absent") if name.startswith(suite.OURS) else ("ok", "absent", "wrong")
             assert state["status"] in right, f"{row['name']}, {name}: {state}"
         assert row["systems"]["pylate_flash"]["status"] == "ok"
-    batch, given = (row["systems"] for row in result["rows"])
+    batch, arguments = (row["systems"] for row in result["rows"])
     assert batch["pylate_flash_loop"]["status"] == "ok"
     if find_spec("pylate"):
-        assert given["pylate_flash_contrastive"]["status"] == given["pylate_flash_cached"]["status"] == "ok"
+        assert arguments["pylate_flash_contrastive"]["status"] == arguments["pylate_flash_cached"]["status"] == "ok"

@@ -34,8 +34,8 @@ def test_a_call_waits_for_nothing(name: str) -> None:
     call = CALLS[name]()
     expected = call.step()
     with no_waiting():
-        found = call.step()
-    assert equal(found, expected)
+        actual = call.step()
+    assert equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_IN_A_GRAPH])
@@ -43,15 +43,15 @@ def test_on_another_stream_and_in_a_cuda_graph(name: str) -> None:
     call = CALLS[name]()
     before = call.step()
     assert equal(on_another_stream(call.step), before)
-    found, replay = captured(call.step)
-    for tensor in found:
+    result, replay = captured(call.step)
+    for tensor in result:
         tensor.fill_(torch.nan)
     replay()
-    assert equal(found, before)
+    assert equal(result, before)
     call.change()
     replay()
-    assert equal(found, call.step())
-    assert not torch.equal(found[0], before[0])
+    assert equal(result, call.step())
+    assert not torch.equal(result[0], before[0])
 
 
 @pytest.mark.parametrize("name", [*CALLS, *LARGE_CALLS])
@@ -68,9 +68,9 @@ def test_on_another_device_than_the_current_one(name: str) -> None:
     there, expected = here.to("cuda:1"), here.step()
     # The first time it is worked out, later it is repeated.
     for _ in range(4):
-        found = there.step()
-        assert {tensor.get_device() for tensor in found} == {1}
-        assert equal([tensor.to("cuda:0") for tensor in found], expected)
+        actual = there.step()
+        assert {tensor.get_device() for tensor in actual} == {1}
+        assert equal([tensor.to("cuda:0") for tensor in actual], expected)
         assert equal(here.step(), expected)
 
 
@@ -109,8 +109,8 @@ def test_compiles_into_one_graph(name: str) -> None:
 def test_under_activation_checkpointing(name: str) -> None:
     call = CALLS[name]()
     expected = call.step()[1:]
-    found = torch.utils.checkpoint.checkpoint(call, *call.leaves, use_reentrant=False)
-    assert equal((found.detach(), *call.gradients(found)), expected)
+    actual = torch.utils.checkpoint.checkpoint(call, *call.leaves, use_reentrant=False)
+    assert equal((actual.detach(), *call.gradients(actual)), expected)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -125,8 +125,8 @@ def test_a_second_backward(name: str) -> None:
     for gradient in first:
         gradient.zero_()
     assert equal(torch.autograd.grad(total, call.leaves, retain_graph=True), kept)
-    for found, expected in zip(torch.autograd.grad(-2 * total, call.leaves, retain_graph=True), kept, strict=True):
-        assert relative_error(found, -2 * expected) <= 1e-2
+    for actual, expected in zip(torch.autograd.grad(-2 * total, call.leaves, retain_graph=True), kept, strict=True):
+        assert relative_error(actual, -2 * expected) <= 1e-2
     (of_last,) = torch.autograd.grad(total, call.leaves[-1])
     assert relative_error(of_last, kept[-1]) <= 1e-2
     with pytest.raises(RuntimeError, match="a second time"):
@@ -290,5 +290,5 @@ def test_any_stride_and_address(name: str) -> None:
         views = of_queries(queries.detach()), of_documents(documents.detach())
         call.leaves = [view.requires_grad_() for view in views]
         for _ in range(3):
-            for found, right in zip(call.step(), expected, strict=True):
-                assert relative_error(found, right) <= 1e-2
+            for actual, right in zip(call.step(), expected, strict=True):
+                assert relative_error(actual, right) <= 1e-2

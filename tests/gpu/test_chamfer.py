@@ -59,10 +59,10 @@ def test_the_same_points_win(n: int, x_length: int, y_length: int, size: int, dt
     x, y = (exact(n, length, size, dtype=dtype, seed=seed) for seed, length in enumerate((x_length, y_length)))
     masks = [random_mask(points.shape[:2]) for points in (x, y)]
     for sets in (Sets(x, y), Sets(x, y, *masks)):
-        scores, *found = argmax(sets, metric, "triton")
+        scores, *actual = argmax(sets, metric, "triton")
         expected, *right = argmax(sets, metric, "blocked")
         torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-6)
-        assert equal(found, right)
+        assert equal(actual, right)
         options = {"x_mask": sets.x_mask, "y_mask": sets.y_mask, "metric": metric}
         of_kernels, of_blocks = (
             gradients(chamfer, (x, y), **options, implementation=implementation)
@@ -88,9 +88,9 @@ def score_of_argmax(x: torch.Tensor, y: torch.Tensor, x_argmax: torch.Tensor, y_
 def test_normal_points(metric: str, n: int, length: int, size: int, dtype: torch.dtype) -> None:
     """Of points that are equally near but for the last bits, any may win: gradients are those of the ones that did."""
     x, y = points(length, size, dtype, n), points(length + 100, size, dtype, n, seed=1)
-    found, *chosen = argmax(Sets(x, y), metric, "triton")
+    actual, *chosen = argmax(Sets(x, y), metric, "triton")
     expected = chamfer(x.double(), y.double(), metric=metric)
-    assert relative_error(found, expected) <= 2e-6
+    assert relative_error(actual, expected) <= 2e-6
     options = {"x_argmax": chosen[0], "y_argmax": chosen[1], "metric": metric}
     right = gradients(score_of_argmax, (x.double(), y.double()), **options)
     check_gradients(gradients(chamfer, (x, y), metric=metric), right, dtype)
@@ -116,8 +116,8 @@ def test_near_points_far_from_the_origin(size: int) -> None:
 def test_float32_follows_the_precision_of_products(precision: str) -> None:
     x, y = points(1000, 64, n=2), points(1200, 64, n=2, seed=1)
     with products_in(precision):
-        found = chamfer(x, y)
-    assert relative_error(found, chamfer(x.double(), y.double())) <= (2e-6 if precision == "highest" else 1e-3)
+        result = chamfer(x, y)
+    assert relative_error(result, chamfer(x.double(), y.double())) <= (2e-6 if precision == "highest" else 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -127,11 +127,11 @@ def test_nan_wins_where_it_is(metric: str, size: int, dtype: torch.dtype) -> Non
     """In tiles of which it is neither the first row nor the first column; the first of several."""
     x, y = points(350, size, dtype, 2), points(1000, size, dtype, 2, seed=1)
     y[0, 755, 1] = y[0, 900, 0] = x[1, 213] = torch.nan
-    scores, *found = argmax(Sets(x, y), metric, "triton")
+    scores, *result = argmax(Sets(x, y), metric, "triton")
     assert scores.isnan().all()
-    assert (found[0][0] == 755).all()
-    assert (found[1][1] == 213).all()
-    assert found[1][0, 755] == found[0][1, 213] == 0
+    assert (result[0][0] == 755).all()
+    assert (result[1][1] == 213).all()
+    assert result[1][0, 755] == result[0][1, 213] == 0
     grad_x, grad_y = gradients(chamfer, (x, y), metric=metric)
     assert grad_x[0].isnan().any()
     assert grad_y[1].isnan().any()
@@ -144,11 +144,11 @@ def test_nan_wins_where_it_is(metric: str, size: int, dtype: torch.dtype) -> Non
 def test_all_choose_one_point() -> None:
     """Sets collapsed into a point, as those of an untrained model: one list of all points."""
     x, y = torch.zeros(2, 3000, 3, device="cuda"), points(4000, 3, n=2).abs()
-    found, right = (
+    actual, right = (
         gradients(chamfer, (points, y.to(points.dtype)), reduction="sum", implementation=implementation)
         for points, implementation in ((x, "triton"), (x.double(), "blocked"))
     )
-    check_gradients(found, (right[0].float(), right[1].float()), FLOAT)
+    check_gradients(actual, (right[0].float(), right[1].float()), FLOAT)
 
 
 def test_boundaries_on_the_host() -> None:

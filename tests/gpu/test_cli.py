@@ -51,10 +51,10 @@ def test_search_and_mining_find_what_they_find_on_a_cpu(pylate_checkpoint: Path,
     )
     here = ("--index", tmp_path / "index")
     succeed("index", "--data", corpus, "--model", pylate_checkpoint, *here, "--device", "cuda")
-    found = [
+    results = [
         json.loads(succeed("search", "old cats", *here, "--device", device, "--json")) for device in ("cuda", "cpu")
     ]
-    for on_gpu, on_cpu in zip(found[0]["results"], found[1]["results"], strict=True):
+    for on_gpu, on_cpu in zip(results[0]["results"], results[1]["results"], strict=True):
         assert on_gpu["score"] == pytest.approx(on_cpu["score"], rel=1e-3)
     scores = []
     for device in ("cuda", "cpu"):

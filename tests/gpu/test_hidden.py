@@ -32,10 +32,10 @@ def test_float32(problem: Problem, scratch: int) -> None:
     on_device = on_gpu(problem, kept=("candidates_cu_seqlens",))
     with pytest.MonkeyPatch.context() as patch:
         limit_scratch(patch, scratch)
-        scores, found = on_device(kernel), on_device.gradients(kernel)
+        scores, actual = on_device(kernel), on_device.gradients(kernel)
     torch.testing.assert_close(scores.cpu().double(), expected.double(), rtol=1e-5, atol=1e-5)
     noise = 1e-5 * max(1.0, *(gradient.norm().item() for gradient in gradients.values()))
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         error = (gradient.cpu().double() - gradients[name]).norm().item()
         assert error <= 1e-5 * gradients[name].norm().item() + noise, name
 
@@ -61,9 +61,9 @@ def test_half(layout: str, dtype: torch.dtype, scratch: int, monkeypatch: pytest
     gradients = exact.gradients(as_rounded(problem))
     for name, gradient in problem.gradients(kernel).items():
         assert gradient.dtype == dtype
-        found, reference = gradient.cpu().double().flatten(), gradients[name].flatten()
-        assert torch.cosine_similarity(found, reference, dim=0) >= 0.9999, name
-        assert relative_error(found, reference) <= 1e-2, name
+        actual, reference = gradient.cpu().double().flatten(), gradients[name].flatten()
+        assert torch.cosine_similarity(actual, reference, dim=0) >= 0.9999, name
+        assert relative_error(actual, reference) <= 1e-2, name
 
 
 def few_queries(
@@ -198,12 +198,12 @@ def test_a_mask_of_all_query_tokens_is_none(
             rest["documents_mask"] = rest["documents_mask"].to(dtype)
         full = Problem(problem.tensors, dict(rest))
         torch.testing.assert_close(full(kernel), scores, rtol=1e-6, atol=1e-6)
-        for name, found in full.gradients(kernel).items():
-            assert relative_error(found, gradients[name]) <= 1e-2, name
-    found, replay = captured(lambda: without(kernel))
-    found.zero_()
+        for name, result in full.gradients(kernel).items():
+            assert relative_error(result, gradients[name]) <= 1e-2, name
+    result, replay = captured(lambda: without(kernel))
+    result.zero_()
     replay()
-    torch.testing.assert_close(found, scores, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result, scores, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("n_queries", [2, 16])
@@ -220,10 +220,10 @@ def test_weights_of_query_tokens(packed: bool, n_queries: int) -> None:
         assert packed or (expected[:, 0] == -5.0).all()
         torch.testing.assert_close(scores, expected.double(), rtol=1e-3, atol=2e-4 * expected.abs().max().item())
         gradients = exact.gradients(as_rounded(problem))
-        for name, found in problem.gradients(kernel).items():
+        for name, actual in problem.gradients(kernel).items():
             # The rows that a bias's gradient is the sum of are rounded, and cancel.
             bound = 2e-2 if name == "bias" else 1e-2
-            assert relative_error(found.cpu().double(), gradients[name]) <= bound, name
+            assert relative_error(actual.cpu().double(), gradients[name]) <= bound, name
 
 
 def test_the_projection_is_let_go_before_the_gradient_of_the_hidden_states() -> None:

@@ -134,8 +134,8 @@ def test_gradients_are_theirs(name: str, form: str, host: Any) -> None:
         (scores * weights).sum().backward()
         return [leaf.grad.double() for side in sides for leaf in side]
 
-    found, expected = gradients(getattr(ours, name), torch.float32), gradients(getattr(host, name), torch.float64)
-    for mine, theirs in zip(found, expected, strict=True):
+    actual, expected = gradients(getattr(ours, name), torch.float32), gradients(getattr(host, name), torch.float64)
+    for mine, theirs in zip(actual, expected, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * max(theirs.norm().item(), 1e-3)
 
 
@@ -160,8 +160,14 @@ def test_tokens_of_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if dtype.is_floating_point:
         embeddings[torch.rand(shape[:-1], device="cuda", generator=generator) < 0.1] *= -1
         embeddings[torch.rand(shape, device="cuda", generator=generator) < 1e-3] = torch.nan
-    for given in (embeddings, embeddings[..., 1:], embeddings[..., ::2], embeddings[:, :3], embeddings.transpose(0, 1)):
-        assert torch.equal(nonzero_rows(given), given.any(dim=-1))
+    for arguments in (
+        embeddings,
+        embeddings[..., 1:],
+        embeddings[..., ::2],
+        embeddings[:, :3],
+        embeddings.transpose(0, 1),
+    ):
+        assert torch.equal(nonzero_rows(arguments), arguments.any(dim=-1))
     for more in (embeddings[:1], embeddings[..., 1:], embeddings.flatten()):
         both = nonzero_rows_of_both(embeddings, more)
         assert torch.equal(both[0], embeddings.any(dim=-1))
@@ -172,16 +178,18 @@ def test_tokens_of_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_zeros_of_queries_and_documents_are_found_by_one_launch(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
     find = kernels().nonzero_rows
-    monkeypatch.setattr(kernels(), "nonzero_rows", lambda *given: launches.append(len(given)) or find(*given))
+    monkeypatch.setattr(
+        kernels(), "nonzero_rows", lambda *arguments: launches.append(len(arguments)) or find(*arguments)
+    )
     queries, documents = padded(ragged(1, 4, 20)), padded(ragged(2, 4, 50))
     function = scoring.maxsim_pairwise if pairs else scoring.maxsim
-    found = function(queries, documents)
+    result = function(queries, documents)
     assert launches == [2]
     masks = {"a_mask": queries.any(dim=-1), "b_mask": documents.any(dim=-1)}
-    assert torch.equal(found, function(queries, documents, **masks))
+    assert torch.equal(result, function(queries, documents, **masks))
     assert launches == [2]
     # One that has a mask leaves the other to a launch of its own.
-    assert torch.equal(found, function(queries, documents, a_mask=masks["a_mask"]))
+    assert torch.equal(result, function(queries, documents, a_mask=masks["a_mask"]))
     assert launches == [2, 1]
 
 
@@ -195,7 +203,7 @@ def test_zeros_of_colpali_compete() -> None:
 def test_nothing_waits_for_the_gpu_that_need_not() -> None:
     """Lengths of lists are known on the host, and masks of batches are made and used on the GPU."""
     queries, documents = padded(ragged(1, QUERIES, 20)), ragged(2, DOCUMENTS, 90)
-    for given in (documents, padded(documents)):
-        ours.maxsim(queries, given)
+    for arguments in (documents, padded(documents)):
+        ours.maxsim(queries, arguments)
         with no_waiting():
-            ours.maxsim(queries, given)
+            ours.maxsim(queries, arguments)

@@ -25,9 +25,9 @@ def test_the_best_are_those_of_a_stable_sort(rows: int, columns: int, k: int) ->
     scores = torch.randint(-1000, 1000, (rows, columns), device="cuda", generator=generator) / 7
     scores[:, ::5], scores[:, 1::9], scores[0, 3], scores[0, 2] = -torch.inf, -0.0, torch.nan, torch.inf
     wanted, order = torch.sort(scores, dim=1, descending=True, stable=True)
-    best, found = merging.k_best(scores, k)
+    best, result = merging.k_best(scores, k)
     torch.testing.assert_close(best, wanted[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
-    assert torch.equal(found, order[:, :k])
+    assert torch.equal(result, order[:, :k])
 
 
 # Nothing stays on the GPU, some, all that fits.
@@ -60,8 +60,8 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, memory: int | str) ->
                 assert gpu(queries, k=30, subset=subset) == cpu(queries, k=30, subset=subset)
         gpu.scorer = "pylate_flash"
         for subset in (None, [ids[:50], [], ids[100:]]):
-            found = gpu.search(queries, k=30, subset=subset, matches=True)
-            assert found == cpu.search(queries, k=30, subset=subset, matches=True)
+            result = gpu.search(queries, k=30, subset=subset, matches=True)
+            assert result == cpu.search(queries, k=30, subset=subset, matches=True)
         assert gpu._search.rows.streams == (memory != "auto")
     if memory == "auto":
         # For what is there already, no room is asked for.
@@ -86,10 +86,10 @@ def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, memory: i
     with mock.patch.object(resident, "STREAMED_BYTES_CUDA", 1000 * 96):
         gpu = Flat(tmp_path, "index", device="cuda", show_progress=False, device_memory=memory)
         for subset in (None, ids[20:180], [ids[:50], [], ids[100:]]):
-            for found, expected in zip(gpu(queries, 200, subset), index(queries, 200, subset), strict=True):
+            for actual, expected in zip(gpu(queries, 200, subset), index(queries, 200, subset), strict=True):
                 scores = {result["id"]: result["score"] for result in expected}
-                assert {result["id"] for result in found} == scores.keys()
-                for result in found:
+                assert {result["id"] for result in actual} == scores.keys()
+                for result in actual:
                     # Sums of fp8 have about 13 bits.
                     tolerance = 1e-3 if dtype == "fp8" else 1e-5
                     assert result["score"] == pytest.approx(scores[result["id"]], rel=tolerance, abs=tolerance)
@@ -116,8 +116,10 @@ def test_a_search_of_one_query_that_is_repeated_equals_the_cpu(tmp_path: Path, d
         for query in queries:
             for k in (10, 100):
                 asked = query.cuda() if k == 100 else query
-                for found, expected in zip(gpu([asked], k)[0], cpu([query], k)[0], strict=True):
-                    assert found == expected if dtype != "int8" else found["score"] == pytest.approx(expected["score"])
+                for actual, expected in zip(gpu([asked], k)[0], cpu([query], k)[0], strict=True):
+                    assert (
+                        actual == expected if dtype != "int8" else actual["score"] == pytest.approx(expected["score"])
+                    )
         assert any(callable(known) for known in gpu._search._graphs._known.values())
     broken = torch.full((32, 64), torch.nan)
     with pytest.raises(ValueError, match=r"queries_embeddings\[0\] holds NaN"):
@@ -138,8 +140,8 @@ def test_a_search_of_codes_that_is_repeated_finds_the_same(dtype: str, size: int
         index.add_documents(ids[first:last], documents[first:last]).remove_documents([ids[first + 3]])
         for query in queries:
             for one in (query, query.cuda()):
-                found = [index([one], 30) for _ in range(6)]
-                assert all(again == found[0] for again in found)
+                results = [index([one], 30) for _ in range(6)]
+                assert all(again == results[0] for again in results)
         captured = {key[1][0] for key, known in index._search._graphs._known.items() if callable(known)}
         # What a graph would keep copies of is computed as ever: codes that are no whole words, and long queries.
         assert captured == ({32, 5, 100} if size * index._search.layout.nbits % 32 == 0 else set())
@@ -159,10 +161,10 @@ def test_subsets_of_codes_score_what_they_score_among_all(tmp_path: Path, dtype:
     gpu = Flat(tmp_path, "index", device="cuda", show_progress=False).remove_documents(["4", "33"])
     cpu = Flat(tmp_path, "index", device="cpu", show_progress=False)
     for subset in ([ids[:50], [], ids[100:], ["9", "3", "9"]], [ids[:7]] * 4):
-        for found, among, query in zip(gpu(queries, 200, subset), subset, queries, strict=True):
+        for result, among, query in zip(gpu(queries, 200, subset), subset, queries, strict=True):
             scores = {hit["id"]: hit["score"] for hit in cpu([query], 200)[0]}
-            assert {hit["id"] for hit in found} == set(among) & scores.keys()
-            for hit in found:
+            assert {hit["id"] for hit in result} == set(among) & scores.keys()
+            for hit in result:
                 assert hit["score"] == pytest.approx(scores[hit["id"]], rel=2e-3, abs=2e-3)
 
 

@@ -67,8 +67,8 @@ WAY = "by_c" if launcher_is_known() else "by_triton"
 
 
 def expected(source: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    found = 3.0 * source[::16] + float(_STEP)
-    return found if weights is None else found + weights
+    actual = 3.0 * source[::16] + float(_STEP)
+    return actual if weights is None else actual + weights
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_each_device_has_its_own_function() -> None:
             leaves = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in (queries, documents)]
             with torch.cuda.device(device):
                 scores = maxsim(*leaves)
-            found = torch.autograd.grad(scores.square().sum(), leaves)
+            result = torch.autograd.grad(scores.square().sum(), leaves)
             # While another device is the current one.
             others = torch.autograd.grad(maxsim(*leaves).square().sum(), leaves)
-            assert equal(found, others)
+            assert equal(result, others)

@@ -26,22 +26,22 @@ QUERIES = [(1, 32), (3, 32), (32, 32), (5, 77), (1, 129), (70, 1)]
 LENGTHS = [256, 0, 1, 128, 129, 257, 512, 640, 0, 3, 70]
 
 
-def assert_close(found: Tensor, expected: Tensor, size: int) -> None:
+def assert_close(actual: Tensor, expected: Tensor, size: int) -> None:
     """Within 2e-6 of the largest score, or of five standard deviations of a random similarity, where sums cancel."""
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=1, keepdim=True)
     divided = largest.clamp(min=5 / size**0.5)
-    torch.testing.assert_close(found.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(actual.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
 
 
 def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
     """The same bits each time, and those of the definition."""
     plan = explain(queries, documents, **{k: v for k, v in options.items() if k != "empty_score"}).forward
     assert (plan.kernel, plan.config.blocks.split) == ("hopper", True)
-    found = maxsim(queries, documents, **options)
+    actual = maxsim(queries, documents, **options)
     for _ in range(5):
-        torch.testing.assert_close(maxsim(queries, documents, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(maxsim(queries, documents, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
-    assert_close(found, expected, queries.shape[-1])
+    assert_close(actual, expected, queries.shape[-1])
 
 
 @pytest.mark.parametrize("length", [1, 70, 128, 256, 300, 513])
@@ -79,10 +79,10 @@ def test_packed(n_queries: int, query_length: int, size: int, normalize: bool) -
     documents = unit(int(bounds[-1]), size, dtype=HALF)
     options = {"normalize": normalize, "empty_score": -2.0}
     options |= {"max_query_length": query_length, "max_document_length": max(LENGTHS)}
-    found = maxsim_varlen(queries, documents, of_queries, bounds, **options)
+    result = maxsim_varlen(queries, documents, of_queries, bounds, **options)
     double = queries.double(), documents.double(), of_queries, bounds
-    assert_close(found, maxsim_varlen(*double, **options, implementation="blocked"), size)
-    assert (found[:, bounds.diff() == 0] == -2.0).all()
+    assert_close(result, maxsim_varlen(*double, **options, implementation="blocked"), size)
+    assert (result[:, bounds.diff() == 0] == -2.0).all()
 
 
 @pytest.mark.parametrize("size", [392, 1024, 2056])
@@ -101,16 +101,16 @@ def test_bits_of_documents_by_themselves(
     options = {"documents_mask": mask, "masking": masking or "exclude", "normalize": normalize}
     streamed = n_queries > 1 or not normalize or length < 32
     assert explain(queries, documents, **options).forward.config.stream == streamed
-    found = maxsim(queries, documents, **options, empty_score=-2.0)
+    actual = maxsim(queries, documents, **options, empty_score=-2.0)
     expected = maxsim(queries.double(), documents.double(), **options, empty_score=-2.0, implementation="blocked")
-    assert_close(found, expected, size)
+    assert_close(actual, expected, size)
     repeated.forget()
     monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
     alone = maxsim(queries, documents, **options, empty_score=-2.0)
     repeated.forget()
     # One query that is no stream is another kernel's.
     if n_queries > 1 or not streamed:
-        assert torch.equal(found, alone)
+        assert torch.equal(actual, alone)
     else:
         assert_close(alone, expected, size)
 
@@ -128,10 +128,10 @@ def test_short_queries(size: int, query_length: int, own: bool, length: int) -> 
     for options in ({}, {"documents_mask": mask, "masking": "zero"}, {"documents_mask": mask}):
         on_hopper = explain(queries, documents, **options).forward.kernel == "hopper"
         assert on_hopper == (not own or size <= 384)
-        found = maxsim(queries, documents, **options, empty_score=-2.0)
-        assert torch.equal(maxsim(queries, documents, **options, empty_score=-2.0), found)
+        actual = maxsim(queries, documents, **options, empty_score=-2.0)
+        assert torch.equal(maxsim(queries, documents, **options, empty_score=-2.0), actual)
         expected = maxsim(queries.double(), documents.double(), **options, empty_score=-2.0, implementation="blocked")
-        assert_close(found, expected, size)
+        assert_close(actual, expected, size)
     if not own:
         bounds = torch.arange(n_documents + 1, device="cuda", dtype=torch.int32) * length
         of_queries = torch.tensor([0, query_length], device="cuda", dtype=torch.int32)
@@ -145,9 +145,9 @@ def test_lists(size: int) -> None:
     """Documents are read where they lie."""
     queries = [unit(length, size, dtype=HALF, seed=length) for length in (32, 20, 31, 7)]
     documents = [unit(length, size, dtype=HALF, seed=100 + length) for length in LENGTHS]
-    found = maxsim_ragged(queries, documents)
+    result = maxsim_ragged(queries, documents)
     doubled = [[each.double() for each in some] for some in (queries, documents)]
-    assert_close(found, maxsim_ragged(*doubled, implementation="blocked"), size)
+    assert_close(result, maxsim_ragged(*doubled, implementation="blocked"), size)
 
 
 @pytest.mark.parametrize("size", [392, 1024, 4096])
@@ -160,12 +160,12 @@ def test_gradients(size: int, length: int, masked: bool) -> None:
     documents[:, length // 2 :] = documents[:, : length - length // 2]
     mask = random_mask((20, length)) if masked else None
     upstream = exact(8, 20, dtype=torch.float32, seed=3)
-    found = []
+    actual = []
     for dtype, implementation in ((HALF, "triton"), (torch.float64, "blocked")):
         inputs = [tensor.to(dtype).requires_grad_() for tensor in (queries, documents)]
         scores = maxsim(*inputs, documents_mask=mask, implementation=implementation)
-        found.append((scores, *torch.autograd.grad(scores, inputs, upstream.to(scores.dtype))))
-    for ours, right in zip(*found, strict=True):
+        actual.append((scores, *torch.autograd.grad(scores, inputs, upstream.to(scores.dtype))))
+    for ours, right in zip(*actual, strict=True):
         assert torch.equal(ours, right.to(ours.dtype))
 
 

@@ -70,10 +70,10 @@ def test_exact_scores(queries, documents, kind: str, dtype: torch.dtype, loss_re
     options = {"loss_reduction": loss_reduction, "temperature": queries[1] / 50}
     case = problem(kind, queries, documents, dtype=dtype, draw=multiples, **options)
     assert is_one_operator(case) == (loss_reduction != "none")
-    found, expected = case.run(), case.expected()
-    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-4)
+    actual, expected = case.run(), case.expected()
+    torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=1e-4)
     largest = max(gradient.norm() for gradient in expected[1:])
-    for gradient, reference in zip(found[1:], expected[1:], strict=True):
+    for gradient, reference in zip(actual[1:], expected[1:], strict=True):
         assert gradient.dtype == dtype
         rounding = 1e-5 if dtype == FLOAT else 1e-2
         assert (gradient - reference).norm() <= rounding * reference.norm() + 1e-5 * largest
@@ -108,9 +108,9 @@ def test_masks_and_options(queries, documents, kind: str, masks: str, scoring: d
     assert is_one_operator(case)
     expected = case.expected()
     for _ in range(3):
-        found = case.run()
-        torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-4)
-        assert all(relative_error(a, b) <= 1e-2 for a, b in zip(found[1:], expected[1:], strict=True))
+        actual = case.run()
+        torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-4, atol=1e-4)
+        assert all(relative_error(a, b) <= 1e-2 for a, b in zip(actual[1:], expected[1:], strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,9 +130,9 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(queries, documents, scori
 def test_the_same_tensor_twice() -> None:
     tokens = unit(16, 32, 64, dtype=HALF).requires_grad_()
     other = tokens.detach().double().requires_grad_()
-    (found,) = torch.autograd.grad(maxsim_cross_entropy(tokens, tokens, temperature=10.0), tokens)
+    (actual,) = torch.autograd.grad(maxsim_cross_entropy(tokens, tokens, temperature=10.0), tokens)
     expected = cross_entropy_reference(maxsim_reference(other, other), temperature=10.0)
-    assert relative_error(found, torch.autograd.grad(expected, other)[0]) <= 1e-2
+    assert relative_error(actual, torch.autograd.grad(expected, other)[0]) <= 1e-2
 
 
 def test_a_label_out_of_range_is_not_a_number() -> None:
@@ -189,8 +189,8 @@ def test_bad_input_is_an_error_each_time() -> None:
         with pytest.raises(ValueError, match="teacher_scores must not require a gradient"):
             maxsim_kl_divergence(queries, documents, torch.zeros(4, 4, device="cuda", requires_grad=True))
     case = problem("labels", (4, 32, 64), (4, 32, 64))
-    found, expected = replace(case, target=case.target.int()).run(), case.run()
-    assert all(relative_error(a, b) <= 1e-2 for a, b in zip(found, expected, strict=True))
+    actual, expected = replace(case, target=case.target.int()).run(), case.run()
+    assert all(relative_error(a, b) <= 1e-2 for a, b in zip(actual, expected, strict=True))
 
 
 # In chunks
@@ -227,11 +227,11 @@ def budget(queries: tuple[int, ...], documents: tuple[int, ...], number: int) ->
 def check_definition(case: LossCase, expected: tuple, scratch: int | None) -> tuple[torch.Tensor, ...]:
     first = case.run(max_scratch_bytes=scratch)
     torch.testing.assert_close(first[0].double(), expected[0], rtol=1e-5, atol=1e-5)
-    for found, reference in zip(first[1:3], expected[1:3], strict=True):
-        assert found.dtype == case.case.queries.dtype
-        assert relative_error(found, reference) <= (1e-5 if found.dtype == FLOAT else 4e-3)
-    for found, reference in zip(first[3:], expected[3:], strict=True):
-        torch.testing.assert_close(found.double(), reference, rtol=1e-4, atol=1e-4)
+    for actual, reference in zip(first[1:3], expected[1:3], strict=True):
+        assert actual.dtype == case.case.queries.dtype
+        assert relative_error(actual, reference) <= (1e-5 if actual.dtype == FLOAT else 4e-3)
+    for actual, reference in zip(first[3:], expected[3:], strict=True):
+        torch.testing.assert_close(actual.double(), reference, rtol=1e-4, atol=1e-4)
     return first
 
 
@@ -267,11 +267,11 @@ def test_masks_and_options_in_chunks(queries, documents, loss: str, scoring: dic
     case = replace(case, case=replace(case.case, **masks))
     chunked = case.run(max_scratch_bytes=budget(queries, documents, 5))
     whole = case.run()
-    for found, reference in zip(chunked[:3], whole[:3], strict=True):
-        assert relative_error(found, reference) <= 3e-6
+    for actual, reference in zip(chunked[:3], whole[:3], strict=True):
+        assert relative_error(actual, reference) <= 3e-6
     # Of a temperature, terms of about 1 that may cancel.
-    for found, reference in zip(chunked[3:], whole[3:], strict=True):
-        torch.testing.assert_close(found, reference, rtol=3e-6, atol=1e-6)
+    for actual, reference in zip(chunked[3:], whole[3:], strict=True):
+        torch.testing.assert_close(actual, reference, rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -300,10 +300,10 @@ def test_statistics(dtype: torch.dtype) -> None:
         options = {"exclude": exclude, "with_statistics": True, "max_scratch_bytes": scratch}
         loss, statistics = maxsim_cross_entropy(queries, documents, **options)
         assert loss.requires_grad
-        for found, reference in zip(statistics, expected, strict=True):
-            assert not found.requires_grad
-            assert found.is_cuda
-            torch.testing.assert_close(found.double(), reference, rtol=1e-3, atol=1e-3)
+        for actual, reference in zip(statistics, expected, strict=True):
+            assert not actual.requires_grad
+            assert actual.is_cuda
+            torch.testing.assert_close(actual.double(), reference, rtol=1e-3, atol=1e-3)
         with torch.no_grad():
             rounding = 0.0 if dtype == HALF else 2e-6
             again = maxsim_cross_entropy(queries, documents, **options)[1]
@@ -364,7 +364,7 @@ def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
     expected = torch.autograd.grad(case.definition(wide) * 2.0**16, wide)
     for scratch in (None, 64 * 104 * 7):
         loss = case.loss_of(leaves, max_scratch_bytes=scratch)
-        for found, reference in zip(torch.autograd.grad(loss * 2.0**16, leaves), expected, strict=True):
-            assert found.dtype == torch.float16
-            assert relative_error(found, reference) <= 1e-2
-            assert F.cosine_similarity(found.double().flatten(), reference.flatten(), dim=0) >= 0.9999
+        for actual, reference in zip(torch.autograd.grad(loss * 2.0**16, leaves), expected, strict=True):
+            assert actual.dtype == torch.float16
+            assert relative_error(actual, reference) <= 1e-2
+            assert F.cosine_similarity(actual.double().flatten(), reference.flatten(), dim=0) >= 0.9999

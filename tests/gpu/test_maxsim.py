@@ -140,10 +140,10 @@ def test_memory_does_not_grow_with_the_similarity_tensor() -> None:
 def test_more_pairs_than_a_grid_axis_holds() -> None:
     queries, documents = unit(70_000, 2, 16), unit(70_000, 3, 16, seed=1)
     queries.requires_grad_()
-    found = maxsim_pairwise(queries, documents)
+    actual = maxsim_pairwise(queries, documents)
     expected = (queries.double() @ documents.double().transpose(1, 2)).amax(dim=-1).sum(dim=-1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    (gradient,) = torch.autograd.grad(found.sum(), queries)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(actual.sum(), queries)
     (reference,) = torch.autograd.grad(expected.sum(), queries)
     assert relative_error(gradient, reference) <= 1e-5
 

@@ -23,8 +23,8 @@ def test_kept_tokens_are_those_of_the_mask_in_order(texts: int, length: int, sha
     expected, total = values[kept], int(kept.sum())
     kept_tokens(values, kept, total)
     with no_waiting():
-        found = kept_tokens(values, kept, total)
-    assert torch.equal(found, expected)
+        actual = kept_tokens(values, kept, total)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("texts", "length"), [(5, 9), (1000, 180)])
@@ -35,6 +35,6 @@ def test_packed_tokens_are_padded_again(texts: int, length: int) -> None:
     packed = values[mask]
     unpack_padded(packed, lengths, length)
     with no_waiting():
-        padded, found = unpack_padded(packed, lengths, length)
-    assert torch.equal(found, mask)
+        padded, result = unpack_padded(packed, lengths, length)
+    assert torch.equal(result, mask)
     assert torch.equal(padded, values * mask.unsqueeze(-1))

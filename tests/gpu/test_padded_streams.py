@@ -53,12 +53,12 @@ def test_scores(name: str, shape: tuple[int, int], size: int, dtype, n_queries: 
     if mask is not None or n_queries == 32:
         assert explain(queries, documents, documents_mask=mask).forward.config.stream
     options = {"documents_mask": mask, "empty_score": -2.0}
-    found = maxsim(queries, documents, **options)
+    actual = maxsim(queries, documents, **options)
     for _ in range(10):
-        torch.testing.assert_close(maxsim(queries, documents, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(maxsim(queries, documents, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
     # Similarities of 1, about, may cancel.
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
+    torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -81,14 +81,14 @@ def test_bits_of_documents_by_themselves(
         options["queries_mask"] = torch.rand(n_queries, query_length, device="cuda")
     call = queries, documents
     assert explain(*call, **options).forward.config.stream
-    found = maxsim(*call, **options, empty_score=-2.0)
+    result = maxsim(*call, **options, empty_score=-2.0)
     repeated.forget()
     monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
     forward = explain(*call, **options).forward
     assert (forward.kernel, forward.config.stream) == ("hopper", False)
     alone = maxsim(*call, **options, empty_score=-2.0)
     repeated.forget()
-    assert torch.equal(found, alone)
+    assert torch.equal(result, alone)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -103,9 +103,9 @@ def test_quantized(precision: str, name: str, shape: tuple[int, int], size: int,
     alike = options["documents_mask"] is None and shape[1] in (64, 180)
     assert explain(queries, documents, **options).forward.config.stream != alike
     options["empty_score"] = -2.0
-    found = maxsim(queries, documents, **options)
+    actual = maxsim(queries, documents, **options)
     tolerance = 1e-3 if precision == "fp8" else 2e-6
     expected = maxsim_quantized_reference(queries, documents, **options)
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     for _ in range(10):
-        assert torch.equal(maxsim(queries, documents, **options), found)
+        assert torch.equal(maxsim(queries, documents, **options), actual)

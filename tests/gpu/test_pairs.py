@@ -27,13 +27,13 @@ def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
     """The same bits each time, and those of the definition, within what 22 bits leave of the largest score."""
     asked = {name: value for name, value in options.items() if name != "empty_score"}
     assert explain(queries, documents, **asked).forward.config.pairs
-    found = maxsim(queries, documents, **options)
+    actual = maxsim(queries, documents, **options)
     for _ in range(10):
-        torch.testing.assert_close(maxsim(queries, documents, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(maxsim(queries, documents, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=1, keepdim=True)
     divided = largest.where(largest > 0, 1.0)
-    torch.testing.assert_close(found.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(actual.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("lengths", STREAMS.values(), ids=STREAMS.keys())
@@ -52,17 +52,17 @@ def test_packed(lengths: list[int], size: int, n_queries: int, query_length: int
     # One query takes norms from the tokens that it multiplies, by another kernel.
     assert explain(queries, documents, **named, **options).forward.config.pairs == (n_queries > 1 or not normalize)
     options["empty_score"] = -2.0
-    found = maxsim_varlen(queries, documents, of_queries, bounds, **options)
+    actual = maxsim_varlen(queries, documents, of_queries, bounds, **options)
     for _ in range(20):
         again = maxsim_varlen(queries, documents, of_queries, bounds, **options)
-        torch.testing.assert_close(again, found, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(again, actual, rtol=0.0, atol=0.0, equal_nan=True)
     double = queries.double(), documents.double(), of_queries, bounds
     expected = maxsim_varlen(*double, **options, implementation="blocked")
     # Similarities of the largest norm, about, may cancel.
     largest = documents.double().norm(dim=1).nan_to_num(0.0).max().clamp(min=1.0).item()
     atol = query_length * largest * 2**-21
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=atol, equal_nan=True)
-    assert (found[:, bounds.diff() == 0] == -2.0).all()
+    torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=atol, equal_nan=True)
+    assert (actual[:, bounds.diff() == 0] == -2.0).all()
 
 
 @pytest.mark.parametrize("shape", [(9000, 1), (500, 65), (20, 1000)], ids=str)
@@ -127,13 +127,13 @@ def test_where_products_may_be_of_tf32(
     options: dict[str, Any] = {"normalize": normalize}
     if masking is not None:
         options |= {"documents_mask": random_mask((700, 90)), "masking": masking}
-    given = documents * scales
-    expected = maxsim(queries.double(), given.double(), **options, implementation="blocked")
+    scaled = documents * scales
+    expected = maxsim(queries.double(), scaled.double(), **options, implementation="blocked")
     with products_in("high"):
-        assert explain(queries, given, **options).forward.config.pairs
-        found = maxsim(queries, given, **options)
-        assert torch.equal(maxsim(queries, given, **options), found)
+        assert explain(queries, scaled, **options).forward.config.pairs
+        actual = maxsim(queries, scaled, **options)
+        assert torch.equal(maxsim(queries, scaled, **options), actual)
         if masking is None:
-            assert torch.equal(maxsim(queries, given[5:50], **options), found[:, 5:50])
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1.01 * query_length * 2.0**-10)
-    assert (found - maxsim(queries, given, **options)).abs().max() > 0.0
+            assert torch.equal(maxsim(queries, scaled[5:50], **options), actual[:, 5:50])
+    torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=1.01 * query_length * 2.0**-10)
+    assert (actual - maxsim(queries, scaled, **options)).abs().max() > 0.0

@@ -53,10 +53,10 @@ def units(lengths: list[int], seed: int = 0) -> list[Tensor]:
     return [torch.nn.functional.normalize(torch.randn(n, 128, generator=random), dim=-1) for n in lengths]
 
 
-def assert_same(found: list, expected: list) -> None:
+def assert_same(actual: list, expected: list) -> None:
     """The same results of every query, in the same order."""
-    assert [[r["id"] for r in own] for own in found] == [[r["id"] for r in own] for own in expected]
-    for mine, theirs in zip(found, expected, strict=True):
+    assert [[r["id"] for r in own] for own in actual] == [[r["id"] for r in own] for own in expected]
+    for mine, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose([r["score"] for r in mine], [r["score"] for r in theirs], rtol=1e-5)
 
 
@@ -74,13 +74,13 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_losses_equal_those_of_pylate(colbert_path: str, model: models.ColBERT, name: str) -> None:
     model.masking = "zero"
-    found = loss_and_gradient(getattr(losses, name)(model, temperature=0.5, scorer="pylate_flash"), model)
+    result = loss_and_gradient(getattr(losses, name)(model, temperature=0.5, scorer="pylate_flash"), model)
     plain = pylate_models.ColBERT(colbert_path, device="cuda").eval()
     value, gradient = loss_and_gradient(getattr(pylate_losses, name)(plain, temperature=0.5), plain)
     # The gradient of PyLate's cached loss is that of the sum.
     gradient = gradient / len(QUERIES) if name == "CachedContrastive" else gradient
-    assert found[0] == pytest.approx(value, rel=1e-5)
-    assert relative_error(found[1], gradient) <= 1e-4
+    assert result[0] == pytest.approx(value, rel=1e-5)
+    assert relative_error(result[1], gradient) <= 1e-4
 
 
 @pytest.mark.parametrize("expansion", [True, False])
@@ -89,25 +89,25 @@ def test_cached_loss_equals_the_uncached(model: models.ColBERT, dtype: torch.dty
     """Mini-batches of few tokens, packed embeddings; with and without autocast, the loss scaled for float16."""
     columns = [QUERIES, DOCUMENTS, [text * 3 for text in reversed(DOCUMENTS)]]
     model.do_query_expansion = expansion
-    scale, found = 2.0**10 if dtype == torch.float16 else 1.0, []
+    scale, result = 2.0**10 if dtype == torch.float16 else 1.0, []
     for loss in (losses.Contrastive(model), losses.CachedContrastive(model, mini_batch_num_tokens=100)):
         with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
-            found.append(loss_and_gradient(lambda features, loss=loss: scale * loss(features), model, columns))
+            result.append(loss_and_gradient(lambda features, loss=loss: scale * loss(features), model, columns))
     if dtype is None:
-        assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
-        assert relative_error(found[1][1], found[0][1]) <= 1e-4
+        assert result[1][0] == pytest.approx(result[0][0], rel=1e-5)
+        assert relative_error(result[1][1], result[0][1]) <= 1e-4
     else:
-        assert found[1][0] == pytest.approx(found[0][0], rel=2e-2, abs=2e-2 * scale)
-        assert torch.cosine_similarity(found[1][1], found[0][1], dim=0) > 0.98
+        assert result[1][0] == pytest.approx(result[0][0], rel=2e-2, abs=2e-2 * scale)
+        assert torch.cosine_similarity(result[1][1], result[0][1], dim=0) > 0.98
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_losses_from_hidden_states(model: models.ColBERT, name: str) -> None:
     arguments = {"temperature": 0.5, **({"mini_batch_size": 3} if name == "CachedContrastive" else {})}
     unfused, fused = (getattr(losses, name)(model, fuse_projection=flag, **arguments) for flag in (False, True))
-    expected, found = loss_and_gradient(unfused, model), loss_and_gradient(fused, model)
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    assert relative_error(found[1], expected[1]) <= 1e-4
+    expected, actual = loss_and_gradient(unfused, model), loss_and_gradient(fused, model)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    assert relative_error(actual[1], expected[1]) <= 1e-4
     with torch.autocast("cuda", dtype=torch.bfloat16):
         value, half = loss_and_gradient(fused, model)
     assert value == pytest.approx(expected[0], rel=2e-2, abs=2e-2)
@@ -138,8 +138,8 @@ def test_index_of_hidden_states_equals_that_of_embeddings(
     queries = units([32] * 5, seed=1)
     for subset in (None, IDS[20:180], [IDS[:50], IDS[100:], IDS[::3], [], IDS[7:9]]):
         assert_same(index(queries, subset=subset), embeddings(queries, subset=subset))
-    (found,), (expected,) = (some.get_documents_embeddings([IDS]) for some in (index, embeddings))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    (actual,), (expected,) = (some.get_documents_embeddings([IDS]) for some in (index, embeddings))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rerank_equals_pylate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +149,9 @@ def test_rerank_equals_pylate(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [units(random.integers(40, 180, 50).tolist(), seed) for seed in range(20)]
     ids = [[f"{i}-{j}" for j in range(50)] for i in range(20)]
     arrays = [query.numpy() for query in queries], [[document.numpy() for document in own] for own in documents]
-    found = rank.rerank(ids, *arrays, device="cuda")
+    result = rank.rerank(ids, *arrays, device="cuda")
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
-    assert_same(found, pylate_rank.rerank(ids, *arrays, device="cuda"))
+    assert_same(result, pylate_rank.rerank(ids, *arrays, device="cuda"))
 
 
 def test_index_on_the_gpu_equals_the_cpu(tmp_path: Path) -> None:
@@ -175,8 +175,8 @@ def test_similarity_and_backend(model: models.ColBERT) -> None:
     assert model.similarity(queries, documents).is_cuda
     torch.testing.assert_close(model.similarity(queries, documents), expected, rtol=1e-5, atol=1e-5)
     with registered():
-        found = colbert_scores(queries, documents, backend="pylate_flash")
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        actual = colbert_scores(queries, documents, backend="pylate_flash")
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

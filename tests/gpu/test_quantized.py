@@ -20,10 +20,10 @@ from tests.ops.test_varlen import packed
 pytestmark = pytest.mark.gpu
 
 
-def close(found: Tensor, expected: Tensor, precision: str, quantize_queries: bool) -> None:
+def close(actual: Tensor, expected: Tensor, precision: str, quantize_queries: bool) -> None:
     """Tensor cores sum products of fp8 with about 13 bits, and those of other types exactly enough."""
     tolerance = 1e-3 if precision == "fp8" and quantize_queries else 2e-6
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @settings(max_examples=60)
@@ -31,8 +31,8 @@ def close(found: Tensor, expected: Tensor, precision: str, quantize_queries: boo
 def test_scores(case: Case, precision: str, quantize_queries: bool) -> None:
     case = on_gpu(case)
     documents, options = quantize(case.documents, precision), {"quantize_queries": quantize_queries, **case.keywords}
-    found = maxsim(case.queries, documents, **options, implementation="triton")
-    close(found, maxsim_quantized_reference(case.queries, documents, **options), precision, quantize_queries)
+    result = maxsim(case.queries, documents, **options, implementation="triton")
+    close(result, maxsim_quantized_reference(case.queries, documents, **options), precision, quantize_queries)
 
 
 @settings(max_examples=60)
@@ -41,9 +41,9 @@ def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
     (queries, documents, *bounds), options = case
     queries, documents = queries.cuda(), quantize(documents.cuda(), precision)
     options["quantize_queries"] = quantize_queries
-    found = maxsim_varlen(queries, documents, *bounds, **options, implementation="triton")
+    actual = maxsim_varlen(queries, documents, *bounds, **options, implementation="triton")
     expected = maxsim_quantized_reference(queries, documents, *bounds, **options)
-    close(found, expected, precision, quantize_queries)
+    close(actual, expected, precision, quantize_queries)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -59,9 +59,9 @@ def test_packed_rows_with_scales_between_them(precision: str) -> None:
         numbers[:, 1], offsets = packed.offsets, numbers[:, 1]
     between = QuantizedEmbeddings(rows[:, 16:].view(packed.values.dtype), numbers[:, 0], offsets)
     call = query, torch.tensor([0, 32], device="cuda"), bounds
-    found = maxsim_varlen(call[0], packed, *call[1:], empty_score=-3.0)
-    close(found, maxsim_quantized_reference(call[0], packed, *call[1:], empty_score=-3.0), precision, True)
-    assert torch.equal(maxsim_varlen(call[0], between, *call[1:], empty_score=-3.0), found)
+    result = maxsim_varlen(call[0], packed, *call[1:], empty_score=-3.0)
+    close(result, maxsim_quantized_reference(call[0], packed, *call[1:], empty_score=-3.0), precision, True)
+    assert torch.equal(maxsim_varlen(call[0], between, *call[1:], empty_score=-3.0), result)
 
 
 @pytest.mark.parametrize("quantize_queries", [False, True])
@@ -86,10 +86,10 @@ def test_real_shapes_and_the_same_bits_again(
     mask = torch.rand(documents_shape[:-1], device="cuda") > 0.3
     for options in ({}, {"documents_mask": mask, "normalize": True, "masking": "zero"}):
         options = {**options, "quantize_queries": quantize_queries}
-        found = maxsim(queries, documents, **options, implementation="triton")
-        close(found, maxsim_quantized_reference(queries, documents, **options), precision, quantize_queries)
+        result = maxsim(queries, documents, **options, implementation="triton")
+        close(result, maxsim_quantized_reference(queries, documents, **options), precision, quantize_queries)
         for _ in range(20):
-            assert torch.equal(maxsim(queries, documents, **options), found)
+            assert torch.equal(maxsim(queries, documents, **options), result)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -112,10 +112,10 @@ def test_short_queries(shape: tuple[int, ...], precision: str) -> None:
         {"normalize": True, "queries_mask": queries_mask},
         {"documents_mask": documents_mask > 0.3, "queries_mask": queries_mask},
     ):
-        found = maxsim(queries, documents, **options)
-        close(found, maxsim_quantized_reference(queries, documents, **options), precision, True)
+        result = maxsim(queries, documents, **options)
+        close(result, maxsim_quantized_reference(queries, documents, **options), precision, True)
         for _ in range(20):
-            assert torch.equal(maxsim(queries, documents, **options), found)
+            assert torch.equal(maxsim(queries, documents, **options), result)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -126,9 +126,9 @@ def test_packed_documents_of_many_lengths(precision: str, with_candidates: bool)
     queries, query_bounds = pack([unit(length, 128, dtype=torch.bfloat16) for length in (32, 5, 0, 130)])
     options = {"candidates_cu_seqlens": torch.tensor([0, 50, 50, 60, 200])} if with_candidates else {}
     quantized = quantize(documents, precision, cu_seqlens=bounds)
-    found = maxsim_varlen(queries, quantized, query_bounds, bounds, **options, empty_score=-1.0)
+    result = maxsim_varlen(queries, quantized, query_bounds, bounds, **options, empty_score=-1.0)
     call = queries, quantized, query_bounds, bounds
-    close(found, maxsim_quantized_reference(*call, **options, empty_score=-1.0), precision, True)
+    close(result, maxsim_quantized_reference(*call, **options, empty_score=-1.0), precision, True)
 
 
 @pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
@@ -143,8 +143,8 @@ def test_a_stream_of_documents(precision: str, size: int, n_queries: int) -> Non
     named = {"queries_cu_seqlens": query_bounds, "documents_cu_seqlens": bounds}
     longest = {"max_query_length": 32, "max_document_length": 140}
     assert explain(*call[:2], **named, **longest).forward.config.stream
-    found = maxsim_varlen(*call, **longest, implementation="triton")
-    close(found, maxsim_quantized_reference(*call), precision, True)
+    result = maxsim_varlen(*call, **longest, implementation="triton")
+    close(result, maxsim_quantized_reference(*call), precision, True)
 
 
 @pytest.mark.parametrize("n_queries", [64, 1200])
@@ -155,8 +155,8 @@ def test_queries_are_quantized_to_the_bit(dtype: torch.dtype, precision: str, si
     queries = torch.randn(n_queries, size, device="cuda").to(dtype)
     queries *= torch.logspace(-4, 3, n_queries, device="cuda").unsqueeze(1).to(dtype)
     queries[0], queries[1, 7], queries[2, 3] = 0.0, torch.nan, torch.inf
-    found = rows_as_quantized(queries, precision)
-    torch.testing.assert_close(found, quantize(queries, precision).dequantize(), rtol=0.0, atol=0.0, equal_nan=True)
+    result = rows_as_quantized(queries, precision)
+    torch.testing.assert_close(result, quantize(queries, precision).dequantize(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -208,8 +208,8 @@ def test_hopper(
         options["documents_mask"][7] = False
     if weighted:
         options["queries_mask"] = torch.rand(queries.shape[:2], device="cuda").round(decimals=1)
-    found = by_hopper(queries, documents, **options)
-    close(found, maxsim_quantized_reference(queries, documents, **options), precision, True)
+    result = by_hopper(queries, documents, **options)
+    close(result, maxsim_quantized_reference(queries, documents, **options), precision, True)
 
 
 @hopper_only
@@ -234,16 +234,16 @@ def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, lengt
     mask = torch.rand(30, length, device="cuda") > 0.3
     mask[5, 0] = True
     for options in ({}, {"documents_mask": mask, "masking": "zero"}, {"documents_mask": mask, "normalize": True}):
-        found = by_hopper(queries, documents, **options)
+        actual = by_hopper(queries, documents, **options)
         with monkeypatch.context() as patch:
             patch.setattr(tables, "QUANTIZED_HOPPER_MIN_ROWS", 1 << 40)
             patch.setattr(tables, "QUANTIZED_HOPPER_FEW_TOKENS", 1 << 40)
             assert "on a Hopper GPU" not in str(explain(queries, documents, **options))
             expected = maxsim(queries, documents, **options, implementation="triton")
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
-        assert found[:, 5].isnan().all()
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
+        assert actual[:, 5].isnan().all()
         # Every document has a masked token, which is worth 0 then.
-        assert (found < 0.0).any() == ("masking" not in options)
+        assert (actual < 0.0).any() == ("masking" not in options)
 
 
 @hopper_only
@@ -260,13 +260,13 @@ def test_hopper_quantizes_rows_in_registers_to_the_bit(
     queries = queries.to(dtype)
     queries[0], queries[1, 0, 7], queries[2, 0, 3] = 0.0, torch.nan, torch.inf
     documents = quantize(unit(70, 150, size, seed=1), precision)
-    found = by_hopper(queries, documents, normalize=normalize)
+    result = by_hopper(queries, documents, normalize=normalize)
     repeated.forget()
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 0)
     again = by_hopper(queries, documents, normalize=normalize)
     # Squares of fp8 are added up in another order; those of integers lose nothing.
     rounding = 1e-6 if normalize and precision == "fp8" else 0.0
-    torch.testing.assert_close(found, again, rtol=rounding, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(result, again, rtol=rounding, atol=0.0, equal_nan=True)
 
 
 @hopper_only
@@ -283,11 +283,11 @@ def test_hopper_of_packed_documents_and_candidates(precision: str, longest: int)
     explained = explain(*call[:2], queries_cu_seqlens=query_bounds, documents_cu_seqlens=bounds)
     assert "on a Hopper GPU" in str(explained)
     assert explained.forward.config.stream == (longest < 200)
-    found = maxsim_varlen(*call, empty_score=-1.0, implementation="triton")
-    close(found, maxsim_quantized_reference(*call, empty_score=-1.0), precision, True)
-    assert (found[:, 1::8] == -1.0).all()
+    result = maxsim_varlen(*call, empty_score=-1.0, implementation="triton")
+    close(result, maxsim_quantized_reference(*call, empty_score=-1.0), precision, True)
+    assert (result[:, 1::8] == -1.0).all()
     for _ in range(20):
-        assert torch.equal(maxsim_varlen(*call, empty_score=-1.0), found)
+        assert torch.equal(maxsim_varlen(*call, empty_score=-1.0), result)
     own = quantize(unit(9, 5, 333, 128, seed=1), precision)
     queries = unit(9, 130, 128, dtype=torch.float16)
     close(by_hopper(queries, own), maxsim_quantized_reference(queries, own), precision, True)
@@ -304,8 +304,8 @@ def test_hopper_of_the_largest_sums_of_affine_tokens(size: int) -> None:
     scales, offsets = torch.rand(2, 30, 2000, device="cuda")
     scales[5, 1999] = torch.nan
     documents = QuantizedEmbeddings(values, scales, offsets - 0.5)
-    found = by_hopper(queries, documents)
+    result = by_hopper(queries, documents)
     # Relative to the largest terms that cancel.
     largest = 255 * size
-    close(found / largest, maxsim_quantized_reference(queries, documents) / largest, "uint8", True)
-    assert found[:, 5].isnan().all()
+    close(result / largest, maxsim_quantized_reference(queries, documents) / largest, "uint8", True)
+    assert result[:, 5].isnan().all()

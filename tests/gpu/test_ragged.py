@@ -16,15 +16,15 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The units of the offsets of every call whose documents were read where they lie."""
-    found: list[int] = []
+    results: list[int] = []
     compute = ragged.compute
 
     def noted(tensors, options, with_argmax, offsets):
-        found.append(offsets.unit)
+        results.append(offsets.unit)
         return compute(tensors, options, with_argmax, offsets)
 
     monkeypatch.setattr(ragged, "compute", noted)
-    return found
+    return results
 
 
 def lists(lengths: list[int], size: int, dtype: torch.dtype, shift: int = 0) -> list[torch.Tensor]:
@@ -38,10 +38,10 @@ def lists(lengths: list[int], size: int, dtype: torch.dtype, shift: int = 0) -> 
 def test_lists_are_looked_at_beside_the_kernels(recorded: bool) -> None:
     values = lists([3, 0, 180], 128, torch.bfloat16, shift=1)
     with torch.set_grad_enabled(recorded):
-        found = sequences_of("values", values)
-        assert found.known_addresses is not None
-        assert found.addresses.tolist() == [value.data_ptr() for value in values]
-        assert found.lengths.tolist() == [3, 0, 180]
+        result = sequences_of("values", values)
+        assert result.known_addresses is not None
+        assert result.addresses.tolist() == [value.data_ptr() for value in values]
+        assert result.lengths.tolist() == [3, 0, 180]
         with pytest.raises(ValueError, match=r"values must lie on one device, got cpu at 3 and cuda:\d at 0"):
             sequences_of("values", [*values, values[0].cpu()])
         with pytest.raises(TypeError, match="values must have one dtype"):
@@ -61,14 +61,14 @@ def test_the_bits_are_those_of_packed_documents(
     queries = lists([32] * n_queries, 128, dtype)
     documents = lists([180, 0, longest, 7, 64] * 40, 128, dtype, shift)
     (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
-    found = maxsim_ragged(queries, documents)
+    actual = maxsim_ragged(queries, documents)
     expected = maxsim_varlen(q, d, q_bounds, d_bounds, max_query_length=32, max_document_length=longest)
     unit_of_16_bytes = 16 // dtype.itemsize
     assert units == [unit_of_16_bytes if shift * dtype.itemsize % 16 == 0 else 1]
     if units == [1]:
-        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 def test_pairs_and_candidates(units: list[int]) -> None:
@@ -76,8 +76,8 @@ def test_pairs_and_candidates(units: list[int]) -> None:
     every = maxsim_ragged(queries, documents)
     torch.testing.assert_close(maxsim_ragged_pairwise(queries, documents), every.diagonal(), rtol=2e-6, atol=2e-6)
     candidates = torch.tensor([0, 2, 2, 3])
-    found = maxsim_ragged(queries, documents, candidates_cu_seqlens=candidates)
-    torch.testing.assert_close(found, torch.stack([every[0, 0], every[0, 1], every[2, 2]]), rtol=2e-6, atol=2e-6)
+    result = maxsim_ragged(queries, documents, candidates_cu_seqlens=candidates)
+    torch.testing.assert_close(result, torch.stack([every[0, 0], every[0, 1], every[2, 2]]), rtol=2e-6, atol=2e-6)
     assert units == [8] * 3
 
 
@@ -87,9 +87,9 @@ def test_documents_on_the_host_go_to_the_gpu_in_one_copy() -> None:
     documents = [t.cpu() for t in lists([180, 0, 33], 128, torch.float32)]
     expected = maxsim_ragged(queries, [t.cuda() for t in documents])
     for others in (documents, [t.numpy() for t in documents]):
-        found = maxsim_ragged(queries, others)
-        assert found.is_cuda
-        torch.testing.assert_close(found, expected)
+        actual = maxsim_ragged(queries, others)
+        assert actual.is_cuda
+        torch.testing.assert_close(actual, expected)
     documents[0].requires_grad_()
     maxsim_ragged(queries, documents).sum().backward()
     assert documents[0].grad is not None
@@ -113,9 +113,9 @@ def test_no_call_waits(lengths: list[int], where: str) -> None:
     if where == "on the host":
         documents = [t.cpu() for t in documents]
     with no_waiting():
-        found = maxsim_ragged(queries, documents)
+        actual = maxsim_ragged(queries, documents)
         pairs = maxsim_ragged_pairwise(queries, documents[: len(queries)])
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(pairs, expected.diagonal(), rtol=2e-6, atol=2e-6)
 
 

@@ -106,6 +106,6 @@ def test_two_gpus_build_the_index_of_one(failure: str | None, pylate_checkpoint:
     succeed(*build, tmp_path / "one")
     ids = ids_in(tmp_path / "one")
     assert ids_in(tmp_path / "index") == ids == [f"d{i}" for i in range(45)]
-    found, whole = (Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one"))
-    for document, expected in zip(found, whole, strict=True):
+    actual, whole = (Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one"))
+    for document, expected in zip(actual, whole, strict=True):
         torch.testing.assert_close(document, expected, atol=1e-3, rtol=0)

@@ -40,9 +40,9 @@ def test_every_operation(name: str, with_gradient: bool, autocast: bool) -> None
         return [result.detach(), queries.grad]
 
     repeated.forget()
-    given = [torch.randn(2, 3, 4, device="cuda", requires_grad=with_gradient) for _ in range(4)]
-    found = [results(queries) for queries in given]
-    for queries, of_queries in zip(given, found, strict=True):
+    arguments = [torch.randn(2, 3, 4, device="cuda", requires_grad=with_gradient) for _ in range(4)]
+    output = [results(queries) for queries in arguments]
+    for queries, of_queries in zip(arguments, output, strict=True):
         assert equal(of_queries, anew(lambda queries=queries: results(queries)))
 
 
@@ -77,11 +77,11 @@ def test_a_graph_of_repeated_calls_and_of_a_step() -> None:
         return loss.detach(), scores, *torch.autograd.grad(loss, (queries, documents))
 
     on_another_stream(lambda: [step() for _ in range(4)])
-    found, replay = captured(step)
+    result, replay = captured(step)
     with torch.no_grad():
         queries.copy_(unit(8, 32, 128, dtype=torch.bfloat16, seed=2))
     replay()
-    assert equal(found, anew(step))
+    assert equal(result, anew(step))
 
 
 def test_threads() -> None:
@@ -114,13 +114,13 @@ def test_boundaries_are_looked_at_anew(implementation: str) -> None:
     bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="cuda")
     for cut in (5, 30, 10, 40, 20):
         offsets = torch.tensor([0, cut, 60], dtype=torch.int32, device="cuda")
-        found = maxsim_varlen(
+        actual = maxsim_varlen(
             queries, documents, bounds, offsets, max_query_length=8, max_document_length=60,
             implementation=implementation,
         )  # fmt: skip
         similarities = queries.view(2, 8, 16) @ documents.T
         expected = torch.stack([similarities[..., :cut].amax(-1).sum(-1), similarities[..., cut:].amax(-1).sum(-1)], 1)
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
 def repeats() -> int:
@@ -139,14 +139,14 @@ def test_boundaries_on_the_host_are_looked_at_and_the_call_is_repeated() -> None
             cuts = torch.randint(longest, 1500, (13,), generator=generator).sort().values.tolist()
             offsets = torch.tensor([0, longest, *cuts, 1500, 1600], dtype=torch.int32)
             options = {"candidates_cu_seqlens": candidates, "empty_score": -7.0}
-            found = maxsim_varlen(queries, documents, bounds, offsets, **options)
+            actual = maxsim_varlen(queries, documents, bounds, offsets, **options)
             padded = [document.float() for document in documents.cpu().split(offsets.diff().tolist())]
             owner = torch.arange(4).repeat_interleave(candidates.diff())
             expected = [
                 (queries.cpu().float().view(4, 32, 128)[query] @ document.T).amax(-1).sum() if len(document) else -7.0
                 for query, document in zip(owner.tolist(), padded, strict=True)
             ]
-            torch.testing.assert_close(found.cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(actual.cpu(), torch.tensor(expected), rtol=1e-4, atol=1e-4)
     assert repeats() == 1
     with pytest.raises(ValueError, match="documents_cu_seqlens must rise"):
         maxsim_varlen(queries, documents, bounds, offsets.flip(0), candidates_cu_seqlens=candidates)
@@ -181,8 +181,8 @@ def test_packed_totals_share_what_is_repeated(case: str) -> None:
             return maxsim_varlen(queries, documents, bounds, offsets, **lengths)
 
         with torch.no_grad():
-            found = call(max_query_length=32, max_document_length=longest)
+            actual = call(max_query_length=32, max_document_length=longest)
             with mock.patch.object(operator, "repeated", operator._Repeated(0)):
                 expected = call(max_query_length=32, max_document_length=longest)
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
     assert repeats()

@@ -28,9 +28,9 @@ def by_kernels(*arguments, **options) -> Tensor:
 
 
 def check(queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
-    found = by_kernels(queries, documents, **options)
-    torch.testing.assert_close(found.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
-    return found
+    result = by_kernels(queries, documents, **options)
+    torch.testing.assert_close(result.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
+    return result
 
 
 @settings(max_examples=80)
@@ -43,9 +43,9 @@ def test_scores(case: tuple) -> None:
 @given(case=residual_cases(dtypes=(torch.float32,), sizes=SIZES))
 def test_gradient(case: tuple) -> None:
     queries, documents, options = on_gpu(case)
-    found = residual_gradient(by_kernels, queries, documents, options)
+    actual = residual_gradient(by_kernels, queries, documents, options)
     expected = residual_gradient(maxsim_residual_reference, queries, documents, options)
-    assert relative_error(found, expected) <= 1e-5
+    assert relative_error(actual, expected) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -55,10 +55,10 @@ def test_half_gradient(dtype: torch.dtype, with_candidates: bool) -> None:
     options: dict = {"queries_mask": torch.rand(8, 32, device="cuda")}
     if with_candidates:
         options["candidates"] = torch.randint(-1, 80, (8, 50), device="cuda")
-    found = residual_gradient(by_kernels, queries, documents, options).double()
+    actual = residual_gradient(by_kernels, queries, documents, options).double()
     expected = residual_gradient(maxsim_residual_reference, queries, documents, options).double()
     # Of two tokens with nearly the same similarity, float32 may prefer the other one.
-    assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) >= 0.9999
+    assert torch.nn.functional.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) >= 0.9999
 
 
 @pytest.mark.parametrize("nbits", [2, 4])
@@ -77,10 +77,10 @@ def test_real_shapes_and_the_same_bits_again(
     queries = unit(*shape, dtype=dtype)
     candidates = torch.randint(-1, n_documents, (shape[0], 70), device="cuda")
     for options in ({}, {"candidates": candidates, "reduction": "mean", "empty_score": -1.0}):
-        found = check(queries, documents, options)
+        result = check(queries, documents, options)
         gradient = residual_gradient(by_kernels, queries, documents, options)
         for _ in range(20):
-            assert torch.equal(by_kernels(queries, documents, **options), found)
+            assert torch.equal(by_kernels(queries, documents, **options), result)
         assert torch.equal(residual_gradient(by_kernels, queries, documents, options), gradient)
 
 
@@ -100,16 +100,16 @@ def test_short_queries_in_8_bits(shape: tuple[int, ...], n_documents: int, dtype
     candidates = torch.randint(-1, n_documents, (shape[0], 70), device="cuda")
     mask = torch.rand(shape[:2], device="cuda")
     for options in ({}, {"queries_mask": mask}, {"candidates": candidates, "empty_score": -1.0}):
-        found = maxsim_residual(queries, documents, **options)
-        check_8_bits(found, queries, documents, options)
+        result = maxsim_residual(queries, documents, **options)
+        check_8_bits(result, queries, documents, options)
         for _ in range(20):
-            assert torch.equal(maxsim_residual(queries, documents, **options), found)
+            assert torch.equal(maxsim_residual(queries, documents, **options), result)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             again = maxsim_residual(queries, documents, **options)
         again.zero_()
         graph.replay()
-        assert torch.equal(again, found)
+        assert torch.equal(again, result)
 
 
 def test_nan_and_a_long_document() -> None:
@@ -152,25 +152,25 @@ def test_decompressed_where_they_are_copied(
             expected = of_embeddings(queries, documents, 300)
             for _ in range(5):
                 assert torch.equal(by_kernels(queries, documents), expected)
-            found = maxsim_residual(queries, documents)
+            actual = maxsim_residual(queries, documents)
             if codec_dtype == torch.float16:
                 # A similarity is at most 1.
                 exact = of_embeddings(queries.float(), documents, 300)
-                torch.testing.assert_close(found, exact, rtol=0, atol=length * 2**-10)
+                torch.testing.assert_close(actual, exact, rtol=0, atol=length * 2**-10)
             else:
-                assert torch.equal(found, expected)
+                assert torch.equal(actual, expected)
             for _ in range(5):
-                assert torch.equal(maxsim_residual(queries, documents), found)
+                assert torch.equal(maxsim_residual(queries, documents), actual)
     names = "residuals", "centroids", "bucket_weights"
     shifted = replace(documents, **{name: shifted_in_memory(getattr(documents, name)) for name in names})
     assert torch.equal(by_kernels(queries, shifted), expected)
-    assert torch.equal(maxsim_residual(queries, shifted), found)
+    assert torch.equal(maxsim_residual(queries, shifted), actual)
     mask = torch.rand(queries.shape[:2], device="cuda")
     options = {"queries_mask": mask, "reduction": "mean", "empty_score": -1.0}
     check(queries, documents, options)
-    found = maxsim_residual(queries, documents, **options)
+    actual = maxsim_residual(queries, documents, **options)
     exact = maxsim_residual_reference(queries.double(), documents, **options)
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2**-8 if codec_dtype == torch.bfloat16 else 2**-10)
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=2**-8 if codec_dtype == torch.bfloat16 else 2**-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -189,8 +189,8 @@ def test_queries_of_any_size_meet_float16_centroids(dtype: torch.dtype) -> None:
     queries[4, 5, 6] = torch.inf
     queries[5, 7, 8] = torch.nan
     queries[6, 9, :64], queries[6, 9, 64:] = large, small
-    found, exact = maxsim_residual(queries, documents).double(), of_embeddings(queries.double(), documents, 300)
-    for own, expected in zip(found, exact, strict=True):
+    actual, exact = maxsim_residual(queries, documents).double(), of_embeddings(queries.double(), documents, 300)
+    for own, expected in zip(actual, exact, strict=True):
         largest = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 0.0
         # Each of 32 similarities by two roundings; infinities only have their sign.
         torch.testing.assert_close(own, expected, rtol=0, atol=32 * 2**-10 * float(largest), equal_nan=True)

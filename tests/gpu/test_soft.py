@@ -34,9 +34,9 @@ def check(case: Case, beta: float) -> None:
     learned = torch.tensor(beta, dtype=torch.float64, device="cuda", requires_grad=True)
     total = soft_maxsim_reference(*case.doubled().tensors, learned, **case.keywords).sum()
     slope = torch.autograd.grad(total, learned, materialize_grads=True)[0].abs().item()
-    found = soft_gradients(kernel, case, beta)
-    check_gradients(found, expected, 1e-5 if exact else 1e-2, max(1.0, slope))
-    for gradient, reference in zip(found[1:], expected[1:], strict=True):
+    actual = soft_gradients(kernel, case, beta)
+    check_gradients(actual, expected, 1e-5 if exact else 1e-2, max(1.0, slope))
+    for gradient, reference in zip(actual[1:], expected[1:], strict=True):
         assert gradient.dtype == case.queries.dtype
         if reference.any():
             assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
@@ -80,9 +80,9 @@ def test_packed_tokens(dtype: torch.dtype, normalize: bool, candidates: Tensor |
     torch.testing.assert_close(
         varlen_kernel(*arguments[:2], 10.0, *arguments[2:], **options).double(), expected, rtol=2e-6, atol=2e-6
     )
-    found = varlen_gradients(varlen_kernel, (arguments, options), 10.0)
+    actual = varlen_gradients(varlen_kernel, (arguments, options), 10.0)
     expected = varlen_gradients(varlen_reference, (arguments, options), 10.0, torch.float64)
-    check_gradients(found, expected, 1e-5 if dtype == torch.float32 else 1e-2)
+    check_gradients(actual, expected, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_what_is_left_after_whole_tiles(size: int, length: int) -> None:
         Case(queries, documents, masks[0].float() * 1.5, masks[1], everything),
     ):
         expected = soft_maxsim_reference(*case.doubled().tensors, 10.0, **case.keywords)
-        found = kernel(*case.tensors, 10.0, **case.keywords)
-        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+        actual = kernel(*case.tensors, 10.0, **case.keywords)
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -129,8 +129,8 @@ def test_packed_documents_of_all_lengths(dtype: torch.dtype) -> None:
         arguments = packed_of(queries, documents)
         options = {"candidates_cu_seqlens": None, "empty_score": -5.0}
         expected = varlen_reference(*(t.double() for t in arguments[:2]), 10.0, *arguments[2:], **options)
-        found = varlen_kernel(*arguments[:2], 10.0, *arguments[2:], **options)
-        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+        actual = varlen_kernel(*arguments[:2], 10.0, *arguments[2:], **options)
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("length", [40, 128, 150])
@@ -146,11 +146,11 @@ def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
     documents[5, :4, 0], documents[5, 7, 3] = torch.inf, torch.nan
     documents[6, 1, 0], documents[6, 2, 0] = -torch.inf, torch.inf
     expected = soft_maxsim_reference(queries.double(), documents.double(), 10.0)
-    found = kernel(queries, documents.requires_grad_(), 10.0)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
-    assert found.isnan().any(dim=0).tolist() == [True, False, False, False, False, True, False, False]
-    assert found.isinf().any(dim=0).tolist() == [False, True, True, False, False, False, True, False]
-    (gradient,) = torch.autograd.grad(found.sum(), documents)
+    actual = kernel(queries, documents.requires_grad_(), 10.0)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    assert actual.isnan().any(dim=0).tolist() == [True, False, False, False, False, True, False, False]
+    assert actual.isinf().any(dim=0).tolist() == [False, True, True, False, False, False, True, False]
+    (gradient,) = torch.autograd.grad(actual.sum(), documents)
     assert gradient[[3, 7]].isfinite().all()
 
 
@@ -172,9 +172,9 @@ def test_float16_holds_the_gradient_of_a_loss_that_was_scaled() -> None:
     documents.requires_grad_()
     gradients = torch.autograd.grad((65536.0 * kernel(queries, documents, 100.0)).sum() * 0.25, (queries, documents))
     plain = torch.autograd.grad(kernel(queries, documents, 100.0).sum(), (queries, documents))
-    for found, expected in zip(gradients, plain, strict=True):
+    for actual, expected in zip(gradients, plain, strict=True):
         fits = expected.double().abs() * 16384 < 65504
-        assert relative_error(found[fits], expected[fits].double() * 16384) <= 1e-3
+        assert relative_error(actual[fits], expected[fits].double() * 16384) <= 1e-3
 
 
 def test_opcheck() -> None:

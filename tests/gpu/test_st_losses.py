@@ -69,14 +69,14 @@ def test_values_and_gradients_are_the_hosts(case: str, encoder: Any, texts: Any)
     labels = torch.randn(11, n_labels, generator=torch.Generator().manual_seed(0)).cuda() if n_labels else None
     columns = batch(encoder, texts, count)
     loss = getattr(losses, name)(encoder, **arguments)
-    found = value_and_gradients(loss, encoder, columns, labels)
+    actual = value_and_gradients(loss, encoder, columns, labels)
     with torch.autocast("cuda", torch.bfloat16):
         rough = value_and_gradients(loss, encoder, columns, labels)
     encoder.double()
     own = {key: value for key, value in arguments.items() if key not in BEYOND}
     expected = value_and_gradients(getattr(host, name)(encoder, **own), encoder, columns, labels)
-    assert (found[0] - expected[0]).abs() <= 1e-5 * expected[0].abs()
-    assert (found[1] - expected[1]).norm() <= 5e-5 * expected[1].norm()
+    assert (actual[0] - expected[0]).abs() <= 1e-5 * expected[0].abs()
+    assert (actual[1] - expected[1]).norm() <= 5e-5 * expected[1].norm()
     assert (rough[0] - expected[0]).abs() <= 0.1 * expected[0].abs()
     assert torch.cosine_similarity(rough[1], expected[1], dim=0) > 0.9
 

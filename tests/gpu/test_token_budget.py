@@ -26,9 +26,9 @@ def model(colbert_path: str) -> Iterator[Any]:
     """PyLate's."""
     from pylate_flash import models
 
-    found = models.ColBERT(colbert_path, device="cuda", document_length=100, scorer="pylate_flash").train()
+    result = models.ColBERT(colbert_path, device="cuda", document_length=100, scorer="pylate_flash").train()
     with memory_limit(BYTES):
-        yield found
+        yield result
 
 
 def columns(model: Any, seed: int) -> list[dict[str, torch.Tensor]]:

@@ -41,9 +41,9 @@ def test_with_long_documents(query_lengths, candidates, normalize: bool, dtype: 
         "normalize": normalize,
         "candidates_cu_seqlens": None if candidates is None else torch.tensor(candidates),
     }
-    found = varlen_gradients(varlen_kernel, (arguments, options))
+    actual = varlen_gradients(varlen_kernel, (arguments, options))
     expected = varlen_gradients(partial(maxsim_varlen, implementation="blocked"), (arguments, options), torch.float64)
-    for gradient, reference in zip(found, expected, strict=True):
+    for gradient, reference in zip(actual, expected, strict=True):
         assert relative_error(gradient, reference) <= (1e-5 if dtype == FLOAT else 1e-2)
     double = [tokens.double() for tokens in arguments[:2]]
     exact, longest_query = maxsim_varlen(*double, *arguments[2:], **options).double(), max(query_lengths)
@@ -84,12 +84,12 @@ def test_one_query_and_many_short_documents(dtype: torch.dtype, size: int, query
     longest = {name: options[name] for name in ("max_query_length", "max_document_length")}
     kernel = "short" if query_length * size <= 4096 else "hopper" if CAPABILITY[0] == 9 else "single"
     assert explain(*call[:2], **named, **longest).forward.kernel == kernel
-    found = varlen_kernel(*call, **options)
+    actual = varlen_kernel(*call, **options)
     for _ in range(20):
-        torch.testing.assert_close(varlen_kernel(*call, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(varlen_kernel(*call, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     double = query.double(), documents.double(), *call[2:]
     expected = maxsim_varlen(*double, **options, implementation="blocked")
-    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 def test_of_many_documents_equals_padded_ones() -> None:
@@ -98,8 +98,8 @@ def test_of_many_documents_equals_padded_ones() -> None:
     padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
     mask = torch.arange(padded.shape[1], device="cuda") < torch.tensor(lengths, device="cuda").unsqueeze(1)
     queries = unit(7, 30, 128, dtype=HALF, seed=1)
-    found = maxsim_varlen(*packed_of(list(queries), documents))
-    torch.testing.assert_close(found, maxsim(queries, padded, documents_mask=mask), rtol=2e-6, atol=2e-6)
+    result = maxsim_varlen(*packed_of(list(queries), documents))
+    torch.testing.assert_close(result, maxsim(queries, padded, documents_mask=mask), rtol=2e-6, atol=2e-6)
 
 
 # Of no length, at the beginning, the end and in rows of them; up to, at and past a boundary of eight tokens and of 64.
@@ -135,14 +135,14 @@ def test_a_stream_of_documents(lengths, size: int, dtype, n_queries: int, query_
     named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
     assert explain(*call[:2], **named, **options).forward.config.stream
     options["empty_score"] = -2.0
-    found = varlen_kernel(*call, **options)
+    actual = varlen_kernel(*call, **options)
     for _ in range(20):
-        torch.testing.assert_close(varlen_kernel(*call, **options), found, rtol=0.0, atol=0.0, equal_nan=True)
+        torch.testing.assert_close(varlen_kernel(*call, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     double = queries.double(), documents.double(), queries_bounds, bounds
     expected = maxsim_varlen(*double, **options, implementation="blocked")
     # Similarities of 1, about, may cancel.
-    torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
-    assert (found[:, bounds.diff() == 0] == -2.0).all()
+    torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
+    assert (actual[:, bounds.diff() == 0] == -2.0).all()
 
 
 @pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
@@ -160,11 +160,11 @@ def test_a_stream_has_the_bits_of_documents_by_themselves(
     call = queries, documents, queries_bounds, bounds
     options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": max(1, *lengths)}
     named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
-    found = varlen_kernel(*call, **options)
+    result = varlen_kernel(*call, **options)
     repeated.forget()
     monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
     forward = explain(*call[:2], **named, **options).forward
     assert (forward.kernel, forward.config.stream) == ("hopper", False)
     alone = varlen_kernel(*call, **options)
     repeated.forget()
-    assert torch.equal(found, alone)
+    assert torch.equal(result, alone)

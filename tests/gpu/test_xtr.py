@@ -61,21 +61,21 @@ def test_exactly_k_tokens_are_retrieved(
         tensors = Tensors(unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1))
         problem = problem_of(tensors, Options(), True)
         inputs = SearchTensors(*tensors[:2], None, None)
-        found = retrieve(problem, inputs, Rule(k, False, 1.0))
+        result = retrieve(problem, inputs, Rule(k, False, 1.0))
         counts = torch.zeros(2, problem.n_documents, problem.rows, dtype=problem.argmax_dtype, device="cuda")
         # As if every row had more tokens equal to its threshold than it retrieves.
-        state = found.state.clone()
+        state = result.state.clone()
         state[3] = 1
         plan = plan_operations.search_plan(problem, k)
         walk_similarities(problem, plan, inputs, TALLY, state=state, counts=counts)
-    keys, _, n_equal, tallied = found.state
+    keys, _, n_equal, tallied = result.state
     tallied = tallied.bool()
     above, equal = counts.sum(dim=1, dtype=torch.int64)
     assert torch.equal(torch.where(tallied, above + n_equal, above + equal), torch.full_like(above, k))
     assert (equal[tallied] > n_equal[tallied]).all()
     # A document's best reaches the threshold where one of its tokens does.
     thresholds = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
-    assert torch.equal(found.best >= thresholds, counts.sum(dim=0) > 0)
+    assert torch.equal(result.best >= thresholds, counts.sum(dim=0) > 0)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -86,10 +86,10 @@ def test_unit_vectors(dtype: torch.dtype) -> None:
         {"k": 256, "normalizer": "positive"},
     )  # fmt: skip
     with torch.no_grad():
-        found = kernel(*case.tensors, **case.keywords)
+        actual = kernel(*case.tensors, **case.keywords)
         expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
-    assert relative_error(found, expected) <= 1e-3
-    assert ((found - expected).abs() <= 2e-6 * expected.abs()).double().mean() >= 0.99
+    assert relative_error(actual, expected) <= 1e-3
+    assert ((actual - expected).abs() <= 2e-6 * expected.abs()).double().mean() >= 0.99
     for gradient, right in zip(gradients(kernel, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
         assert relative_error(gradient, right) <= 1e-2
 
@@ -104,10 +104,10 @@ def test_nan_and_infinity_are_as_on_a_cpu(dtype: torch.dtype) -> None:
     for normalizer in ("positive", "retrieved"):
         for k in (1, 50, 1190, 1200, 5000):
             options = {"k": k, "normalizer": normalizer}
-            found = kernel(queries, documents, **options).cpu()
+            actual = kernel(queries, documents, **options).cpu()
             expected = xtr_scores(queries.cpu(), documents.cpu(), **options)
             assert expected[:, 3].isnan().all()
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_a_few_queries_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

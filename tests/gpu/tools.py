@@ -63,9 +63,9 @@ def on_gpu(value: Any, kept: tuple[str, ...] = ()) -> Any:
     return value
 
 
-def equal(found: Any, expected: Any) -> bool:
+def equal(actual: Any, expected: Any) -> bool:
     """Whether tensors, or None, are the same to the bit."""
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def check_large(function: Callable[..., Tensor], definition: Callable[..., Tensor], case: Case) -> None:
@@ -118,9 +118,9 @@ def on_another_stream(step: Callable[[], Any]) -> Any:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = step()
+        result = step()
     stream.synchronize()
-    return found
+    return result
 
 
 def captured(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -128,8 +128,8 @@ def captured(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
-    return found, graph.replay
+        result = step()
+    return result, graph.replay
 
 
 def allocated() -> int:
@@ -144,9 +144,9 @@ def memory_of(step: Callable[[], Any]) -> tuple[int, int]:
     torch.cuda.synchronize()
     before = allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = step()
+    result = step()
     taken = torch.cuda.max_memory_allocated() - before
-    return taken, sum(tensor.nbytes for tensor in (found if isinstance(found, tuple) else (found,)))
+    return taken, sum(tensor.nbytes for tensor in (result if isinstance(result, tuple) else (result,)))
 
 
 @contextmanager

@@ -76,8 +76,8 @@ def test_scores_and_gradients_are_theirs(name, documents, host):
         (scores * torch.arange(scores.numel(), dtype=dtype).view_as(scores)).sum().backward()
         gradients = [without_padding(side.grad, side.detach()) for side in (query, doc)]
         results.append([value.detach().double() for value in (scores, *gradients)])
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).norm() <= 1e-6 * expected.norm()
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_routed_where_they_were_imported_before(host):
@@ -131,10 +131,10 @@ def test_losses(name, filters, normalizes, tau, host, monkeypatch):
     expected = value_and_gradients(torch.float64)
     assert not calls
     with registered(HOST):
-        found = value_and_gradients(torch.float32)
+        actual = value_and_gradients(torch.float32)
     # The smooth maximum over the negatives of each query is theirs.
     assert calls == ([maxsim] if tau is None and "Negative" in name else []) + [soft_maxsim if tau else maxsim]
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
@@ -162,7 +162,7 @@ def test_the_environment_names_another_backend(host, monkeypatch):
     function = host.utils.maxsim.maxsim_inbatch
     calls: list[str] = []
     with registered(HOST):
-        monkeypatch.setattr(ours, "maxsim", lambda *given: calls.append(backend) or maxsim(*given))
+        monkeypatch.setattr(ours, "maxsim", lambda *arguments: calls.append(backend) or maxsim(*arguments))
         for backend in ("torch", "AUTO", "pylate_flash"):
             monkeypatch.setenv("COLPALI_SCORES_BACKEND", backend)
             assert function(*halves).dtype == torch.bfloat16

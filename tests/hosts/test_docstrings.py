@@ -12,7 +12,7 @@ from pylate_flash.hosts.sentence_transformers import scoring, xtr_scoring
 
 @pytest.mark.parametrize(("module", "examples"), [(scoring, 4), (xtr_scoring, 2), (colpali, 2)])
 def test_examples(module, examples):
-    found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
-    assert len(found) == examples
-    for test in found:
+    results = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert len(results) == examples
+    for test in results:
         assert doctest.DocTestRunner().run(test).failed == 0

@@ -72,11 +72,11 @@ def wrapper(checkpoint):
 def calls(monkeypatch):
     """How many documents were encoded, and how often an index was searched."""
     counts = Counter()
-    found = Flat.__call__
+    result = Flat.__call__
 
     def call(self, *args, **kwargs):
         counts["searches"] += 1
-        return found(self, *args, **kwargs)
+        return result(self, *args, **kwargs)
 
     monkeypatch.setattr(Flat, "__call__", call)
     if HOSTS["sentence-transformers"].is_there():
@@ -109,18 +109,18 @@ class SearchByTorch:
     def index(self, corpus, **kwargs):
         self.ids = corpus["id"]
         texts = [f"{row.get('title', '')} {row['text']}".strip() for row in corpus]
-        self.documents = [torch.as_tensor(found) for found in encode(self.model, texts, is_query=False)]
+        self.documents = [torch.as_tensor(result) for result in encode(self.model, texts, is_query=False)]
 
     def search(self, queries, *, top_k, top_ranked=None, **kwargs):
         results = {}
         for id_, query in zip(queries["id"], encode(self.model, list(queries["text"]), is_query=True), strict=True):
             of_query = torch.as_tensor(query)
-            found = [
+            result = [
                 (float((of_query @ document.T).amax(dim=1).sum()), name)
                 for name, document in zip(self.ids, self.documents, strict=True)
                 if top_ranked is None or name in top_ranked.get(id_, ())
             ]
-            results[id_] = {name: score for score, name in sorted(found, reverse=True)[:top_k]}
+            results[id_] = {name: score for score, name in sorted(result, reverse=True)[:top_k]}
         return results
 
 
@@ -130,11 +130,11 @@ def metrics(model, task):
     return {scores["hf_subset"]: [scores[name] for name in METRICS] for scores in result.scores["test"]}
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for subset, values in expected.items():
         assert all(0 < value <= 1 for value in values)
-        assert found[subset] == pytest.approx(values, abs=5e-5)
+        assert actual[subset] == pytest.approx(values, abs=5e-5)
 
 
 @pytest.fixture(params=["small", "cranfield"])
@@ -186,7 +186,7 @@ def test_candidates_are_reranked(model, wrapper, by_wrapper):
         id_: [*judged, *(f"d{(7 * i + 11 * j) % len(documents)}" for j in range(8))]
         for i, (id_, judged) in enumerate(qrels.items())
     }
-    candidates = {id_: sorted(set(found)) for id_, found in candidates.items()}
+    candidates = {id_: sorted(set(result)) for id_, result in candidates.items()}
     task = local_task({"default": (documents, queries, qrels)}, candidates)
     task.load_data()
     with pylate_flash.registered("mteb"):
@@ -205,10 +205,10 @@ def test_results_of_reranking_are_among_the_candidates(model):
     with pytest.raises(ValueError, match=r"no corpus to search: call index\(\)"):
         ours.search(split["queries"], top_k=2, **options)
     ours.index(split["corpus"], **options)
-    found = ours.search(split["queries"], top_k=2, top_ranked=split["top_ranked"], **options)
-    assert found.keys() == queries.keys()
-    assert set(found["q0"]) < {"d3", "d5", "d8"}
-    assert [len(found[id_]) for id_ in ("q0", "q1", "q2")] == [2, 1, 0]
+    result = ours.search(split["queries"], top_k=2, top_ranked=split["top_ranked"], **options)
+    assert result.keys() == queries.keys()
+    assert set(result["q0"]) < {"d3", "d5", "d8"}
+    assert [len(result[id_]) for id_ in ("q0", "q1", "q2")] == [2, 1, 0]
 
 
 def test_languages_are_evaluated_apart_and_a_corpus_that_they_share_is_encoded_once(model, calls, tmp_path):
@@ -234,10 +234,10 @@ def test_what_makes_other_embeddings_has_an_index_of_its_own(change, model, call
         documents = [{**documents[0], "text": "cats"}, *documents[1:]]
     task = local_task({"default": (documents, queries, qrels)})
     ours = search(model, tmp_path, dtype="float16" if change == "kept" else None)
-    found = metrics(ours, task)
+    result = metrics(ours, task)
     assert calls["documents"] == len(documents)
     if change != "kept":
-        assert_equal(found, metrics(SearchByTorch(model), task))
+        assert_equal(result, metrics(SearchByTorch(model), task))
     assert ours.index_path is not None
     assert ours.index_path.is_relative_to(tmp_path)
     assert Flat(ours.index_path.parent, ours.index_path.name).info().dtype == (
@@ -274,9 +274,9 @@ def test_an_interrupted_encoding_goes_on_where_it_was(model, calls, tmp_path, mo
         with pytest.raises(KeyboardInterrupt):
             mteb.evaluate(search(model, tmp_path), task, cache=None, encode_kwargs={"batch_size": 4})
     calls.clear()
-    found = metrics(search(model, tmp_path), task)
+    result = metrics(search(model, tmp_path), task)
     assert calls["documents"] == 150 - len(added) > 0
-    assert_equal(found, metrics(SearchByTorch(model), task))
+    assert_equal(result, metrics(SearchByTorch(model), task))
 
 
 def test_prompts_are_those_of_mtebs_wrappers(checkpoint, model, wrapper):

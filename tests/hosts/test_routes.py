@@ -58,39 +58,39 @@ def routes(**served):
 
 
 def test_arguments_defaults_and_identity(host):
-    found, signature, code = routes(add="our_add"), inspect.signature(add), add.__code__
-    found.hold()
+    result, signature, code = routes(add="our_add"), inspect.signature(add), add.__code__
+    result.hold()
     try:
         assert add(1) == ("ours", 1, 10, 100)
         assert add(1, 2, c=3) == ("ours", 1, 2, 3)
         assert add(b=5, a=4) == ("ours", 4, 5, 100)
         assert inspect.signature(add) == signature
-        assert found.original("host_of_routes:add")(1, c=2) == 13
+        assert result.original("host_of_routes:add")(1, c=2) == 13
         with pytest.raises(TypeError, match="add"):
             add()
     finally:
-        found.release()
+        result.release()
     assert add.__code__ is code
     assert add(1) == 111
-    assert found.original("host_of_routes:add") is add
+    assert result.original("host_of_routes:add") is add
 
 
 def test_methods(host):
-    found = Routes({"host_of_routes:Model.scale": "host_of_routes:our_scale"})
+    result = Routes({"host_of_routes:Model.scale": "host_of_routes:our_scale"})
     model = Model()
     bound = model.scale
-    found.hold()
+    result.hold()
     assert bound(5) == model.scale(5) == ("ours", 2, 5, 3)
-    assert found.original("host_of_routes:Model.scale")(model, 5, by=1) == 10
-    found.release()
+    assert result.original("host_of_routes:Model.scale")(model, 5, by=1) == 10
+    result.release()
     assert bound(5, by=1) == 10
 
 
 def test_the_hosts_own_code_runs_where_somebody_watches_it(host, monkeypatch):
     host.outer, host.our_outer = outer, lambda a: ("ours", a)
     watched = types.FunctionType((lambda a: ("watched", a)).__code__, {"__name__": "elsewhere"})
-    found = Routes({"host_of_routes:outer": "host_of_routes:our_outer"}, helpers={"host_of_routes:outer": "inner"})
-    found.hold()
+    result = Routes({"host_of_routes:outer": "host_of_routes:our_outer"}, helpers={"host_of_routes:outer": "inner"})
+    result.hold()
     try:
         assert outer(1) == ("ours", 1)
         with monkeypatch.context() as patch:
@@ -98,7 +98,7 @@ def test_the_hosts_own_code_runs_where_somebody_watches_it(host, monkeypatch):
             assert outer(1) == ("watched", 1)
         assert outer(1) == ("ours", 1)
     finally:
-        found.release()
+        result.release()
     assert outer(1) == 1
 
 
@@ -108,37 +108,37 @@ def test_a_call_that_is_under_way_when_the_routes_are_released(host, monkeypatch
 
         @property
         def __module__(self):
-            found.release()
+            result.release()
             return "elsewhere"
 
         __call__ = staticmethod(inner)
 
     host.outer, host.our_outer = outer, lambda a: ("ours", a)
-    found = Routes({"host_of_routes:outer": "host_of_routes:our_outer"}, helpers={"host_of_routes:outer": "inner"})
-    found.hold()
+    result = Routes({"host_of_routes:outer": "host_of_routes:our_outer"}, helpers={"host_of_routes:outer": "inner"})
+    result.hold()
     monkeypatch.setattr(sys.modules[__name__], "inner", Watched())
     assert outer(1) == 1
-    assert found.holders == 0
+    assert result.holders == 0
 
 
 def test_what_ours_is_asked_for(host):
     host.asked, host.Ours = [True, False].pop, types.SimpleNamespace(add=our_add)
-    found = Routes({"host_of_routes:add": "host_of_routes:Ours.add"}, asked="host_of_routes:asked")
-    found.hold()
+    result = Routes({"host_of_routes:add": "host_of_routes:Ours.add"}, asked="host_of_routes:asked")
+    result.hold()
     try:
         assert add(1) == 111
         assert add(1) == ("ours", 1, 10, 100)
     finally:
-        found.release()
+        result.release()
 
 
 def test_several_holders(host):
-    found = routes(add="our_add")
-    found.hold()
-    found.hold()
-    found.release()
+    result = routes(add="our_add")
+    result.hold()
+    result.hold()
+    result.release()
     assert add(1)[0] == "ours"
-    found.release()
+    result.release()
     assert add(1) == 111
 
 
@@ -148,10 +148,10 @@ def add_in_its_place(a, b=10, *, c=100):
 
 def test_what_is_given_back_is_what_was_routed(host):
     """Whatever its name is bound to by then, as in a block of `mock.patch`, or after a reload."""
-    found, code, other = routes(add="our_add"), add.__code__, add_in_its_place.__code__
-    found.hold()
+    result, code, other = routes(add="our_add"), add.__code__, add_in_its_place.__code__
+    result.hold()
     host.add = add_in_its_place
-    found.release()
+    result.release()
     assert (add.__code__, add_in_its_place.__code__) == (code, other)
     assert add(1) == 111
 
@@ -167,18 +167,18 @@ def test_what_is_not_the_hosts_own_function_changes_nothing(host, kind):
         "wrapped": functools.wraps(add)(lambda *arguments, **options: add(*arguments, **options)),
         "mock": mock.Mock(wraps=add),
     }[kind]
-    code, found = add.__code__, routes(**{"Model.scale": "our_scale", "add": "our_add"})
+    code, result = add.__code__, routes(**{"Model.scale": "our_scale", "add": "our_add"})
     with pytest.raises(ImportError, match="host_of_routes.add must be the host's own function.* register before that"):
-        found.hold()
+        result.hold()
     assert (add.__code__, Model.scale.__code__) == (code, scale)
-    assert (found.holders, found.held) == (0, {})
+    assert (result.holders, result.held) == (0, {})
 
 
 def test_a_function_that_is_missing_changes_nothing(host):
-    found = routes(add="our_add", subtract="our_add")
+    result = routes(add="our_add", subtract="our_add")
     with pytest.raises(ImportError, match="host_of_routes.subtract is not in the installed version"):
-        found.hold()
-    assert (add(1), found.holders, found.held) == (111, 0, {})
+        result.hold()
+    assert (add(1), result.holders, result.held) == (111, 0, {})
 
 
 def test_a_parameter_that_ours_does_not_know_changes_nothing(host):
@@ -213,17 +213,17 @@ def test_a_mere_folder_is_no_host(tmp_path, monkeypatch):
     """As a clone in the working directory is, which Python imports as a package of nothing."""
     (tmp_path / "folder_of_this_name").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    found = host_of("folder_of_this_name", monkeypatch)
-    assert not found.is_there()
+    result = host_of("folder_of_this_name", monkeypatch)
+    assert not result.is_there()
     with pytest.raises(_extras.MissingExtraError, match=r"a folder without an __init__.py.*pylate-flash\[an-extra\]"):
-        found.check("what asks")
+        result.check("what asks")
 
 
 @pytest.mark.parametrize(("version", "got"), [("unknown", "'unknown'"), (None, "without a version")])
 def test_a_version_that_cannot_be_compared(version, got, host, monkeypatch):
     host.__version__, host.__spec__ = version, types.SimpleNamespace(origin="host.py")
-    found = host_of("host_of_routes", monkeypatch)
-    for call in (found.is_there, lambda: found.check("what asks"), found.version):
+    result = host_of("host_of_routes", monkeypatch)
+    for call in (result.is_there, lambda: result.check("what asks"), result.version):
         with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {got} is installed; install a"):
             call()
 
@@ -240,11 +240,11 @@ def test_a_version_that_cannot_be_compared(version, got, host, monkeypatch):
 def test_versions(version, there, strict, loose, host, monkeypatch):
     host.__version__ = version
     host.__spec__ = types.SimpleNamespace(origin="host.py")
-    found = host_of("host_of_routes", monkeypatch)
-    assert found.is_there() is there
+    result = host_of("host_of_routes", monkeypatch)
+    assert result.is_there() is there
     for accepted, is_strict in ((strict, True), (loose, False)):
         if accepted:
-            found.check("what asks", is_strict)
+            result.check("what asks", is_strict)
         else:
             with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {version} is installed"):
-                found.check("what asks", is_strict)
+                result.check("what asks", is_strict)

@@ -76,8 +76,8 @@ def trained_by_the_host(folder, rows, loss, output, **arguments):
 
 
 def embeddings(model):
-    found = [*encode(model, QUERIES, is_query=True), *encode(model, POSITIVES, is_query=False)]
-    return torch.cat([torch.as_tensor(one) for one in found])
+    results = [*encode(model, QUERIES, is_query=True), *encode(model, POSITIVES, is_query=False)]
+    return torch.cat([torch.as_tensor(one) for one in results])
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_train_does_what_the_hosts_trainer_does_through_fused_scores(
     assert f"{kind} loss, scorer pylate_flash, cpu" in result.stdout
     assert "note: " not in result.stderr
     assert fused == [True] * STEPS
-    found = embeddings(MultiVectorEncoder(str(tmp_path / "out"), device="cpu"))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    actual = embeddings(MultiVectorEncoder(str(tmp_path / "out"), device="cpu"))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
     assert (expected - embeddings(MultiVectorEncoder(str(pylate_checkpoint), device="cpu"))).abs().max() > 0.01
 
     fused.clear()
@@ -184,7 +184,7 @@ def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path, pairs, t
 
 
 @pytest.mark.parametrize(
-    ("expansion", "given", "query"),
+    ("expansion", "kwargs", "query"),
     [
         (None, {}, (None, 64)),
         (None, {"query_length": 5}, (5, 5)),
@@ -193,12 +193,12 @@ def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path, pairs, t
         ({"strategy": "fixed", "length": 8}, {"query_length": 12}, (12, 12)),
     ],
 )
-def test_lengths_of_queries(expansion, given, query, tiny_encoder, tmp_path):
+def test_lengths_of_queries(expansion, kwargs, query, tiny_encoder, tmp_path):
     """As they are set up, and as many tokens as are read; given again, they change nothing, as an index needs it."""
     tiny_encoder.max_seq_length = 64
     tiny_encoder[0].query_expansion = expansion
     tiny_encoder.save_pretrained(str(tmp_path))
-    model = load_model(str(tmp_path), device="cpu", **given)
+    model = load_model(str(tmp_path), device="cpu", **kwargs)
     assert (text_lengths(model).query_length, read_lengths(model)[0]) == query
     (long,) = encode(model, ["cat dog bird fish " * 20], is_query=True)
     assert len(long) == query[1]

@@ -23,10 +23,10 @@ def test_it_finds_what_the_models_similarity_ranks_first(convert_to_numpy, index
     queries = tiny_encoder.encode_query(texts(2, 6), convert_to_numpy=convert_to_numpy)
     scores = tiny_encoder.similarity(queries, tiny_encoder.encode_document(texts(1, 40)))
     expected = scores.sort(dim=1, descending=True, stable=True)
-    for found, best, order in zip(index(queries, k=7), expected.values, expected.indices, strict=True):
-        assert [result["score"] for result in found] == pytest.approx(best[:7].tolist(), rel=1e-5)
+    for actual, best, order in zip(index(queries, k=7), expected.values, expected.indices, strict=True):
+        assert [result["score"] for result in actual] == pytest.approx(best[:7].tolist(), rel=1e-5)
         # Texts may be there twice, and what scores the same may come in any order.
-        assert {result["id"] for result in found if result["score"] > best[6] + 1e-4} <= {f"d{i}" for i in order[:7]}
+        assert {result["id"] for result in actual if result["score"] > best[6] + 1e-4} <= {f"d{i}" for i in order[:7]}
 
 
 def test_another_model_is_refused(index, tiny_encoder, tiny_encoder_path, tmp_path):
@@ -60,8 +60,8 @@ def test_kept_hidden_states_find_what_embeddings_find(index, tiny_encoder, texts
         torch.testing.assert_close(projected, embedding)
     of_states = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=tiny_encoder)
     of_states.add_documents([f"d{i}" for i in range(40)], states)
-    for found, expected in zip(of_states(queries, k=5), index(queries, k=5), strict=True):
-        assert [result["score"] for result in found] == pytest.approx(
+    for actual, expected in zip(of_states(queries, k=5), index(queries, k=5), strict=True):
+        assert [result["score"] for result in actual] == pytest.approx(
             [result["score"] for result in expected], rel=1e-5
         )
 

@@ -115,7 +115,7 @@ def test_scores_of_another_loss_are_called(prefix, name, count, n_labels, tiny_e
 def test_numbers_of_other_types(number, name, tiny_encoder, texts, step):
     argument = "temperature" if name == KL else "scale"
     features, labels = columns(tiny_encoder, texts, 3 if name == KL else 2), labels_of(3 if name == KL else 0)
-    assert_close(*(step(losses, name, features, labels, **{argument: given}) for given in (number, 2.0)))
+    assert_close(*(step(losses, name, features, labels, **{argument: arguments}) for arguments in (number, 2.0)))
 
 
 @pytest.mark.parametrize("labels", [(5, 3), (5, 2), (5,)], ids=["scores", "margins", "one margin"])
@@ -138,7 +138,7 @@ def test_the_cached_loss_sorts_texts_and_cuts_padding(arguments, expansion, tiny
     expected = step(losses, IN_BATCH, features)
     assert_close(step(host, IN_BATCH, features), expected)
     shapes: list[tuple[int, int]] = []
-    hook = tiny_encoder.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0]["input_ids"].shape)))
+    hook = tiny_encoder.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0]["input_ids"].shape)))
     assert_close(step(losses, CACHED, features, **arguments), expected)
     hook.remove()
     # Every text twice, in forwards of no more texts, or tokens with their padding, than were asked for.
@@ -156,10 +156,10 @@ def test_which_tokens_are_scored_is_known_before_the_forward(task, tiny_encoder,
     tiny_encoder[3].skiplist_words = [".", "the"]
     tiny_encoder[3].resolve_with_tokenizer(tiny_encoder.tokenizer)
     features = tiny_encoder.preprocess([f"the {text} ." for text in texts(4, 6)], task=task)
-    found = scored_tokens(tiny_encoder, {**features, "task": task})
+    actual = scored_tokens(tiny_encoder, {**features, "task": task})
     expected = tiny_encoder(dict(features), task=task)["attention_mask"].bool()
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, features["attention_mask"].bool())
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, features["attention_mask"].bool())
     # Not of what has no texts beside each other, nor where a module makes other tokens.
     for other in ({"modality": "image"}, {"cu_seq_lens_q": torch.arange(7)}, {"pixel_values": torch.zeros(3, 2)}):
         assert scored_tokens(tiny_encoder, {**features, "task": task, **other}) is None
@@ -176,8 +176,8 @@ def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder, texts, s
     def others(columns):
         return torch.arange(10) // 5 == torch.ones(5, 1)
 
-    found = step(losses, CACHED, features, mini_batch_size=2, exclude=others)
-    assert_close(found, step(host, CACHED, features[:2], mini_batch_size=2))
+    result = step(losses, CACHED, features, mini_batch_size=2, exclude=others)
+    assert_close(result, step(host, CACHED, features[:2], mini_batch_size=2))
     with pytest.raises(ValueError, match="fuse_projection: .*HierarchicalTokenPooling, is no Dense layer"):
         losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, fuse_projection=True)
 
@@ -267,10 +267,10 @@ def test_duplicates_are_texts_of_the_same_tokens(pairs, padding):
         return {"input_ids": ids, "attention_mask": mask.long()}
 
     positives, negatives = zip(*pairs, strict=True)
-    found = losses.duplicates([column(positives, 3), column(positives, 3), column(negatives, 3 + padding)])
+    actual = losses.duplicates([column(positives, 3), column(positives, 3), column(negatives, 3 + padding)])
     documents = [*positives, *negatives]
     expected = [[i != j and documents[j] == text for j in range(len(documents))] for i, text in enumerate(positives)]
-    assert found.tolist() == expected
+    assert actual.tolist() == expected
 
 
 def test_sizes_of_columns_of_other_forms():

@@ -54,9 +54,9 @@ def value_and_gradients(loss, model, features, labels):
     return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def assert_close(found, expected):
-    assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
-    assert (found[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
+def assert_close(actual, expected):
+    assert actual[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+    assert (actual[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
     assert expected[1].norm() > 1e-4
 
 
@@ -153,7 +153,7 @@ def batches(texts, sizes):
     return [[texts(10 * rank + i, size, 4 + 4 * rank + i) for i in range(3)] for rank, size in enumerate(sizes)]
 
 
-def work(rank, path, folder, given):
+def work(rank, path, folder, inputs):
     """What each process does; the results go to a file, to be compared by the tests."""
     torch.set_num_threads(1)
     os.environ.update(HF_HUB_OFFLINE="1")
@@ -161,11 +161,11 @@ def work(rank, path, folder, given):
     model, results = MultiVectorEncoder(path, device="cpu"), {}
     for name, arguments in ((IN_BATCH, {}), (CACHED, {"mini_batch_size": 2})):
         loss = getattr(losses, name)(model, gather_across_devices=True, **arguments)
-        batch = [model.preprocess(column) for column in given["equal"][rank]]
+        batch = [model.preprocess(column) for column in inputs["equal"][rank]]
         results[name] = [value_and_gradients(loss, model, batch, None)]
         with registered(HOST):
             results[name].append(value_and_gradients(loss, model, batch, None))
-    for sizes, columns in given.items():
+    for sizes, columns in inputs.items():
         batch = [model.preprocess(column) for column in columns[rank]]
         for case, (name, arguments) in GATHERED.items():
             loss = getattr(loss_classes, name)(model, gather_across_devices=True, **arguments)
@@ -186,8 +186,8 @@ def work(rank, path, folder, given):
 @pytest.fixture(scope="module")
 def ranks(tiny_encoder_path, tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("ranks")
-    given = {name: batches(texts, sizes) for name, sizes in TEXTS}
-    run_ranks(work, (tiny_encoder_path, folder, given), WORLD)
+    arguments = {name: batches(texts, sizes) for name, sizes in TEXTS}
+    run_ranks(work, (tiny_encoder_path, folder, arguments), WORLD)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
@@ -195,8 +195,8 @@ def test_two_processes_with_unequal_lengths(ranks):
     values = []
     for results in ranks:
         for name in (IN_BATCH, CACHED):
-            expected, found = results[name]
-            assert_close(found, expected)
+            expected, actual = results[name]
+            assert_close(actual, expected)
             values.append(expected[0].item())
     # Each rank has its own queries, and both losses are one.
     assert values[0] == pytest.approx(values[1], rel=1e-5)
@@ -219,8 +219,8 @@ def test_the_ranks_together_are_one_large_batch(case, sizes, ranks, tiny_encoder
     loss = getattr(loss_classes, name)(tiny_encoder, **arguments)
     features = [tiny_encoder.preprocess(column) for column in whole]
     expected = value_and_gradients(loss, tiny_encoder, features, None)
-    found = [results[case, sizes] for results in ranks]
-    value, gradients = (sum(parts) / WORLD for parts in zip(*found, strict=True))
+    actual = [results[case, sizes] for results in ranks]
+    value, gradients = (sum(parts) / WORLD for parts in zip(*actual, strict=True))
     assert_close((value, gradients), expected)
 
 

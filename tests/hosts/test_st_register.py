@@ -181,9 +181,9 @@ def test_evaluators(tiny_encoder, texts, calls):
         expected = evaluator(tiny_encoder)
         calls.clear()
         with registered(HOST):
-            found = evaluator(tiny_encoder)
+            actual = evaluator(tiny_encoder)
         assert calls
-        assert found == pytest.approx(expected, abs=1e-6)
+        assert actual == pytest.approx(expected, abs=1e-6)
 
 
 def test_registering_again_and_the_state_before():

@@ -198,9 +198,9 @@ def test_gradients(name, form):
         scores.mul_(weights).sum().backward()
         return [one.grad.double() for side in sides for one in (side if isinstance(side, list) else [side])]
 
-    found = gradients(getattr(ours, name), torch.float32)
+    actual = gradients(getattr(ours, name), torch.float32)
     expected = gradients(getattr(FUNCTIONS[name], name), torch.float64)
-    for gradient, reference in zip(found, expected, strict=True):
+    for gradient, reference in zip(actual, expected, strict=True):
         assert (gradient - reference).norm() <= 1e-6 * max(reference.norm().item(), 1e-3)
 
 
@@ -266,10 +266,10 @@ def test_what_is_copied_at_once_is_bounded():
     documents = [torch.ones(length, 4) for length in (5, 1, 2, 9, 1, 1)]
     side = operands.side("b", documents)
     assert operands.blocks([side], torch.device("cpu"), None) == [(0, 6)]
-    found = operands.blocks([side], torch.device("cpu"), 16)
-    assert [start for start, _ in found[1:]] == [stop for _, stop in found[:-1]]
-    assert (found[0][0], found[-1][1]) == (0, 6)
-    for start, stop in found:
+    result = operands.blocks([side], torch.device("cpu"), 16)
+    assert [start for start, _ in result[1:]] == [stop for _, stop in result[:-1]]
+    assert (result[0][0], result[-1][1]) == (0, 6)
+    for start, stop in result:
         assert stop == start + 1 or sum(map(len, documents[start:stop])) * 4 <= 16
     # What lies where it is scored is not copied, and goes in one call.
     assert operands.blocks([operands.side("b", torch.ones(6, 5, 4))], torch.device("cpu"), 1) == [(0, 6)]

@@ -74,15 +74,15 @@ def test_what_else_it_takes():
     queries, documents = unit(2, 3, 4, 5), unit(3, 3, 2, 6, 5)
     expected = theirs.xtr_scores(queries, documents, top_k=5)
     for given_queries, given_documents in ((queries.numpy(), documents.numpy()), (list(queries), list(documents))):
-        found = ours.xtr_scores(given_queries, given_documents, top_k=5, chunk_elements=10)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        actual = ours.xtr_scores(given_queries, given_documents, top_k=5, chunk_elements=10)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     integers = (queries * 50).to(torch.int8), (documents * 50).to(torch.int8)
     torch.testing.assert_close(ours.xtr_scores(*integers, top_k=10**4), theirs.xtr_scores(*integers, top_k=10**4))
     # No query at all.
     for name in NAMES:
         nothing = queries[:0], documents[:0, :1] if name == "xtr_scores_pairwise" else documents[:0]
-        found, right = (getattr(module, name)(*nothing, top_k=5) for module in (ours, theirs))
-        assert found.shape == right.shape
+        actual, right = (getattr(module, name)(*nothing, top_k=5) for module in (ours, theirs))
+        assert actual.shape == right.shape
     # Weights that learn are left to its own code, which has a gradient for them.
     weights = torch.rand(3, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(ours.xtr_scores(queries, documents, weights, top_k=5).sum(), weights)
@@ -102,5 +102,5 @@ def test_errors(top_k):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_the_type_is_theirs(name, dtype):
-    given = unit(0, 2, 3, 5).to(dtype), unit(1, 2, 1, 4, 5).to(dtype)
-    assert getattr(ours, name)(*given).dtype == getattr(theirs, name)(*given).dtype
+    arguments = unit(0, 2, 3, 5).to(dtype), unit(1, 2, 1, 4, 5).to(dtype)
+    assert getattr(ours, name)(*arguments).dtype == getattr(theirs, name)(*arguments).dtype

@@ -58,9 +58,9 @@ class Case:
             of_queries, of_documents = maxsim_backward(
                 self.problem, self.tensors, self.grad_scores, self.argmax, queries, documents
             )
-        for found, given in ((of_queries, self.queries), (of_documents, self.tensors.documents)):
-            assert found is None or (
-                found.is_contiguous() and found.shape == given.shape and found.dtype == given.dtype
+        for result, arguments in ((of_queries, self.queries), (of_documents, self.tensors.documents)):
+            assert result is None or (
+                result.is_contiguous() and result.shape == arguments.shape and result.dtype == arguments.dtype
             )
         return of_queries, None if of_documents is None else of_documents.view(self.documents.shape)
 
@@ -95,14 +95,14 @@ class Case:
         return torch.autograd.grad(total, (queries, documents))
 
     def check(self, way: str | None = None, tolerance: float | None = None) -> None:
-        for found, expected in zip(self.run(way), self.expected(), strict=True):
-            assert found is not None
-            assert found.dtype == self.queries.dtype
-            assert found.shape == expected.shape
-            half = found.dtype != torch.float32
-            assert relative_error(found, expected) <= (tolerance or (1e-2 if half else 1e-5))
+        for actual, expected in zip(self.run(way), self.expected(), strict=True):
+            assert actual is not None
+            assert actual.dtype == self.queries.dtype
+            assert actual.shape == expected.shape
+            half = actual.dtype != torch.float32
+            assert relative_error(actual, expected) <= (tolerance or (1e-2 if half else 1e-5))
             if half and expected.norm() > 0:
-                assert F.cosine_similarity(found.double().flatten(), expected.flatten(), dim=0) >= 0.9999
+                assert F.cosine_similarity(actual.double().flatten(), expected.flatten(), dim=0) >= 0.9999
 
 
 def choose(kind: str, shape: tuple[int, ...], length: int, generator: torch.Generator) -> Tensor:

@@ -38,8 +38,8 @@ def inputs(
     )
     bounds = PACKED if len(documents) == 2 else None
     owned = None if candidates is None else torch.tensor(candidates)
-    given = (torch.empty(shape, dtype=dtype) for shape in (queries, documents))
-    return Tensors(*given, of_queries, None if bounds is not None else of_documents, None, bounds, owned)
+    arguments = (torch.empty(shape, dtype=dtype) for shape in (queries, documents))
+    return Tensors(*arguments, of_queries, None if bounds is not None else of_documents, None, bounds, owned)
 
 
 def forward(tensors: Tensors, with_argmax: bool = False, **options: Any) -> Callable[[], object]:
@@ -70,9 +70,9 @@ def serving(n_queries: int, capability: int, dtype: torch.dtype, size: int) -> s
 @pytest.mark.parametrize("n_queries", [1, 32])
 def test_forward(n_queries: int, size: int, dtype: torch.dtype, capability: int) -> None:
     name = serving(n_queries, capability, dtype, size)
-    found = compiled(forward(inputs((n_queries, 32, size), (40, 180, size), dtype)), name, capability)
+    result = compiled(forward(inputs((n_queries, 32, size), (40, 180, size), dtype)), name, capability)
     if dtype != F32 and size == 128 and capability in (90, 100):
-        assert {90: "wgmma", 100: "tcgen05"}[capability] in found[name].asm["ptx"]
+        assert {90: "wgmma", 100: "tcgen05"}[capability] in result[name].asm["ptx"]
 
 
 # What is copied, and what is loaded, by the width of a load.
@@ -100,13 +100,13 @@ def test_strides_that_are_no_multiples_of_16(
     name = serving(n_queries, capability, dtype, size)
     launch = forward(inputs((n_queries, 32, size), (100, 180, size), dtype))
     ptx = compiled(launch, name, capability)[name.split()[-1]].asm["ptx"]
-    found = {copied or loaded for copied, loaded in _LOADS.findall(ptx)}
-    assert found
+    results = {copied or loaded for copied, loaded in _LOADS.findall(ptx)}
+    assert results
     if name.startswith("apart"):
         # Norms, and the 16 elements that are left of 3 * 48.
         widths = widths | {".b32", "0x8"}
     # A warp loads a row of float32 together, of up to 64 elements two a lane.
-    assert found <= (widths | {".v2.b32"} if dtype == F32 and name == "hopper" else widths)
+    assert results <= (widths | {".v2.b32"} if dtype == F32 and name == "hopper" else widths)
 
 
 ARGMAX = {"with_argmax": True}
@@ -171,12 +171,12 @@ CALLS = [
     ("merge rows stacked", (32, 32, 128), (9030, 128), WEIGHED, LONG | NORMALIZED),
     *(
         row
-        for n_queries, given in ((1, {}), (2, OWN))
+        for n_queries, arguments in ((1, {}), (2, OWN))
         for row in (
-            ("single", (n_queries, 32, 128), (9030, 128), given, SHORT),
-            ("single", (n_queries, 32, 128), (9030, 128), WEIGHED | given, SHORT | NORMALIZED),
-            ("merge single", (n_queries, 32, 128), (9030, 128), given, LONG),
-            ("merge rows single", (n_queries, 32, 128), (9030, 128), WEIGHED | given, LONG | NORMALIZED),
+            ("single", (n_queries, 32, 128), (9030, 128), arguments, SHORT),
+            ("single", (n_queries, 32, 128), (9030, 128), WEIGHED | arguments, SHORT | NORMALIZED),
+            ("merge single", (n_queries, 32, 128), (9030, 128), arguments, LONG),
+            ("merge rows single", (n_queries, 32, 128), (9030, 128), WEIGHED | arguments, LONG | NORMALIZED),
         )
     ),
     # With candidates, a query of any length is scored by itself; of long documents, in segments.
@@ -190,11 +190,11 @@ CALLS = [
 
 @pytest.mark.parametrize("row", CALLS, ids=lambda row: "-".join(map(str, row[:3])))
 def test_calls(row: tuple[str, tuple, tuple, dict, dict], capability: int) -> None:
-    names, queries, documents, given, options = row
-    names = names.replace("tall", tall(capability, given.get("dtype", BF16), queries[2]))
-    found = compiled(forward(inputs(queries, documents, **given), **options), names, capability)
-    if capability == 90 and given.get("dtype") != F32 and "single" not in found:
-        assert "wgmma" in found["hopper" if "hopper" in found else "stacked"].asm["ptx"]
+    names, queries, documents, kwargs, options = row
+    names = names.replace("tall", tall(capability, kwargs.get("dtype", BF16), queries[2]))
+    result = compiled(forward(inputs(queries, documents, **kwargs), **options), names, capability)
+    if capability == 90 and kwargs.get("dtype") != F32 and "single" not in result:
+        assert "wgmma" in result["hopper" if "hopper" in result else "stacked"].asm["ptx"]
 
 
 @pytest.mark.parametrize("query_length", [1, 32, 33])
@@ -261,24 +261,24 @@ def test_active_tokens(dtype: torch.dtype, length: int, capability: int) -> None
 @pytest.mark.parametrize("size", [48, 512])
 def test_norms(size: int, capability: int) -> None:
     embeddings, scales = torch.empty(4, 32, size, dtype=BF16), torch.empty(4, 32)
-    given = embeddings, embeddings, scales
+    arguments = embeddings, embeddings, scales
     compiled(lambda: rows.inverse_norms(embeddings), "rows", capability)
-    compiled(lambda: rows.normalized_rows(*given), "normalized", capability)
-    compiled(lambda: rows.through_normalized_rows(*given), "through_normalized", capability)
+    compiled(lambda: rows.normalized_rows(*arguments), "normalized", capability)
+    compiled(lambda: rows.through_normalized_rows(*arguments), "through_normalized", capability)
 
 
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_casts(dtype: torch.dtype, capability: int) -> None:
-    given = torch.empty(4, 32, 72, dtype=dtype), torch.empty(4, 9, 72, dtype=dtype)
-    compiled(lambda: rows.cast_both(*given, BF16), "cast", capability)
+    arguments = torch.empty(4, 32, 72, dtype=dtype), torch.empty(4, 9, 72, dtype=dtype)
+    compiled(lambda: rows.cast_both(*arguments, BF16), "cast", capability)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(128, BF16), (48, F32), (4096, F16)])
 def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int) -> None:
     embeddings, more = torch.empty(4, 180, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
-    for given in ((embeddings,), (embeddings, more)):
-        found = compiled(partial(rows.nonzero_rows, *given), "rows", capability)
-        assert "ld.global.v4.b32" in found["rows"].asm["ptx"]
+    for arguments in ((embeddings,), (embeddings, more)):
+        result = compiled(partial(rows.nonzero_rows, *arguments), "rows", capability)
+        assert "ld.global.v4.b32" in result["rows"].asm["ptx"]
 
 
 @pytest.mark.parametrize("bounds_dtype", [torch.int32, torch.int64])
@@ -294,8 +294,8 @@ def test_padding(size: int, dtype: torch.dtype, bounds_dtype: torch.dtype, capab
 def test_padding_from_where_sequences_lie(unit: int, capability: int) -> None:
     """By 16 bytes at a time, where they begin at multiples of that."""
     origin, numbers = torch.empty(1, 128, dtype=BF16), torch.tensor([0, 32, 38, 70])
-    found = compiled(lambda: rows.pad(origin, numbers, 32, numbers[:3], unit), "pad", capability)
-    assert ("ld.global.v4.b32" in found["pad"].asm["ptx"]) == (unit == 8)
+    result = compiled(lambda: rows.pad(origin, numbers, 32, numbers[:3], unit), "pad", capability)
+    assert ("ld.global.v4.b32" in result["pad"].asm["ptx"]) == (unit == 8)
 
 
 @pytest.mark.parametrize("size", [112, 128])

@@ -62,9 +62,9 @@ def test_lists_by_one_program(rows: int, length: int, capability: int) -> None:
 def test_sums_of_long_embeddings_wait_for_no_other_warp(size: int, capability: int) -> None:
     """As a program for every token would, whether any row chose it or not."""
     case = dense((1, 200), (1, 2, 300), size, "none", dtype=torch.bfloat16)
-    found = compiled(partial(case.run, "lists", queries=False), "list sum", capability)["sum"]
-    assert found.metadata.num_warps == 1
-    assert found.metadata.shared == 0
+    result = compiled(partial(case.run, "lists", queries=False), "list sum", capability)["sum"]
+    assert result.metadata.num_warps == 1
+    assert result.metadata.shared == 0
 
 
 def test_long_documents(capability: int) -> None:
@@ -99,8 +99,8 @@ def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: in
 def test_the_end_of_the_gradient_of_documents(dtype: torch.dtype, capability: int) -> None:
     case = replace(dense((32, 32), (1, 2, 180), 128, "none"), normalize=True)
     documents = case.tensors.documents.to(dtype)
-    given = documents, torch.empty(2, 180), torch.empty(documents.shape), torch.empty_like(documents)
-    compiled(partial(backward.finish_documents, case.problem, *given), "finish", capability)
+    arguments = documents, torch.empty(2, 180), torch.empty(documents.shape), torch.empty_like(documents)
+    compiled(partial(backward.finish_documents, case.problem, *arguments), "finish", capability)
 
 
 QUERIES, N = 40, 3000
@@ -111,13 +111,13 @@ def check_loss(comparison: Comparison, targets: Targets, names: str, capability:
 
     def run() -> None:
         with_slope = targets.temperature is not None
-        found = losses.ChunkedLoss(comparison, targets, (QUERIES, N, 32), own, with_slope, torch.device("cpu"))
+        result = losses.ChunkedLoss(comparison, targets, (QUERIES, N, 32), own, with_slope, torch.device("cpu"))
         for first, number, counts in ((0, 32, None), (32, 8, torch.empty(8, 1))):
             scores = torch.empty(number, N)
             if comparison.symmetric:
-                found.meet(scores, first)
-            found.gradient(scores, first, counts)
-        found.sum()
+                result.meet(scores, first)
+            result.gradient(scores, first, counts)
+        result.sum()
 
     compiled(run, names + " total", capability)
 
@@ -146,11 +146,11 @@ def test_all_of_few_scores(shape: tuple[int, int], symmetric: bool, capability: 
     labels = torch.zeros(shape[0], dtype=torch.int64)
     for targets, with_statistics in ((Targets(None, exclude, torch.ones(())), True), (Targets(labels), False)):
         comparison = Comparison("cross entropy", symmetric=symmetric, with_statistics=with_statistics)
-        found = losses.ChunkedLoss(comparison, targets, (*shape, shape[0]), False, with_statistics, scores.device)
-        whole = compiled(partial(found.gradient, scores, 0, torch.ones(shape[0], 1)), "whole", capability)["whole"]
+        result = losses.ChunkedLoss(comparison, targets, (*shape, shape[0]), False, with_statistics, scores.device)
+        whole = compiled(partial(result.gradient, scores, 0, torch.ones(shape[0], 1)), "whole", capability)["whole"]
         order = "".join(re.findall(r"\b[lsb](?=[td]\.global|ar\.sync)", whole.asm["ptx"]))
         assert re.match("[lb]*s[sb]*bl", order), "threads must meet before they read what others have stored"
-        compiled(partial(found.compare, scores, 0), "whole", capability)
+        compiled(partial(result.compare, scores, 0), "whole", capability)
 
 
 @pytest.mark.parametrize("temperature", [None, torch.ones(())])

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.parametrize("capability", [100], indirect=True)
 def ptx_of(tensors: Tensors, names: str, capability: int, with_argmax: bool = False, **options: Any) -> str:
     """Products are tcgen05's, and tokens are copied 16 bytes at a time, by threads that wait for no product."""
     problem = problem_of(tensors, Options(**options), with_argmax)
-    found = compiled(partial(blackwell.blackwell_forward, problem, tensors), names, capability)["blackwell"]
-    ptx = found.asm["ptx"]
+    result = compiled(partial(blackwell.blackwell_forward, problem, tensors), names, capability)["blackwell"]
+    ptx = result.asm["ptx"]
     assert "tcgen05.mma.cta_group::1.kind::f16" in ptx
     assert set(re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)", ptx)) == {"0x10"}
-    assert found.metadata.tmem_size <= 512
+    assert result.metadata.tmem_size <= 512
     return ptx
 
 
@@ -41,8 +41,8 @@ def test_forward(dtype: torch.dtype, size: int, capability: int) -> None:
     constants = [int(value) % (1 << 64) >> 32 for value in re.findall(r"or\.b64\s+%rd\d+, %rd\d+, (-?\d+);", ptx)]
     moved = dict(re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx))
     together = [moved[high] for high in re.findall(r"mov\.b64\s+%rd\d+, \{%r\d+, (%r\d+)\};", ptx) if high in moved]
-    found = {high for high in (*constants, *(int(value) % (1 << 32) for value in together)) if high}
-    assert found == {
+    results = {high for high in (*constants, *(int(value) % (1 << 32) for value in together)) if high}
+    assert results == {
         make_layouts.blackwell_descriptor(0, make_layouts.width_of(max(16, tables.power_of_two(size)))) >> 32
     }
 

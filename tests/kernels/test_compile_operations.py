@@ -55,8 +55,8 @@ def test_soft(row: list, capability: int) -> None:
     lse, grad = torch.zeros(problem.argmax_shape), torch.zeros(problem.scores_shape)
     names = names.replace("tall", "hopper" if capability == 90 else "stacked")
     compiled(lambda: forward.soft_forward(problem, tensors, beta, True), names, capability)
-    given = problem, tensors, beta, grad, lse, (True, True, True)
-    compiled(partial(soft_backward, *given), "documents queries" + more, capability)
+    arguments = problem, tensors, beta, grad, lse, (True, True, True)
+    compiled(partial(soft_backward, *arguments), "documents queries" + more, capability)
 
 
 def soft_on_hopper(tensors: Tensors, names: str, lse: bool = True, **options) -> tuple[str, bytes]:
@@ -95,8 +95,8 @@ def test_hopper_multiplies_what_is_left_after_whole_tiles_by_itself(
     expected = {64: products}
     if tail is not None:
         expected[tail] = expected.get(tail, 0) + products
-    found = [ptx.count(f"m64n{columns}k16.f32.f16.f16") for columns in (16, 32, 64)]
-    assert found == [expected.get(columns, 0) for columns in (16, 32, 64)]
+    actual = [ptx.count(f"m64n{columns}k16.f32.f16.f16") for columns in (16, 32, 64)]
+    assert actual == [expected.get(columns, 0) for columns in (16, 32, 64)]
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -290,22 +290,24 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
     if rounded:
         monkeypatch.setattr("pylate_flash.problem.float32_precision", lambda: TF32)
         dtype = F32
-    given = dtype if dtype in (BF16, F16, F32) else BF16
+    query_dtype = dtype if dtype in (BF16, F16, F32) else BF16
     options = {"max_document_length": 100, "normalize": normalize}
     # Norms of one query's documents are taken by another kernel; two fill the same tile.
     n_queries = max(n_queries, 1 + normalize)
     if layout == "packed":
-        tensors = inputs((n_queries, 32, size), (400, size), given)._replace(documents_cu_seqlens=torch.arange(5) * 100)
+        tensors = inputs((n_queries, 32, size), (400, size), query_dtype)._replace(
+            documents_cu_seqlens=torch.arange(5) * 100
+        )
     else:
         mask = None if layout == "padded" else torch.bool
-        tensors = inputs((n_queries, 32, size), (4, 100, size), given, (None, mask))
+        tensors = inputs((n_queries, 32, size), (4, 100, size), query_dtype, (None, mask))
         options["masking"] = "zero" if layout == "zero" else "exclude"
-    if dtype == given:
+    if dtype == query_dtype:
         call, names = partial(forward.maxsim_forward, problem_of(tensors, Options(**options)), tensors), "rows"
     else:
         call = quantized(tensors._replace(documents=tensors.documents.to(dtype)), True, **options)
         names = "divide_by_norms"
-    names = "hopper" + f" {names}" * normalize + " quantize_rows" * (dtype != given and not own)
+    names = "hopper" + f" {names}" * normalize + " quantize_rows" * (dtype != query_dtype and not own)
     names += " active_tokens" * (layout in ("exclude", "zero"))
     code = compiled(call, names, capability)["hopper"]
     assert code.metadata.shared + allocated_in_ptx(code.asm["ptx"]) <= SHARED_MEMORY[90]
@@ -313,7 +315,7 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+?)k\S+ \{[^}]*\}, (\S)", code.asm["ptx"])) == {
         ("m64n64", "{")
     }
-    scaled = normalize or dtype != given
+    scaled = normalize or dtype != query_dtype
     if dtype == F32:
         assert not re.search(_COPIES, code.asm["ptx"])
         (loads,) = [part for part in re.split(r"setmaxnreg\.", code.asm["ptx"]) if "redux.sync.max.u32" in part]
@@ -338,14 +340,14 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_hopper_sums_products_of_fp8_as_the_plain_kernel(capability: int) -> None:
     """Neither adds up sums of a few products outside the tensor cores."""
-    found = []
+    results = []
     for n_queries, names in ((2, "stacked"), (12, "hopper")):
         tensors = inputs((n_queries, 32, 128), (40, 180, 128), F16)
         call = quantized(tensors._replace(documents=tensors.documents.to(FP8)), True)
         ttgir = compiled(call, names, capability)[names.split()[0]].asm["ttgir"]
-        found.append(set(re.findall(r"maxNumImpreciseAcc = (\d+)", ttgir)))
-    assert found[0] == found[1]
-    assert len(found[0]) == 1
+        results.append(set(re.findall(r"maxNumImpreciseAcc = (\d+)", ttgir)))
+    assert results[0] == results[1]
+    assert len(results[0]) == 1
 
 
 def residual(
@@ -388,9 +390,9 @@ SHORT = [
 def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype, size: int, capability: int) -> None:
     """Documents and queries are operands where they have been loaded, and what is looked up needs no memory."""
     if isinstance(bits, int):
-        problem, *given = residual(torch.empty(1, 32, size).bfloat16(), bits)
+        problem, *arguments = residual(torch.empty(1, 32, size).bfloat16(), bits)
         problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", True))
-        code = compiled(partial(forward.residual_forward, problem, *given), "short table", capability)
+        code = compiled(partial(forward.residual_forward, problem, *arguments), "short table", capability)
     else:
         tensors = inputs((1, 32, size), (2000, 180, size), BF16)
         code = compiled(quantized(tensors._replace(documents=tensors.documents.to(bits)), True), "short", capability)
@@ -413,9 +415,9 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 @pytest.mark.parametrize(("nbits", "size"), [(4, 8), (2, 8), (2, 24)])
 def test_rows_that_are_no_words_or_too_short_for_products(nbits: int, size: int, capability: int) -> None:
-    problem, *given = residual(torch.empty(1, 32, size).bfloat16(), nbits)
+    problem, *arguments = residual(torch.empty(1, 32, size).bfloat16(), nbits)
     problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", True))
-    compiled(partial(forward.residual_forward, problem, *given), "stacked", capability)
+    compiled(partial(forward.residual_forward, problem, *arguments), "stacked", capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
@@ -481,9 +483,9 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
 
     Where scores may differ a little from those of embeddings, the latter are products of float16.
     """
-    problem, *given = residual(torch.empty(shape, dtype=dtype), nbits)
+    problem, *arguments = residual(torch.empty(shape, dtype=dtype), nbits)
     problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", in_float16))
-    code = compiled(partial(forward.residual_forward, problem, *given), "hopper", capability)["hopper"]
+    code = compiled(partial(forward.residual_forward, problem, *arguments), "hopper", capability)["hopper"]
     asm = code.asm
     products = set(re.findall(r"wgmma\.mma_async\S+32\.(\w+16)\.", asm["ptx"]))
     assert products == {"f16" if in_float16 or dtype == F16 else "bf16"}
@@ -524,22 +526,22 @@ def test_residual_codes_and_their_gradient(shape: tuple[int, ...], dtype: torch.
     """Argmax and weights, of padded and split embeddings; and the gradient, with its documents shared out."""
     queries, mask = torch.empty(shape, dtype=dtype), torch.ones(shape[:-1])
     for candidates in (None, torch.zeros(shape[0], 50, dtype=torch.int64)):
-        problem, *given = residual(queries, 4, candidates, mask, with_argmax=True)
+        problem, *arguments = residual(queries, 4, candidates, mask, with_argmax=True)
         names = "stacked"
-        compiled(partial(forward.residual_forward, problem, *given), names, capability)
+        compiled(partial(forward.residual_forward, problem, *arguments), names, capability)
         argmax = torch.zeros(problem.groups * problem.n_documents, problem.rows, dtype=torch.int32)
-        backward = partial(residual_backward, problem, *given, torch.ones(problem.scores_shape), argmax)
+        backward = partial(residual_backward, problem, *arguments, torch.ones(problem.scores_shape), argmax)
         compiled(backward, "gradient", capability)
     assert residual_gradient_plan(problem).n_splits > 1
 
 
 def test_scores_farther_apart_than_32_bits_count_are_brought_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, *given = residual(torch.empty(3, 20, 64), 4, with_argmax=True)
+    problem, *arguments = residual(torch.empty(3, 20, 64), 4, with_argmax=True)
     argmax, grad = torch.zeros(200, 60, dtype=torch.int32), torch.zeros(200, 3).T
     for largest, strides in ((600, (1, 3)), (599, (200, 1))):
         monkeypatch.setattr(config, "INT32_MAX", largest)
         with recorded() as launches:
-            residual_backward(problem, *given, grad, argmax)
+            residual_backward(problem, *arguments, grad, argmax)
         (launch,) = launches["gradient"]
         numbers = dict(zip(launch.kernel.function.arg_names, launch.arguments, strict=True))
         assert (numbers["next_query"], numbers["next_document"]) == strides
@@ -620,11 +622,11 @@ def test_scores_of_what_is_retrieved(
     of_both, bounds = torch.zeros(300, 4 * 48), torch.zeros(300, 2, dtype=torch.int32) if masked else None
     problem = problem_of(Tensors(torch.zeros(4, 48, 16), torch.zeros(300, 180, 16)), Options(), True)
     state = torch.zeros(4, 4 * 48, dtype=torch.int32)
-    found = xtr_scores.Retrieved(of_both, of_both.short(), state, of_both.short())
+    result = xtr_scores.Retrieved(of_both, of_both.short(), state, of_both.short())
     mask = None if weights is None else torch.ones(4, 48, dtype=weights)
     to = Results(torch.zeros(4, 300), of_both.short(), torch.zeros(4, 300))
     rule = Rule(256, with_whole, 1.0)
-    compiled(lambda: xtr_scores.score_retrieved(problem, found, bounds, mask, rule, to), "score", capability)
+    compiled(lambda: xtr_scores.score_retrieved(problem, result, bounds, mask, rule, to), "score", capability)
 
 
 def fused_call(
@@ -686,9 +688,9 @@ def test_projection(size: int, d_model: int, normalize: bool, capability: int) -
     states, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
     plan = plan_operations.fused_plan(1, 300, weight.shape, weight.dtype, weight.device)
     assert plan is not None
-    given = weight[:, 0].contiguous(), states.new_empty(300, size), torch.empty(300) if normalize else None
-    found = compiled(lambda: hidden.project(plan, states, weight, *given), "fused", capability)
-    ptx = found["fused"].asm["ptx"]
+    arguments = weight[:, 0].contiguous(), states.new_empty(300, size), torch.empty(300) if normalize else None
+    result = compiled(lambda: hidden.project(plan, states, weight, *arguments), "fused", capability)
+    ptx = result["fused"].asm["ptx"]
     assert "wgmma" in ptx
     assert set(re.findall(r"st\.global\.(\S+)", ptx)) <= {"v4.b32", "b32"}, "embeddings leave by 16 bytes, norms by 4"
 
@@ -696,8 +698,8 @@ def test_projection(size: int, d_model: int, normalize: bool, capability: int) -
 @pytest.mark.parametrize(("n_columns", "launches"), [(100, 1), (5000, 2), (1_000_000, 4)])
 def test_best_scores(n_columns: int, launches: int, capability: int) -> None:
     """Few of the scores leave registers, of the first launch and of what is left for the next ones."""
-    with recorded() as found:
+    with recorded() as result:
         best.k_best(torch.empty(3, n_columns), 100)
-    assert len(found["best"]) == launches
-    for launch in found["best"]:
+    assert len(result["best"]) == launches
+    for launch in result["best"]:
         assert get_sass(launch.compile(capability).asm["cubin"]).count("LDL") <= 16

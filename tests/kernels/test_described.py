@@ -74,8 +74,8 @@ def tensors(draw: st.DrawFn) -> Tensor | None:
     memory = torch.zeros(offset + 4 ** len(shape), dtype=dtype)
     # Every second one along some dimensions, and these in another order.
     strides = [4**i * draw(st.sampled_from([1, 1, 2])) for i in range(len(shape))]
-    found = memory.as_strided(shape, draw(st.permutations(strides)), offset)
-    return found.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
+    result = memory.as_strided(shape, draw(st.permutations(strides)), offset)
+    return result.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
 
 
 @compiles
@@ -83,14 +83,14 @@ def tensors(draw: st.DrawFn) -> Tensor | None:
 @given(calls=st.lists(st.lists(tensors(), max_size=2), min_size=2, max_size=2), recorded=st.booleans())
 @example(calls=[[torch.zeros(1, 16)], [torch.zeros(16, 1).t()]], recorded=True)
 def test_calls_are_alike_in_c_where_they_are_in_python(calls: list, recorded: bool) -> None:
-    found = []
+    results = []
     for way in ("C", "Python"):
         with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(recorded):
             use(patch, way)
-            found.append([signed(None, plain(), *call) for call in calls])
-    assert (found[0][0] == found[0][1]) == (found[1][0] == found[1][1])
+            results.append([signed(None, plain(), *call) for call in calls])
+    assert (results[0][0] == results[0][1]) == (results[1][0] == results[1][1])
     # In C, a tensor is described by bytes.
-    assert [isinstance(signature[-1], bytes) for signature in (*found[0], *found[1])] == [True] * 2 + [False] * 2
+    assert [isinstance(signature[-1], bytes) for signature in (*results[0], *results[1])] == [True] * 2 + [False] * 2
 
 
 @pytest.mark.parametrize("needed", [False, True])
@@ -98,11 +98,11 @@ def test_totals_are_told_as_they_are_planned_for(needed: bool, way: str) -> None
     """Rounded, unless a gradient is needed of any of the tensors."""
     query = torch.randn(4, 16, requires_grad=needed)
     totals = range(120, 140)
-    found = {total: signed(query, torch.randn(total, 16), packed=1) for total in totals}
+    results = {total: signed(query, torch.randn(total, 16), packed=1) for total in totals}
     told = (lambda total: total) if needed else rounded_total
     for total in totals:
         same = {other for other in totals if told(other) == told(total)}
-        assert {other for other in totals if found[other] == found[total]} == same
+        assert {other for other in totals if results[other] == results[total]} == same
     with torch.no_grad():
         assert signed(query, torch.randn(130, 16), packed=1) == signed(query, torch.randn(131, 16), packed=1)
     assert signed(query, None, packed=1) == signed(query, None, packed=1)
@@ -111,17 +111,17 @@ def test_totals_are_told_as_they_are_planned_for(needed: bool, way: str) -> None
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_signature_of_what_is_in_force(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = plain()
-    found = {operator.signature("f", (x,), (1.0, "sum"))}
-    found |= {operator.signature("f", (x,), options) for options in ((True, "sum"), (1, "sum"), (1.0, "mean"))}
+    result = {operator.signature("f", (x,), (1.0, "sum"))}
+    result |= {operator.signature("f", (x,), options) for options in ((True, "sum"), (1, "sum"), (1.0, "mean"))}
     with torch.no_grad():
-        found.add(operator.signature("f", (x,), (1.0, "sum")))
+        result.add(operator.signature("f", (x,), (1.0, "sum")))
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        found.add(operator.signature("f", (x,), (1.0, "sum")))
+        result.add(operator.signature("f", (x,), (1.0, "sum")))
     finally:
         torch.set_float32_matmul_precision(before)
-    assert len(found) == 6
+    assert len(result) == 6
     assert signed(x.to_sparse()) is signed(x, x.to_sparse()) is operator.UNREPEATED
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert signed(nested) is signed(x, nested) is operator.UNREPEATED
@@ -170,7 +170,7 @@ def test_without_a_compiler_tensors_are_described_in_python(error: Exception | N
     def compiled() -> SimpleNamespace:
         if error is not None:
             raise error
-        return SimpleNamespace(describe=lambda *given: None)
+        return SimpleNamespace(describe=lambda *arguments: None)
 
     monkeypatch.setattr(described, "_compiled", compiled)
     monkeypatch.setattr(operator, "repeated_devices", -1)

@@ -347,7 +347,7 @@ def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None
     rest = 11, 0.5, 1, 16, "constant", 64
     ((grid, *arguments),) = function.compilations
     assert grid == (5, 6, 7)
-    assert all(found is given for found, given in zip(arguments, tensors, strict=False))
+    assert all(result is inputs for result, inputs in zip(arguments, tensors, strict=False))
     assert tuple(arguments[3:]) == rest
     assert compiled.launches == [], "the first launch is the compiler's"
     call(kernel, *tensors)

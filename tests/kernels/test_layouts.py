@@ -123,8 +123,8 @@ def test_descriptors_of_the_kernel(options: dict, tiles: list[tuple[int, int]]) 
         width = make_layouts.width_of(size)
         expected.append([make_layouts.descriptor(start, width) for start in make_layouts.step_starts(tokens, size)])
     # Each of two parts of 64 rows has a product for every step of the embedding, and the narrow one the same again.
-    found = descriptors(compiled(**{"tile": NARROW} | options))
-    assert found == expected * (4 if "tail" in options else 2)
+    actual = descriptors(compiled(**{"tile": NARROW} | options))
+    assert actual == expected * (4 if "tail" in options else 2)
 
 
 def test_lanes_share_rows_as_in_gluons_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def test_lanes_share_rows_as_in_gluons_products(monkeypatch: pytest.MonkeyPatch)
 def test_the_page_has_what_the_script_computes() -> None:
     assert make_layouts.table() in PAGE
     rows = {name: re.findall(rf"^\| {name} \|(.*)\|$", PAGE, flags=re.MULTILINE)[0] for name in ("token", "element")}
-    found = [[int(cell) for cell in row.split("|")] for row in rows.values()]
-    assert [list(basis) for basis in zip(*found, strict=True)] == make_layouts.bases(64, 128)
+    results = [[int(cell) for cell in row.split("|")] for row in rows.values()]
+    assert [list(basis) for basis in zip(*results, strict=True)] == make_layouts.bases(64, 128)
     units = [start // 16 for start in make_layouts.step_starts(64, 128)]
     assert f"{', '.join(map(str, units[:-1]))} and {units[-1]} units" in PAGE
 

@@ -14,18 +14,18 @@ WORD = 0xFFFFFFFF
 
 def permuted(low: int, high: int, selector: int) -> int:
     """`prmt`: a byte of the eight for each of four indices, or its sign where the index' highest bit is set."""
-    found = 0
+    result = 0
     for place in range(4):
         index = selector >> 4 * place & 15
         byte = (high << 32 | low) >> 8 * (index & 7) & 0xFF
-        found |= ((0xFF if byte & 0x80 else 0) if index & 8 else byte) << 8 * place
-    return found
+        result |= ((0xFF if byte & 0x80 else 0) if index & 8 else byte) << 8 * place
+    return result
 
 
 def of_table(a: int, b: int, c: int, table: int) -> int:
     """`lop3`: every bit is looked up by those of a, b and c."""
-    places = ((bit, (a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1) for bit in range(32))
-    return sum((table >> index & 1) << bit for bit, index in places)
+    positions = ((bit, (a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1) for bit in range(32))
+    return sum((table >> index & 1) << bit for bit, index in positions)
 
 
 INSTRUCTIONS = {
@@ -48,8 +48,8 @@ def run(ptx: str, operands: dict[str, int], memory: dict[int, int] | None = None
         if not line.strip() or line.strip().startswith(".reg"):
             continue
         instruction, rest = line.split(maxsplit=1)
-        to, *given = [name.strip(" []") for name in rest.split(",")]
-        values = [registers[name] if name in registers else int(name, 0) for name in given]
+        to, *arguments = [name.strip(" []") for name in rest.split(",")]
+        values = [registers[name] if name in registers else int(name, 0) for name in arguments]
         registers[to] = instructions[instruction.split(".")[0]](*values) & WORD
     return registers
 
@@ -65,13 +65,13 @@ def test_bytes_of_indices(seed: int) -> None:
     drawn = random.Random(seed)
     table, indices = [drawn.getrandbits(8) for _ in range(16)], drawn.getrandbits(32)
     operands = dict(zip(("$3", "$4", "$5", "$6"), words(table, 8), strict=True))
-    found = run(few_bits._FOUR_BITS.value, {"$2": indices, **operands})
+    actual = run(few_bits._FOUR_BITS.value, {"$2": indices, **operands})
     expected = words([table[indices >> 4 * place & 15] for place in range(8)], 8)
-    assert [found["$0"], found["$1"]] == expected
-    found = run(few_bits._TWO_BITS.value, {"$4": indices, "$5": words(table[:4], 8)[0]})
+    assert [actual["$0"], actual["$1"]] == expected
+    actual = run(few_bits._TWO_BITS.value, {"$4": indices, "$5": words(table[:4], 8)[0]})
     for part, first in enumerate((0, 2, 16, 18)):
         expected = words([table[indices >> first + 4 * place & 3] for place in range(4)], 8)
-        assert [found[f"${part}"]] == expected
+        assert [actual[f"${part}"]] == expected
 
 
 @pytest.mark.parametrize("nbits", [2, 4])
@@ -90,9 +90,9 @@ def test_pairs_of_weights(seed: int, nbits: int) -> None:
     together = 8 // nbits
     stored = [indices[start : start + together] for start in range(0, 8, together)]
     stored_bytes = [sum(index << 8 - nbits * (place + 1) for place, index in enumerate(byte)) for byte in stored]
-    given = {"indices0": words(stored_bytes + [0] * (4 - len(stored_bytes)), 8)[0], "$4": table + 4 * lane}
-    found = run("".join(hopper_codes._looked_up(nbits, 0)), given, memory)
-    assert [found[f"weights{pair}"] for pair in range(4)] == words([weights[index] for index in indices], 16)
+    arguments = {"indices0": words(stored_bytes + [0] * (4 - len(stored_bytes)), 8)[0], "$4": table + 4 * lane}
+    result = run("".join(hopper_codes._looked_up(nbits, 0)), arguments, memory)
+    assert [result[f"weights{pair}"] for pair in range(4)] == words([weights[index] for index in indices], 16)
 
 
 def column_of(bases: list[list[int]], index: int) -> int:

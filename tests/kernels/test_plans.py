@@ -129,16 +129,16 @@ def problem(
 def far_apart(document_length: int) -> Problem:
     """Documents of so many tokens of 1024 elements, which take no memory."""
     documents = torch.empty(1, 1, 1024).bfloat16().expand(2, 1, 1024)
-    found = problem_of(Tensors(torch.empty(16, 32, 1024).bfloat16(), documents), Options())
-    return found._replace(document_length=document_length)
+    result = problem_of(Tensors(torch.empty(16, 32, 1024).bfloat16(), documents), Options())
+    return result._replace(document_length=document_length)
 
 
 def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bool = False, size: int = 96) -> Problem:
     queries, documents = torch.empty(n_queries, 64, size).bfloat16(), torch.empty(longest + 30, size).bfloat16()
     bounds, owned = torch.tensor([0, 10, 20, 30, longest + 30]), torch.tensor([0, 3, 4]) if candidates else None
     options = Options(max_document_length=longest, max_candidates=3, normalize=normalize)
-    given = {"documents_cu_seqlens": bounds, "candidates_cu_seqlens": owned}
-    return problem_of(Tensors(queries, documents, **given), options)
+    kwargs = {"documents_cu_seqlens": bounds, "candidates_cu_seqlens": owned}
+    return problem_of(Tensors(queries, documents, **kwargs), options)
 
 
 def with_argmax(served: Problem) -> Problem:
@@ -411,8 +411,8 @@ def test_many_row_blocks_meet_few_documents_in_more_waves() -> None:
 def one_packed(n: int, length: int, size: int, **options: Any) -> Problem:
     documents, bounds = torch.empty(1, size).half().expand(n * length, size), torch.arange(n + 1) * length
     tensors = Tensors(torch.empty(1, 32, size).half(), documents, documents_cu_seqlens=bounds)
-    given = problem_of(tensors, Options(max_document_length=length, **options))
-    return given._replace(document_strides=(0, 0, size), aligned=True)
+    arguments = problem_of(tensors, Options(max_document_length=length, **options))
+    return arguments._replace(document_strides=(0, 0, size), aligned=True)
 
 
 NORMS = {"normalize": True}
@@ -485,8 +485,8 @@ def test_short_queries_on_hopper(served: Problem, on_hopper: bool, rows: int, ca
     ],
 )
 def test_one_query_in_8_bits(served: Problem, on_hopper: str, elsewhere: str, capability: int) -> None:
-    found = quantized_plan(served)
-    assert found.kernel == (on_hopper if capability == 90 else elsewhere), found.reason
+    result = quantized_plan(served)
+    assert result.kernel == (on_hopper if capability == 90 else elsewhere), result.reason
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -537,8 +537,8 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
 
     def served(tensors: Tensors, longest: int = length, with_argmax: bool = False, normalize: bool = False) -> str:
         # As of rows that follow one another.
-        given = problem_of(tensors, Options(0, longest, normalize=normalize), with_argmax)
-        return forward_plan(given._replace(document_strides=(0, 0, size), aligned=True)).kernel
+        arguments = problem_of(tensors, Options(0, longest, normalize=normalize), with_argmax)
+        return forward_plan(arguments._replace(document_strides=(0, 0, size), aligned=True)).kernel
 
     otherwise = "hopper" if capability == 90 and size * query_length > 4096 else "single"
     assert served(tensors) == ("short" if short else otherwise)
@@ -571,8 +571,8 @@ def test_documents_of_lengths_that_nobody_tells(
     tensors = Tensors(torch.empty(n_queries, 32, 128).bfloat16(), documents, documents_cu_seqlens=bounds)
 
     def plan(longest: int) -> ForwardPlan:
-        given = problem_of(tensors, Options(max_document_length=longest))
-        return forward_plan(given._replace(document_strides=(0, 0, 128), aligned=True))
+        arguments = problem_of(tensors, Options(max_document_length=longest))
+        return forward_plan(arguments._replace(document_strides=(0, 0, 128), aligned=True))
 
     unknown = plan(rounded_total(sum(lengths)))
     assert (unknown.kernel, unknown.in_segments) == (kernel, in_segments)

@@ -55,9 +55,9 @@ def check(call: Call, *shapes: tuple[int, ...], steps: int | None = None) -> Rec
     assert recorder.refused is None
     recording = Recording(recorder, outputs, -1)
     copies = [tensor.clone() for tensor in others]
-    for found, expected in zip(recording(others), call(*copies), strict=True):
-        assert (found is None) == (expected is None)
-        assert found is None or (torch.equal(found, expected) and found.stride() == expected.stride())
+    for actual, expected in zip(recording(others), call(*copies), strict=True):
+        assert (actual is None) == (expected is None)
+        assert actual is None or (torch.equal(actual, expected) and actual.stride() == expected.stride())
     if steps is not None:
         # Between the first line, which names the inputs, and the last, which returns.
         assert len(recording._lines) == steps + 2
@@ -206,9 +206,9 @@ def test_threads_that_record_and_repeat_at_the_same_time(monkeypatch: pytest.Mon
         try:
             for number in range(200):
                 x = torch.randn(4 + number % 5)
-                found = operator.repeat(operator.signature("times", (x,), ()), compute, (x,))[0][0]
-                if not torch.equal(found, x * 2 * 3):
-                    wrong.append((found, x))
+                results = operator.repeat(operator.signature("times", (x,), ()), compute, (x,))[0][0]
+                if not torch.equal(results, x * 2 * 3):
+                    wrong.append((results, x))
         except BaseException as error:
             wrong.append(error)
 

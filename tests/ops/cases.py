@@ -138,14 +138,14 @@ def check_definition(
     of terms of both signs, is compared with 1 at least. A definition that is not `widened` itself computes in float64.
     """
     doubled, dtype = [tensor.double() if widened else tensor for tensor in tensors], tensors[0].dtype
-    given, others_there, options_there = there(list(tensors)), there(others), there(options)
+    arguments, others_there, options_there = there(list(tensors)), there(others), there(options)
     with torch.no_grad():
-        scores = function(*given, *others_there, **options_there)
+        scores = function(*arguments, *others_there, **options_there)
         check_scores(scores.cpu(), reference(*doubled, *others, **options).cpu(), dtype, atol, least)
     if not differentiable:
         return
-    found = differentiated(function, given, options_there, *others_there)
-    for gradient, right in zip(found, differentiated(reference, doubled, options, *others), strict=True):
+    actual = differentiated(function, arguments, options_there, *others_there)
+    for gradient, right in zip(actual, differentiated(reference, doubled, options, *others), strict=True):
         assert gradient.dtype == dtype
         error = relative_error(gradient.cpu(), right.cpu()) * (min(1.0, right.abs().item()) if right.dim() == 0 else 1)
         assert error <= max(least, gradient_tolerance(dtype))
@@ -204,7 +204,7 @@ def gradient_tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 1e-2)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of the expected tensor (absolute where that is 0)."""
-    difference, norm = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
+    difference, norm = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     return difference / norm if norm > 0 else difference

@@ -50,8 +50,8 @@ def check_scores_and_gradients(sets: tuple[Tensor, Tensor], options: dict, imple
     check_definition(partial(chamfer, implementation=implementation), chamfer_reference, sets, options, atol=1e-6)
 
 
-def check_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    for gradient, right in zip(found, expected, strict=True):
+def check_gradients(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    for gradient, right in zip(actual, expected, strict=True):
         assert gradient.dtype == dtype
         assert relative_error(gradient, right) <= gradient_tolerance(dtype)
 
@@ -68,13 +68,13 @@ def check_packed(sets: tuple[Tensor, Tensor], options: dict, implementation: str
     packed = [packed_of(points, mask) for points, mask in zip(sets, masks, strict=True)]
     others = {name: options[name] for name in ("metric", "reduction", "empty_score")}
 
-    def of_packed(x: Tensor, y: Tensor, **given) -> Tensor:
+    def of_packed(x: Tensor, y: Tensor, **kwargs) -> Tensor:
         lengths = {"max_x_length": sets[0].shape[1], "max_y_length": sets[1].shape[1]}
-        return chamfer_varlen(x, y, packed[0][1], packed[1][1], **lengths, **given, implementation=implementation)
+        return chamfer_varlen(x, y, packed[0][1], packed[1][1], **lengths, **kwargs, implementation=implementation)
 
     values = packed[0][0], packed[1][0]
     expected = chamfer(*sets, **options, implementation=implementation)
     torch.testing.assert_close(of_packed(*values, **others), expected, rtol=1e-6, atol=1e-6)
     right = gradients(chamfer, sets, **options, implementation=implementation)
-    for found, gradient, mask in zip(gradients(of_packed, values, **others), right, masks, strict=True):
-        torch.testing.assert_close(found, packed_of(gradient, mask)[0], rtol=1e-5, atol=1e-6)
+    for actual, gradient, mask in zip(gradients(of_packed, values, **others), right, masks, strict=True):
+        torch.testing.assert_close(actual, packed_of(gradient, mask)[0], rtol=1e-5, atol=1e-6)

@@ -106,7 +106,7 @@ class LossCase:
 
 
 def check_results(
-    found: tuple[Tensor, ...],
+    actual: tuple[Tensor, ...],
     expected: tuple[Tensor, ...],
     rounding: float,
     dtype: torch.dtype,
@@ -117,17 +117,17 @@ def check_results(
     Scores that are divided by `width` have rounding that is larger by as much, and so have the probabilities that the
     gradient is made of, which is divided by it again.
     """
-    loss, expected_loss = found[0], expected[0]
+    loss, expected_loss = actual[0], expected[0]
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert loss.shape == expected_loss.shape
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=max(1e-5, 1e-6 / width))
     noise = 1e-6 * (1.0 + 1.0 / width + 0.5 / width**2)
     scale = max(gradient.norm() for gradient in expected[1:3])
-    for gradient, reference in zip(found[1:3], expected[1:3], strict=True):
+    for gradient, reference in zip(actual[1:3], expected[1:3], strict=True):
         assert gradient.dtype == dtype
         # A gradient may vanish where the right document is certain, and what is left is the softmax's rounding.
         assert (gradient.double() - reference).norm() <= rounding * reference.norm() + 1e-6 * scale + noise
-    for gradient, reference in zip(found[3:], expected[3:], strict=True):
+    for gradient, reference in zip(actual[3:], expected[3:], strict=True):
         assert gradient.shape == reference.shape
         torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-4)
 
@@ -150,20 +150,20 @@ def loss_problem(
     """With `masks` of "queries" or "documents", of type "int64" or "float", and of queries maybe "weights"."""
     generator = torch.Generator(queries.device).manual_seed(0)
     drawn: dict = {"generator": generator, "device": queries.device}
-    found = []
+    results = []
     for name, embeddings in (("queries", queries), ("documents", documents)):
         mask = torch.rand(embeddings.shape[:-1], **drawn) > 0.4
         if name == "queries" and "weights" in masks:
             mask = mask * (0.25 + 2 * torch.rand(mask.shape, **drawn))
         mask = mask.long() if "int64" in masks else mask.float() if "float" in masks else mask
-        found.append(mask if name in masks else None)
+        results.append(mask if name in masks else None)
     shape, target = (len(queries), documents.shape[-3]), None
     if loss != "cross entropy":
         target = torch.randn(shape, **drawn)
     elif labelled:
         target = torch.randint(shape[1], shape[:1], **drawn)
     options = ({} if loss == "margin MSE" else {"temperature": 2.0}) | options
-    return LossCase(Case(queries, documents, *found, scoring or {}), loss, target, options)
+    return LossCase(Case(queries, documents, *results, scoring or {}), loss, target, options)
 
 
 @st.composite
@@ -238,9 +238,9 @@ def check_chunks(case: LossCase, **options) -> None:
         # The same sum of the same losses; those of a symmetric loss are sums over the queries.
         torch.testing.assert_close(chunked[0], whole[0], rtol=1e-6, atol=1e-6)
         scale = max(gradient.float().norm() for gradient in whole[1:3])
-        for found, expected in zip(chunked[1:], whole[1:], strict=True):
-            rounding = 2**-8 if half and found.dim() > 1 else 2e-6
-            difference = (found.double() - expected.double()).norm()
+        for actual, expected in zip(chunked[1:], whole[1:], strict=True):
+            rounding = 2**-8 if half and actual.dim() > 1 else 2e-6
+            difference = (actual.double() - expected.double()).norm()
             assert difference <= rounding * expected.double().norm() + 1e-6 * scale + 1e-6
         again = case.run(max_scratch_bytes=budget, **options)
         assert all(torch.equal(a, b) for a, b in zip(again, chunked, strict=True))

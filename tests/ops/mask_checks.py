@@ -54,8 +54,8 @@ def check_types(kernel: Function, case: Case, types: list[tuple[torch.dtype, tor
         other = replace(
             case, queries_mask=case.queries_mask.to(of_queries), documents_mask=case.documents_mask.to(of_documents)
         )
-        found = scores_of(kernel, other), *gradients(kernel, other)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = scores_of(kernel, other), *gradients(kernel, other)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def check_weights(kernel: Function, case: Case, dtype: torch.dtype = torch.float32) -> None:
@@ -104,9 +104,9 @@ def check_packed(
         scores = kernel(*arguments, **options)
     torch.testing.assert_close(scores.cpu().double(), expected, rtol=rtol, atol=atol)
     assert (scores[..., lengths == 0] == EMPTY_SCORE).all()
-    found = varlen_gradients(kernel, (arguments, options))
+    actual = varlen_gradients(kernel, (arguments, options))
     references = varlen_gradients(maxsim_varlen_reference, (on_cpu, options), torch.float64)
-    for gradient, reference, tokens in zip(found, references, arguments, strict=False):
+    for gradient, reference, tokens in zip(actual, references, arguments, strict=False):
         assert gradient.dtype == tokens.dtype
         assert relative_error(gradient.cpu(), reference) <= (1e-5 if tokens.dtype == torch.float32 else 1e-2)
     owned = None if owned is None else owned.to(scores.device)

@@ -97,7 +97,7 @@ def calls(
     pairs = packed | {"documents_cu_seqlens": bounds[1][: n + 1]}
     sets = {"x_cu_seqlens": bounds[0], "y_cu_seqlens": bounds[1][: n + 1]}
     owned = {"candidates_cu_seqlens": torch.tensor([0, 1] if one else [0, 1, 3], device=device)}
-    places = {"query_tokens": torch.tensor([[0], [1], [0]], device=device)[:n_documents]}
+    kwargs = {"query_tokens": torch.tensor([[0], [1], [0]], device=device)[:n_documents]}
     compared, by = {"teacher_scores": teacher}, {"implementation": implementation}
     of_queries = {"queries_mask": queries[..., 0].abs()} if masked else {}
     masks = of_queries | ({"documents_mask": mask[0, :, :length] > -0.5} if masked else {})
@@ -105,7 +105,7 @@ def calls(
     of_sets = {"y_mask": mask[0, :2] > -0.5} if masked else {}
     codes = {"documents": residual_codes([5, 0, 3], 8, 4).to(device)}
     own_codes = {"candidates": torch.tensor([[1, -1, 0], [0, 1, 1]], device=device), "reduction": "mean"}
-    found = {
+    results = {
         "in-batch": Call(maxsim, both, masks),
         "candidates": Call(maxsim, (queries, candidates), {"normalize": True, **own}),
         "pairs": Call(maxsim_pairwise, (queries, documents[:n]), of_queries),
@@ -121,9 +121,9 @@ def calls(
         "packed from hidden states": Call(
             maxsim_from_hidden, (queries, rows, weight), {"documents_cu_seqlens": bounds[1], **owned}
         ),
-        "sparse": Call(maxsim_sparse_queries, both, places | masks),
+        "sparse": Call(maxsim_sparse_queries, both, kwargs | masks),
         "packed sparse": Call(
-            maxsim_sparse_queries, (queries, rows), {"documents_cu_seqlens": bounds[1], "reduction": "mean", **places}
+            maxsim_sparse_queries, (queries, rows), {"documents_cu_seqlens": bounds[1], "reduction": "mean", **kwargs}
         ),
         "residual": Call(_residual, (queries,), codes | of_queries),
         "soft": Call(soft_maxsim, (*both, beta), masks),
@@ -136,10 +136,10 @@ def calls(
     }
     if one:
         # There is no negative.
-        del found["margin MSE"]
+        del results["margin MSE"]
     if masked:
-        found["residual candidates"] = Call(_residual, (queries,), codes | own_codes | {"empty_score": -1.0})
-    return {name: call._replace(options=call.options | by) for name, call in found.items()}
+        results["residual candidates"] = Call(_residual, (queries,), codes | own_codes | {"empty_score": -1.0})
+    return {name: call._replace(options=call.options | by) for name, call in results.items()}
 
 
 def operations(device: str = "cpu", implementation: str = "auto") -> dict[str, Operation]:
@@ -179,9 +179,9 @@ class Operators(TorchDispatchMode):
 
 def check_changed_in_place(operation: Operation, queries: Tensor) -> None:
     """A result that is multiplied in place has the gradient of one that is multiplied out of place."""
-    expected, found = (queries.clone().requires_grad_() for _ in range(2))
+    expected, actual = (queries.clone().requires_grad_() for _ in range(2))
     (operation(expected) * 2).square().sum().backward()
-    scores = operation(found)
+    scores = operation(actual)
     scores.mul_(2)
     scores.square().sum().backward()
-    assert torch.equal(found.grad, expected.grad)
+    assert torch.equal(actual.grad, expected.grad)

@@ -64,7 +64,7 @@ def residual_gradient(function, queries: Tensor, documents: ResidualCodes, optio
     return differentiated(function, (queries,), options, documents)[0]
 
 
-def check_8_bits(found: Tensor, queries: Tensor, documents: ResidualCodes, options: dict) -> None:
+def check_8_bits(result: Tensor, queries: Tensor, documents: ResidualCodes, options: dict) -> None:
     """Scores of rounded queries and bucket weights, against the definition, by how much a similarity may be off.
 
     A query's elements are rounded to 1/127 of the largest. Weights are rounded so that their squared errors together
@@ -80,7 +80,7 @@ def check_8_bits(found: Tensor, queries: Tensor, documents: ResidualCodes, optio
     off = (of_token * documents.scales.max()).sum(dim=-1, keepdim=True)
     if options.get("reduction") == "mean":
         off = off / queries.shape[1]
-    difference = found.double() - maxsim_residual_reference(queries, documents, **options)
+    difference = result.double() - maxsim_residual_reference(queries, documents, **options)
     assert (difference.abs() <= off).all()
     # Roundings are of either sign, so that a score is off by a few of the root of their number.
     assert difference.square().mean().sqrt() <= 6 * off.mean() / (queries.shape[1] * documents.size) ** 0.5

@@ -233,8 +233,8 @@ test_what_is_wrong_is_named = mistakes(
           QuantizedEmbeddings, TOKENS.to("meta", torch.int8), TOKENS[:, 0].to("meta"), None, BOUNDS),
     # What belongs to packed documents.
     *(wrong(ValueError, f"{name} must be None where (queries|documents) are padded.*, got {got}",
-            explain, QUERIES, DOCUMENTS, **given)
-      for given, name, got in (
+            explain, QUERIES, DOCUMENTS, **kwargs)
+      for kwargs, name, got in (
           ({"queries_cu_seqlens": BOUNDS}, "queries_cu_seqlens", "Tensor"),
           ({"candidates_cu_seqlens": BOUNDS}, "candidates_cu_seqlens", "Tensor"),
           ({"max_query_length": 3}, "max_query_length", "int"),
@@ -281,9 +281,9 @@ def test_more_retrieved_than_an_operator_can_be_told_are_all(k: int) -> None:
 def test_pairs_of_lists_are_scored_on_their_device_whatever_the_default_one() -> None:
     documents = [torch.ones(0, 8), torch.ones(3, 8)]
     with torch.device("meta"):
-        found = maxsim_ragged_pairwise(LIST, documents, empty_score=-1.0)
+        result = maxsim_ragged_pairwise(LIST, documents, empty_score=-1.0)
         again = maxsim_ragged_pairwise(LIST, documents, empty_score=-1.0, normalize=True)
-    assert found.tolist() == [-1.0, 24.0]
+    assert result.tolist() == [-1.0, 24.0]
     torch.testing.assert_close(again, torch.tensor([-1.0, 3.0]))
 
 
@@ -319,10 +319,10 @@ def test_the_gradient_of_a_vmap_over_chosen_query_tokens(compiled: bool, learned
     scores = torch.func.vmap(score)
     scores = torch.compile(scores, backend="aot_eager") if compiled else scores
     weights = torch.randn(3, 1, 2)
-    found = torch.autograd.grad((scores(several) * weights).sum(), inputs)
+    actual = torch.autograd.grad((scores(several) * weights).sum(), inputs)
     one_by_one = torch.stack(list(map(score, several)))
     expected = torch.autograd.grad((one_by_one * weights).sum(), inputs)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_boundaries_that_do_not_fit_are_not_loaded(tmp_path) -> None:

@@ -43,7 +43,7 @@ def embeddings(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
 
 
-def assert_exact(found: torch.Tensor, documents: torch.Tensor, queries: torch.Tensor) -> None:
+def assert_exact(actual: torch.Tensor, documents: torch.Tensor, queries: torch.Tensor) -> None:
     """Products in float32, whatever the order of their sums.
 
     A sum of d terms rounds d times, each time up or down, which adds up to some sqrt(d) units in the last place of
@@ -51,10 +51,10 @@ def assert_exact(found: torch.Tensor, documents: torch.Tensor, queries: torch.Te
     """
     documents, queries = documents.double(), queries.double()
     expected, terms = documents @ queries.T, documents.abs() @ queries.abs().T
-    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(actual.isnan(), expected.isnan())
     finite = expected.isfinite()
-    assert torch.equal(found[~finite].nan_to_num(), expected[~finite].float().nan_to_num())
-    error = (found.double() - expected).abs()[finite]
+    assert torch.equal(actual[~finite].nan_to_num(), expected[~finite].float().nan_to_num())
+    error = (actual.double() - expected).abs()[finite]
     assert (error <= (1 + documents.shape[1] ** 0.5) * 2**-24 * terms[finite]).all()
 
 
@@ -72,9 +72,9 @@ def test_products_are_exact(tokens: int, rows: int, size: int, dtype: torch.dtyp
         documents = torch.cat([documents, documents], dim=1)[:, :size]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "_SMALL_PRODUCT", 0)
-        found = inner_products(documents, queries)
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert_exact(found, documents, queries)
+        result = inner_products(documents, queries)
+    assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_exact(result, documents, queries)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -106,8 +106,8 @@ class TestSettings:
         monkeypatch.setattr(products, "_SMALL_PRODUCT", 0)
         documents, queries = embeddings(4099, 128).to(dtype), embeddings(96, 128, seed=1).to(dtype)
         with bfloat16_allowed(setting):
-            found = inner_products(documents, queries)
-        assert_exact(found, documents, queries)
+            result = inner_products(documents, queries)
+        assert_exact(result, documents, queries)
 
     def test_decide_between_convolution_and_matrix_product(self, monkeypatch) -> None:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")

@@ -56,8 +56,8 @@ def test_definition(case: tuple) -> None:
 def test_normal_points(metric: str, size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(3, length, size, generator=generator).to(dtype) for length in (90, 120))
-    found, expected = chamfer(x, y, metric=metric), chamfer_reference(x.double(), y.double(), metric=metric)
-    assert relative_error(found, expected) <= 1e-6
+    actual, expected = chamfer(x, y, metric=metric), chamfer_reference(x.double(), y.double(), metric=metric)
+    assert relative_error(actual, expected) <= 1e-6
     bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
     right = gradients(chamfer_reference, (x.double(), y.double()), metric=metric)
     for gradient, wanted in zip(gradients(chamfer, (x, y), metric=metric), right, strict=True):

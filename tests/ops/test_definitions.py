@@ -85,10 +85,10 @@ def looped(case: Case, **options) -> list[list[float]]:
 @settings(**OPTIONS)
 @given(case=cases(dtypes=(torch.float64,), **SMALL), beta=st.sampled_from([0.3, 2.0, 30.0]))
 def test_maxsim_and_soft_maxsim(case: Case, beta: float) -> None:
-    found = maxsim_reference(*case.tensors, **case.keywords)
-    torch.testing.assert_close(found, torch.tensor(looped(case), dtype=torch.float64))
-    found = soft_maxsim_reference(*case.tensors, beta, **case.keywords)
-    torch.testing.assert_close(found, torch.tensor(looped(case, beta=beta), dtype=torch.float64))
+    result = maxsim_reference(*case.tensors, **case.keywords)
+    torch.testing.assert_close(result, torch.tensor(looped(case), dtype=torch.float64))
+    result = soft_maxsim_reference(*case.tensors, beta, **case.keywords)
+    torch.testing.assert_close(result, torch.tensor(looped(case, beta=beta), dtype=torch.float64))
 
 
 @settings(**OPTIONS)
@@ -115,8 +115,8 @@ def test_packed(case: tuple) -> None:
     ]
     if candidates is not None:
         rows = [rows[i][j] for i in range(len(rows)) for j in range(candidates[i], candidates[i + 1])]
-    found = maxsim_varlen_reference(*case[0], **case[1])
-    torch.testing.assert_close(found.double(), torch.tensor(rows, dtype=torch.float64))
+    result = maxsim_varlen_reference(*case[0], **case[1])
+    torch.testing.assert_close(result.double(), torch.tensor(rows, dtype=torch.float64))
 
 
 def test_from_hidden_states() -> None:
@@ -138,10 +138,10 @@ def test_from_hidden_states() -> None:
         for query in queries.tolist()
     ]  # fmt: skip
     mask = torch.tensor([1, 1, 0, 1]).expand(3, 4)
-    found = maxsim_from_hidden_reference(
+    actual = maxsim_from_hidden_reference(
         queries, hidden, weight, bias, documents_mask=mask, queries_weight=weight, queries_bias=queries_bias
     )
-    torch.testing.assert_close(found, torch.tensor(expected))
+    torch.testing.assert_close(actual, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -161,8 +161,8 @@ def test_cross_entropy(excluded: tuple, margin: float | None, symmetric: bool) -
         left_out = exclude[query, document].item() or (margin is not None and score > right - margin)
         return document == labels[query] or not left_out
 
-    def denominator(places: list) -> float:
-        return math.log(sum(math.exp(scores[place].item() / temperature) for place in places if counts(*place)))
+    def denominator(positions: list) -> float:
+        return math.log(sum(math.exp(scores[place].item() / temperature) for place in positions if counts(*place)))
 
     expected = []
     for query, label in enumerate(labels):
@@ -171,8 +171,8 @@ def test_cross_entropy(excluded: tuple, margin: float | None, symmetric: bool) -
             loss = (loss + denominator([(other, label) for other in range(3)])) / 2
         expected.append(loss - scores[query, label].item() / temperature)
     options = {"exclude": exclude, "margin": margin, "temperature": temperature, "symmetric": symmetric}
-    found = cross_entropy_reference(scores, torch.tensor(labels), **options, loss_reduction="none")
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    actual = cross_entropy_reference(scores, torch.tensor(labels), **options, loss_reduction="none")
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_the_gradient_goes_to_the_first_of_equal_tokens_and_to_no_masked_one() -> None:

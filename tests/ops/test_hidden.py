@@ -45,8 +45,8 @@ class Problem:
         def scores(*leaves: Tensor) -> Tensor:
             return function(**(self.tensors | dict(zip(names, leaves, strict=True))), **self.rest)
 
-        found = differentiated(scores, [self.tensors[name] for name in names], {})
-        return dict(zip(names, found, strict=True))
+        result = differentiated(scores, [self.tensors[name] for name in names], {})
+        return dict(zip(names, result, strict=True))
 
 
 def layers(draw: st.DrawFn, case: Case, dtype: torch.dtype, sizes: st.SearchStrategy[int]) -> dict[str, Tensor]:
@@ -110,10 +110,10 @@ def test_scores_and_gradients_equal_the_definition(problem: Problem, scratch: in
     with pytest.MonkeyPatch.context() as patch:
         limit_scratch(patch, scratch)
         torch.testing.assert_close(problem(maxsim_from_hidden), scores.float(), rtol=1e-5, atol=1e-5)
-        found = problem.gradients(maxsim_from_hidden)
+        actual = problem.gradients(maxsim_from_hidden)
     # Gradients may cancel to rounding noise.
     noise = 1e-5 * max(1.0, *(gradient.norm().item() for gradient in expected.values()))
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert gradient.dtype == torch.float32
         error = (gradient.double() - expected[name]).norm().item()
         assert error <= 1e-5 * expected[name].norm().item() + noise, name
@@ -157,9 +157,9 @@ def problem(**rest) -> Problem:
 
 def test_one_layer_for_both_sides_gets_the_sum_of_both_gradients() -> None:
     queries, hidden = torch.randn(3, 4, 10), torch.randn(5, 7, 10)
-    found, expected = [], []
+    actual, expected = [], []
     for function, dtype, gradients in (
-        (maxsim_from_hidden, torch.float32, found),
+        (maxsim_from_hidden, torch.float32, actual),
         (maxsim_from_hidden_reference, torch.float64, expected),
     ):
         torch.manual_seed(1)
@@ -170,7 +170,7 @@ def test_one_layer_for_both_sides_gets_the_sum_of_both_gradients() -> None:
         )  # fmt: skip
         scores.square().sum().backward()
         gradients += [parameter.grad for parameter in layer.parameters()]
-    for gradient, reference in zip(found, expected, strict=True):
+    for gradient, reference in zip(actual, expected, strict=True):
         assert relative_error(gradient, reference) <= 1e-5
 
 
@@ -182,8 +182,8 @@ def test_only_the_needed_gradients(name: str, scratch: int, monkeypatch: pytest.
     monkeypatch.setattr(
         hidden, "compute_hidden_gradients", lambda *arguments: asked.append(compute(*arguments)) or asked[-1]
     )
-    found = problem().gradients(maxsim_from_hidden, (name,))[name]
-    assert relative_error(found, problem().gradients(maxsim_from_hidden_reference)[name]) <= 1e-5
+    result = problem().gradients(maxsim_from_hidden, (name,))[name]
+    assert relative_error(result, problem().gradients(maxsim_from_hidden_reference)[name]) <= 1e-5
     (gradients,) = asked
     order = ("weight", "bias", "queries", "hidden")
     assert [gradient is not None for gradient in gradients] == [n == name for n in order]
@@ -233,15 +233,15 @@ def test_the_projection_is_kept_only_where_it_and_its_gradient_fit(monkeypatch: 
     assert len(projections) == 1
     # The projected embeddings take 5 * 7 * 6 * 4 bytes.
     limit_scratch(monkeypatch, 840)
-    found = problem().gradients(maxsim_from_hidden)
+    actual = problem().gradients(maxsim_from_hidden)
     assert len(projections) == 1 + 1 + 3
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert relative_error(gradient, expected[name]) <= 1e-6
 
 
-@pytest.mark.parametrize(("share", "kept"), [(2, True), (3, False)])
+@pytest.mark.parametrize(("share", "at_once"), [(2, True), (3, False)])
 def test_a_step_has_a_share_of_the_bytes_of_the_hidden_states(
-    share: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+    share: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 24 elements, which are projected to 6; and what needs no gradient has none of it."""
     monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
@@ -254,11 +254,11 @@ def test_a_step_has_a_share_of_the_bytes_of_the_hidden_states(
     scores = whole(maxsim_from_hidden)
     assert len(projections) == 5
     projections.clear()
-    found, expected = whole.gradients(maxsim_from_hidden), whole.gradients(maxsim_from_hidden_reference)
-    # Not kept: in the forward all documents are one block, in the backward three of them and then two.
-    assert len(projections) == (1 if kept else 3)
+    actual, expected = whole.gradients(maxsim_from_hidden), whole.gradients(maxsim_from_hidden_reference)
+    # Not at once: in the forward all documents are one block, in the backward three of them and then two.
+    assert len(projections) == (1 if at_once else 3)
     torch.testing.assert_close(scores, whole(maxsim_from_hidden_reference), rtol=1e-5, atol=1e-5)
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert relative_error(gradient, expected[name]) <= 1e-5
 
 
@@ -267,11 +267,11 @@ def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPa
     """Against the definition of the same projected embeddings, which rounding to bfloat16 makes other ones."""
     limit_scratch(monkeypatch, scratch)
     half = problem().to(torch.bfloat16)
-    found = half.gradients(maxsim_from_hidden)
+    actual = half.gradients(maxsim_from_hidden)
     for name, expected in half.to(torch.float64).gradients(as_rounded(half)).items():
-        assert found[name].dtype == torch.bfloat16
-        assert torch.cosine_similarity(found[name].double().flatten(), expected.flatten(), dim=0) >= 0.9999
-        assert relative_error(found[name], expected) <= 1e-2
+        assert actual[name].dtype == torch.bfloat16
+        assert torch.cosine_similarity(actual[name].double().flatten(), expected.flatten(), dim=0) >= 0.9999
+        assert relative_error(actual[name], expected) <= 1e-2
 
 
 class Casts(TorchDispatchMode):

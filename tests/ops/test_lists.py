@@ -69,11 +69,11 @@ def test_the_look_beside_the_kernels_sees_what_the_definition_sees(
         compared = [value.detach() if type(value) is torch.Tensor else value for value in compared]
     expected = is_like(compared[0], compared[0]) and is_like(*compared)
     with torch.set_grad_enabled(recorded):
-        found = compute.kernels().look([first, other])
-    assert (found is not None) == expected
-    if found is not None:
-        assert found.lengths.tolist() == [len(v) for v in (first, other)]
-        assert found.addresses.tolist() == [v.data_ptr() for v in (first, other)]
+        actual = compute.kernels().look([first, other])
+    assert (actual is not None) == expected
+    if actual is not None:
+        assert actual.lengths.tolist() == [len(v) for v in (first, other)]
+        assert actual.addresses.tolist() == [v.data_ptr() for v in (first, other)]
 
 
 @pytest.mark.parametrize("way", [pytest.param("kernels", marks=compiles), "definition"])
@@ -87,21 +87,21 @@ def test_lists_are_what_their_items_are(values: list, way: str) -> None:
             with pytest.raises(ValueError, match="values must have one embedding size"):
                 sequences_of("values", values)
             return
-        found = sequences_of("values", values)
-    assert found.size == expected[0].shape[1]
-    assert (found.shortest, found.longest) == (min(map(len, expected)), max(map(len, expected)))
-    assert found.lengths.tolist() == [len(tensor) for tensor in expected]
-    assert found.bounds.tolist() == [0, *np.cumsum([len(tensor) for tensor in expected])]
-    assert found.addresses.tolist() == [tensor.data_ptr() for tensor in found.tensors]
-    for tensor, value in zip(found.tensors, expected, strict=True):
+        actual = sequences_of("values", values)
+    assert actual.size == expected[0].shape[1]
+    assert (actual.shortest, actual.longest) == (min(map(len, expected)), max(map(len, expected)))
+    assert actual.lengths.tolist() == [len(tensor) for tensor in expected]
+    assert actual.bounds.tolist() == [0, *np.cumsum([len(tensor) for tensor in expected])]
+    assert actual.addresses.tolist() == [tensor.data_ptr() for tensor in actual.tensors]
+    for tensor, value in zip(actual.tensors, expected, strict=True):
         assert tensor.is_contiguous()
         assert torch.equal(tensor, value)
 
 
 def test_tensors_that_are_alike_have_one_example() -> None:
     def examples(*values: torch.Tensor) -> int:
-        found: Sequences = sequences_of("values", values)
-        return len(found.examples)
+        result: Sequences = sequences_of("values", values)
+        return len(result.examples)
 
     assert examples(rows(3, 8), rows(0, 8), rows(1, 8)) == 1
     assert examples(*[rows(2, 8).requires_grad_()] * 3) == 1
@@ -112,7 +112,7 @@ def test_without_what_describes_tensors_in_c_the_definition_looks(monkeypatch: p
     monkeypatch.setattr(lists, "kernels_run_on", lambda *kind: None)
     monkeypatch.setattr(lists, "describer", lambda: None)
     values = [rows(3, 8), rows(1, 8)]
-    found = sequences_of("values", values)
-    assert found.known_addresses is None
-    assert found.lengths.tolist() == [3, 1]
-    assert found.addresses.tolist() == [value.data_ptr() for value in values]
+    result = sequences_of("values", values)
+    assert result.known_addresses is None
+    assert result.lengths.tolist() == [3, 1]
+    assert result.addresses.tolist() == [value.data_ptr() for value in values]

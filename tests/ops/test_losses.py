@@ -38,14 +38,14 @@ def test_the_definition_is_that_of_torch(loss_reduction: str) -> None:
     options = {"temperature": 0.2, "loss_reduction": loss_reduction}
     log_q = (scores / 0.2).log_softmax(-1)
     divergence = F.kl_div(log_q, teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-    for found, expected in (
+    for actual, expected in (
         (cross_entropy_reference(scores, labels, **options), F.cross_entropy(scores / 0.2, labels, reduction="none")),
         (cross_entropy_reference(scores, **options), F.cross_entropy(scores / 0.2, torch.arange(5), reduction="none")),
         (kl_divergence_reference(scores, teacher, **options), divergence),
     ):
         reduced = expected if loss_reduction == "none" else getattr(expected, loss_reduction)()
-        torch.testing.assert_close(found, reduced)
-        gradients = [torch.autograd.grad(loss.sum(), scores, retain_graph=True)[0] for loss in (found, reduced)]
+        torch.testing.assert_close(actual, reduced)
+        gradients = [torch.autograd.grad(loss.sum(), scores, retain_graph=True)[0] for loss in (actual, reduced)]
         torch.testing.assert_close(*gradients)
 
 
@@ -177,12 +177,12 @@ def test_a_temperature_that_is_learned() -> None:
     for temperature in (torch.tensor(0.7), torch.tensor([0.7]), torch.nn.Parameter(torch.tensor(0.7).double())):
         leaf = temperature.detach().requires_grad_()
         loss = maxsim_cross_entropy(queries, documents, temperature=leaf)
-        (found,) = torch.autograd.grad(loss, leaf)
-        assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
+        (actual,) = torch.autograd.grad(loss, leaf)
+        assert (actual.shape, actual.dtype) == (leaf.shape, leaf.dtype)
         other = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         expected = cross_entropy_reference(maxsim(queries, documents).double(), temperature=other)
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-        torch.testing.assert_close(found.double().sum(), torch.autograd.grad(expected, other)[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual.double().sum(), torch.autograd.grad(expected, other)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
@@ -192,11 +192,11 @@ def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
     for max_scratch_bytes in (None, 1):
         loss = maxsim_cross_entropy(*leaves, temperature=1e8, max_scratch_bytes=max_scratch_bytes) * 2.0**26
         expected = maxsim_cross_entropy(*wide, temperature=1e8) * 2.0**26
-        for found, reference in zip(
+        for actual, reference in zip(
             torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, wide), strict=True
         ):
-            assert found.dtype == torch.float16
-            assert (found.double() - reference).norm() <= 1e-2 * reference.norm()
+            assert actual.dtype == torch.float16
+            assert (actual.double() - reference).norm() <= 1e-2 * reference.norm()
 
 
 def test_the_argmax_lives_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,5 +224,5 @@ def test_the_argmax_lives_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyP
 
 def test_numbers_may_be_numpys() -> None:
     options = {"temperature": np.float32(0.5), "margin": np.float64(0.25)}
-    found = maxsim_cross_entropy(Q, D, **options)
-    assert torch.equal(found, maxsim_cross_entropy(Q, D, temperature=0.5, margin=0.25))
+    result = maxsim_cross_entropy(Q, D, **options)
+    assert torch.equal(result, maxsim_cross_entropy(Q, D, temperature=0.5, margin=0.25))

@@ -120,10 +120,10 @@ def test_nothing_of_masked_tokens_reaches_a_result_or_a_gradient(name: str, valu
     masked = [(int(key in ("documents_mask", "y_mask")), mask == 0) for key, mask in masks.items()]
     for place, off in masked:
         spoiled[place][off] = value
-    clean, found = [value_and_gradients(call, tensors) for tensors in (call.tensors, spoiled)]
-    torch.testing.assert_close(*[results[: 3 if "hidden" in name else None] for results in (found, clean)])
+    clean, result = [value_and_gradients(call, tensors) for tensors in (call.tensors, spoiled)]
+    torch.testing.assert_close(*[results[: 3 if "hidden" in name else None] for results in (result, clean)])
     assert masked
-    assert not any(found[1 + place][off].any() for place, off in masked)
+    assert not any(result[1 + place][off].any() for place, off in masked)
 
 
 @pytest.mark.parametrize("empty_score", [0.0, -1.0])

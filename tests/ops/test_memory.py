@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple, dict[str, Any]]] = {
     "quantize to bytes": (quantize, (ROWS, "uint8"), {"cu_seqlens": BOUNDS}),
     "dequantize": (lambda documents: documents.dequantize(), (quantize(ROWS),), {}),
     "compress": (
-        lambda *given: [getattr(codec().compress(*given), name) for name in ("codes", "residuals", "cu_seqlens")],
+        lambda *args: [getattr(codec().compress(*args), name) for name in ("codes", "residuals", "cu_seqlens")],
         (ROWS, BOUNDS), {},
     ),
     "decompress": (lambda documents: documents.decompress(), (CODES,), {}),
@@ -78,11 +78,11 @@ def test_nothing_is_changed_or_kept(name: str) -> None:
         arguments = tuple(tensor.clone().requires_grad_() for tensor in arguments)
     inputs = [*tensors_of(list(arguments)), *tensors_of(list(options.values()))]
     before = [tensor.detach().clone() for tensor in inputs]
-    found = function(*arguments, **options)
+    result = function(*arguments, **options)
     learned = [tensor for tensor in inputs if tensor.requires_grad]
-    scores = [tensor for tensor in tensors_of(found) if tensor.requires_grad]
+    scores = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     gradients = torch.autograd.grad(scores[0].sum(), learned) if scores else ()
-    assert places(found)
-    assert not places([found, gradients]) & places(inputs)
+    assert places(result)
+    assert not places([result, gradients]) & places(inputs)
     for tensor, was in zip(inputs, before, strict=True):
         assert torch.equal(tensor, was)

@@ -106,8 +106,8 @@ def test_huge_quantized_documents_are_normalized(precision: str, quantize_querie
     options = {"normalize": True, "quantize_queries": quantize_queries}
     expected = maxsim(queries, quantize(documents, precision), **options)
     # Scales too are multiplied by a power of two.
-    found = maxsim(queries, quantize(documents * 2.0**84, precision), **options)
-    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    actual = maxsim(queries, quantize(documents * 2.0**84, precision), **options)
+    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
 
 
 @by_operation
@@ -117,16 +117,16 @@ def test_what_is_not_a_number_stays_in_its_scores(
     operation: Callable, value: float, normalize: bool, side: int
 ) -> None:
     """And reaches their gradient; an infinite token has no direction."""
-    given = embeddings(torch.float32)
-    given[side][1, 2, 3] = value
-    scores = operation(*[values.requires_grad_() for values in given], normalize=normalize)
+    arguments = embeddings(torch.float32)
+    arguments[side][1, 2, 3] = value
+    scores = operation(*[values.requires_grad_() for values in arguments], normalize=normalize)
     nan = torch.zeros_like(scores, dtype=torch.bool)
     nan[1 if side == 0 or scores.dim() == 1 else (slice(None), 1)] = True
     assert torch.equal(scores.isnan(), nan)
-    assert torch.autograd.grad(scores[nan].sum(), given[1 - side], retain_graph=True)[0].isnan().any()
+    assert torch.autograd.grad(scores[nan].sum(), arguments[1 - side], retain_graph=True)[0].isnan().any()
     if operation not in (projected, soft) and not normalize:
         # A score that is NaN, of weight 0, gives 0 times NaN to no other element.
-        (gradient,) = torch.autograd.grad(scores[~nan].sum(), given[1 - side])
+        (gradient,) = torch.autograd.grad(scores[~nan].sum(), arguments[1 - side])
         assert gradient[..., [0, 1, 2, 4, 5]].isfinite().all()
 
 
@@ -156,10 +156,10 @@ def test_infinities_behave_as_in_torch(operation: Callable) -> None:
     ],
 )
 def test_of_nothing(operation: Callable, definition: Callable, others: tuple, queries: tuple, documents: tuple) -> None:
-    given = [torch.randn(*shape, 4, requires_grad=True) for shape in (queries, documents)]
-    scores = operation(*given, *others, empty_score=-7.0)
-    assert torch.equal(scores, definition(*given, *others, empty_score=-7.0))
-    assert not any(gradient.any() for gradient in torch.autograd.grad(scores.sum(), given))
+    arguments = [torch.randn(*shape, 4, requires_grad=True) for shape in (queries, documents)]
+    scores = operation(*arguments, *others, empty_score=-7.0)
+    assert torch.equal(scores, definition(*arguments, *others, empty_score=-7.0))
+    assert not any(gradient.any() for gradient in torch.autograd.grad(scores.sum(), arguments))
 
 
 @pytest.mark.parametrize("masking", ["exclude", "zero"])

@@ -35,9 +35,9 @@ def test_same_tensor_as_queries_and_documents(normalize: bool) -> None:
     tokens = torch.randn(3, 4, 5, requires_grad=True)
     other = tokens.detach().double().requires_grad_()
     weight = torch.randn(3, 3)
-    (found,) = torch.autograd.grad((maxsim(tokens, tokens, normalize=normalize) * weight).sum(), tokens)
+    (actual,) = torch.autograd.grad((maxsim(tokens, tokens, normalize=normalize) * weight).sum(), tokens)
     (expected,) = torch.autograd.grad((maxsim_reference(other, other, normalize=normalize) * weight).sum(), other)
-    assert relative_error(found, expected) <= 1e-5
+    assert relative_error(actual, expected) <= 1e-5
 
 
 def test_memory_does_not_grow_with_the_similarity_tensor() -> None:

@@ -37,7 +37,7 @@ def test_quantized_to_the_nearest_value(dtype: torch.dtype, precision: str) -> N
     embeddings = (torch.randn(3, 7, 40) * torch.tensor([0.01, 1.0, 100.0]).view(3, 1, 1)).to(dtype)
     quantized = quantize(embeddings, precision)
     wide = embeddings.float().double()
-    found, scales = quantized.dequantize(torch.float64), quantized.scales.double().unsqueeze(-1)
+    result, scales = quantized.dequantize(torch.float64), quantized.scales.double().unsqueeze(-1)
     if precision == "fp8":
         # Half a unit in the last of 3 bits behind the point, or of the smallest value, 2^-9.
         step = torch.maximum(wide.abs() / 16, scales * 2.0**-10)
@@ -46,25 +46,25 @@ def test_quantized_to_the_nearest_value(dtype: torch.dtype, precision: str) -> N
         step = scales / 2 * (1 + 1e-4)
         levels = (wide.amax(-1) - wide.amin(-1)) / 255 if precision == "uint8" else wide.abs().amax(-1) / 127
         torch.testing.assert_close(scales.squeeze(-1), levels, rtol=1e-6, atol=0.0)
-    assert ((found - wide).abs() <= step * (1 + 1e-6)).all()
+    assert ((result - wide).abs() <= step * (1 + 1e-6)).all()
     largest = wide.abs().amax(-1, keepdim=True)
-    assert ((quantized.dequantize().double() - found).abs() <= 1e-6 * largest).all()
+    assert ((quantized.dequantize().double() - result).abs() <= 1e-6 * largest).all()
     assert quantized.dequantize(torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tokens_of_one_value_and_of_zeros(precision: str) -> None:
     embeddings = torch.tensor([[0.0, 0.0], [0.3, 0.3], [-2.0, -2.0], [1e-45, 0.0]])
-    found = quantize(embeddings, precision).dequantize()
-    torch.testing.assert_close(found, embeddings, rtol=1e-6, atol=1e-44)
+    result = quantize(embeddings, precision).dequantize()
+    torch.testing.assert_close(result, embeddings, rtol=1e-6, atol=1e-44)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_token_that_is_not_a_number_is_none_as_a_whole(precision: str) -> None:
     embeddings = torch.ones(4, 3)
     embeddings[1, 2], embeddings[2, 0] = torch.nan, -torch.inf
-    found = quantize(embeddings, precision).dequantize()
-    assert found.isnan().tolist() == [[False] * 3, [True] * 3, [True] * 3, [False] * 3]
+    result = quantize(embeddings, precision).dequantize()
+    assert result.isnan().tolist() == [[False] * 3, [True] * 3, [True] * 3, [False] * 3]
 
 
 def test_a_block_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +73,10 @@ def test_a_block_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings = torch.randn(5, 7, 8, generator=torch.Generator().manual_seed(0))
     expected = quantize(embeddings, "uint8")
     monkeypatch.setattr(quantization, "_TOKENS_AT_ONCE", 4)
-    found = quantize(embeddings, "uint8")
-    assert torch.equal(found.values, expected.values)
-    assert torch.equal(found.scales, expected.scales)
-    assert torch.equal(found.offsets, expected.offsets)
+    actual = quantize(embeddings, "uint8")
+    assert torch.equal(actual.values, expected.values)
+    assert torch.equal(actual.scales, expected.scales)
+    assert torch.equal(actual.offsets, expected.offsets)
 
 
 @pytest.mark.parametrize("shape", [(9, 20, 16), (4, 3, 20, 16)])
@@ -93,19 +93,19 @@ def test_several_blocks_of_documents(shape: tuple[int, ...], monkeypatch: pytest
         torch.testing.assert_close(maxsim(queries, documents, **masks).double(), expected, **CLOSE)
         for options in ({}, owners):
             packed_queries = queries.flatten(0, 1)
-            found = maxsim_varlen(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
+            actual = maxsim_varlen(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
             of_packed = maxsim_quantized_reference(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
-            torch.testing.assert_close(found.double(), of_packed, **CLOSE)
+            torch.testing.assert_close(actual.double(), of_packed, **CLOSE)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 8), (3, 0, 8)])
 def test_no_documents_and_no_tokens(shape: tuple[int, ...]) -> None:
     documents = quantize(torch.ones(shape))
-    found = maxsim(torch.ones(2, 4, 8), documents, empty_score=-7.0, reduction="mean")
-    assert torch.equal(found, torch.full((2, shape[0]), -7.0))
+    result = maxsim(torch.ones(2, 4, 8), documents, empty_score=-7.0, reduction="mean")
+    assert torch.equal(result, torch.full((2, shape[0]), -7.0))
     packed_documents, bounds = quantize(torch.ones(0, 8)), torch.zeros(shape[0] + 1, dtype=torch.int32)
-    found = maxsim_varlen(torch.ones(4, 8), packed_documents, torch.tensor([0, 4, 4]), bounds, empty_score=-7.0)
-    assert torch.equal(found, torch.full((2, shape[0]), -7.0))
+    result = maxsim_varlen(torch.ones(4, 8), packed_documents, torch.tensor([0, 4, 4]), bounds, empty_score=-7.0)
+    assert torch.equal(result, torch.full((2, shape[0]), -7.0))
 
 
 def test_queries_as_they_are_are_not_rounded() -> None:
@@ -134,8 +134,8 @@ def test_opcheck_and_compile(precision: str) -> None:
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     tests += [] if precision == "fp8" else ["test_schema"]
     torch.library.opcheck(torch.ops.pylate_flash.maxsim_quantized.default, arguments, test_utils=tests)
-    found = torch.compile(maxsim, fullgraph=True)(queries, documents, reduction="mean")
-    torch.testing.assert_close(found, maxsim(queries, documents, reduction="mean"))
+    result = torch.compile(maxsim, fullgraph=True)(queries, documents, reduction="mean")
+    torch.testing.assert_close(result, maxsim(queries, documents, reduction="mean"))
 
 
 def test_a_gradient_is_refused() -> None:

@@ -36,15 +36,15 @@ def test_padded_queries_may_have_a_mask(kind: str) -> None:
         "whole": None,
     }[kind]
     expected = [maxsim_reference(queries.double(), d.double().unsqueeze(0), queries_mask=mask) for d in documents]
-    found = maxsim_ragged(queries, documents, queries_mask=mask)
-    torch.testing.assert_close(found.double(), torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
+    actual = maxsim_ragged(queries, documents, queries_mask=mask)
+    torch.testing.assert_close(actual.double(), torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
 
 
 def test_pairs_are_the_diagonal() -> None:
     queries, documents = ragged(3, 0, 2), ragged(5, 1, 0, seed=1)
     every = maxsim_ragged(queries, documents, empty_score=-7.0)
-    found = maxsim_ragged_pairwise(queries, documents, empty_score=-7.0)
-    torch.testing.assert_close(found, every.diagonal())
+    result = maxsim_ragged_pairwise(queries, documents, empty_score=-7.0)
+    torch.testing.assert_close(result, every.diagonal())
     padded = torch.stack(ragged(3, 3))
     torch.testing.assert_close(
         maxsim_ragged_pairwise(padded, documents[:2]), maxsim_ragged(padded, documents[:2]).diagonal()
@@ -147,8 +147,8 @@ def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, m
         assert tensors.queries.data_ptr() == queries[0].data_ptr()
         assert padded == []
     else:
-        [(found, bounds, longest)] = padded
-        assert (found.tolist(), longest) == (addresses(queries), max(lengths))
+        [(result, bounds, longest)] = padded
+        assert (result.tolist(), longest) == (addresses(queries), max(lengths))
         assert bounds.diff().tolist() == [*lengths]
         parts.append(bounds)
     assert (tensors.queries_mask is None) == (len(set(lengths)) == 1)

@@ -60,13 +60,13 @@ def test_the_definition_is_maxsim_of_what_is_decompressed() -> None:
     expected = maxsim_varlen(
         queries.flatten(0, 1), documents.decompress(torch.float64), bounds, documents.cu_seqlens, empty_score=-2.0
     )
-    found = maxsim_residual_reference(queries, documents, empty_score=-2.0)
-    torch.testing.assert_close(found, expected)
+    actual = maxsim_residual_reference(queries, documents, empty_score=-2.0)
+    torch.testing.assert_close(actual, expected)
     candidates = torch.tensor([[2, 0], [-1, 1], [0, 0]])
-    found = maxsim_residual_reference(queries, documents, candidates=candidates, empty_score=-2.0)
-    assert found[1].tolist() == [-2.0, -2.0]
-    kept = candidates.clamp(min=0)
-    torch.testing.assert_close(found[[0, 2]], expected.gather(1, kept)[[0, 2]])
+    actual = maxsim_residual_reference(queries, documents, candidates=candidates, empty_score=-2.0)
+    assert actual[1].tolist() == [-2.0, -2.0]
+    clamped = candidates.clamp(min=0)
+    torch.testing.assert_close(actual[[0, 2]], expected.gather(1, clamped)[[0, 2]])
 
 
 @pytest.mark.parametrize("with_candidates", [False, True])
@@ -87,9 +87,9 @@ def test_several_blocks_of_documents(with_candidates: bool, monkeypatch: pytest.
 @pytest.mark.parametrize(("lengths", "n_queries"), [([], 2), ([0, 0], 2), ([3, 4], 0)])
 def test_nothing_to_score(lengths: list[int], n_queries: int) -> None:
     queries, documents = torch.ones(n_queries, 3, 8, requires_grad=True), codes_of(lengths, 8, 4)
-    found = maxsim_residual(queries, documents, empty_score=-7.0, reduction="mean")
-    assert torch.equal(found, torch.full((n_queries, len(lengths)), -7.0))
-    found.sum().backward()
+    result = maxsim_residual(queries, documents, empty_score=-7.0, reduction="mean")
+    assert torch.equal(result, torch.full((n_queries, len(lengths)), -7.0))
+    result.sum().backward()
     assert torch.equal(queries.grad, torch.zeros_like(queries))
     none = torch.full((n_queries, 2), -1)
     assert torch.equal(maxsim_residual(queries, documents, candidates=none, empty_score=-7.0), none * 7.0)

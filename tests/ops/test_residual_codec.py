@@ -123,15 +123,15 @@ def test_an_index_of_fast_plaid(nbits: int, tmp_path: Path) -> None:
     # fast-plaid computes in float16.
     torch.testing.assert_close(documents.decompress(), torch.cat(decompressed), rtol=0.0, atol=1e-3)
     queries = clustered(12, 32).view(2, 6, 32)
-    found = maxsim_residual(queries, documents)
+    output = maxsim_residual(queries, documents)
     results = index.search(queries_embeddings=queries, top_k=40, n_full_scores=4096, n_ivf_probe=256)
     for query, result in enumerate(results):
         assert len(result) == 40
         numbers, scores = zip(*result, strict=True)
-        torch.testing.assert_close(found[query, list(numbers)], torch.tensor(scores), rtol=0.0, atol=6 * 1e-3)
+        torch.testing.assert_close(output[query, list(numbers)], torch.tensor(scores), rtol=0.0, atol=6 * 1e-3)
     index.delete([3, 30])
-    kept = torch.cat([decompressed[number] for number in range(40) if number not in (3, 30)])
-    torch.testing.assert_close(read_fast_plaid(tmp_path).decompress(), kept, rtol=0.0, atol=1e-3)
+    stored = torch.cat([decompressed[number] for number in range(40) if number not in (3, 30)])
+    torch.testing.assert_close(read_fast_plaid(tmp_path).decompress(), stored, rtol=0.0, atol=1e-3)
 
 
 FILES = {

@@ -39,9 +39,9 @@ def test_any_number_ofgroups_at_once_gives_the_definition(
     case = candidates(7, 3, masked)
     expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     torch.testing.assert_close(maxsim(*case.tensors, **case.keywords).double(), expected, rtol=2e-6, atol=2e-6)
-    for found, reference in zip(gradients(maxsim, case), gradients(maxsim_reference, case.doubled()), strict=True):
-        assert found.is_contiguous()
-        assert relative_error(found, reference) <= 1e-5
+    for actual, reference in zip(gradients(maxsim, case), gradients(maxsim_reference, case.doubled()), strict=True):
+        assert actual.is_contiguous()
+        assert relative_error(actual, reference) <= 1e-5
 
 
 def test_groups_of_few_similarities_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +83,10 @@ def test_documents_without_tokens_may_have_a_block_to_themselves(monkeypatch: py
 def test_runs_of_queries_stay_within_the_budget() -> None:
     bounds = [torch.tensor(each) for each in ([0, 3, 6, 9, 12], [0, 10, 20, 520, 530, 540], [0, 1, 2, 4, 5])]
     tensors = Tensors(torch.randn(12, 8), torch.randn(540, 8), None, None, *bounds)
-    given = operands_of(problem_of(tensors, Options(3, 500, 2)), tensors)
-    assert groups_at_once(given, 8 * 100) == [(0, 2), (2, 3), (3, 4)]
-    assert groups_at_once(given, 1 << 20) == [(0, 4)]
-    assert groups_at_once(given, 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    arguments = operands_of(problem_of(tensors, Options(3, 500, 2)), tensors)
+    assert groups_at_once(arguments, 8 * 100) == [(0, 2), (2, 3), (3, 4)]
+    assert groups_at_once(arguments, 1 << 20) == [(0, 4)]
+    assert groups_at_once(arguments, 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("packed", [False, True])

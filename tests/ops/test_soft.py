@@ -36,20 +36,20 @@ def varlen_gradients(function, case: tuple, beta: float, dtype: torch.dtype | No
 
 
 def check_gradients(
-    found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float, beta_scale: float = 1.0
+    actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float, beta_scale: float = 1.0
 ) -> None:
     """Relative errors; that of beta's gradient, a sum of terms of both signs, at least of `beta_scale`."""
-    assert abs(found[0] - expected[0]) <= tolerance * max(beta_scale, abs(expected[0]))
-    for gradient, reference in zip(found[1:], expected[1:], strict=True):
+    assert abs(actual[0] - expected[0]) <= tolerance * max(beta_scale, abs(expected[0]))
+    for gradient, reference in zip(actual[1:], expected[1:], strict=True):
         assert relative_error(gradient, reference) <= tolerance
 
 
 def test_nan_and_infinity_behave_as_in_torch() -> None:
     queries, documents = torch.rand(2, 3, 4) + 0.1, torch.randn(4, 5, 4)
     documents[0, 3, 1], documents[1, 2, 0], documents[2], documents[3, 2, 0] = math.nan, math.inf, -math.inf, -math.inf
-    found, expected = soft_maxsim(queries, documents, 2.0), soft_maxsim_reference(queries, documents, 2.0)
-    torch.testing.assert_close(found, expected, equal_nan=True)
-    assert found.isnan().any(dim=0).tolist() == [True, False, False, False]
+    actual, expected = soft_maxsim(queries, documents, 2.0), soft_maxsim_reference(queries, documents, 2.0)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    assert actual.isnan().any(dim=0).tolist() == [True, False, False, False]
     # Whose documents are finite has a finite gradient.
     leaf = documents.requires_grad_()
     (gradient,) = torch.autograd.grad(soft_maxsim(queries, leaf, 2.0).sum(), leaf)

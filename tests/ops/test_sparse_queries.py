@@ -54,9 +54,9 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
 
     def watched(*tensors: Tensor) -> Tensor:
         nonlocal largest
-        found = product(*tensors)
-        largest = max(largest, found.numel(), *(tensor.numel() for tensor in tensors))
-        return found
+        result = product(*tensors)
+        largest = max(largest, result.numel(), *(tensor.numel() for tensor in tensors))
+        return result
 
     monkeypatch.setattr(torch, "bmm", watched)
     monkeypatch.setattr(products, "_BLOCK_CPU", 4000)

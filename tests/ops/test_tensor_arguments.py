@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     "varlen": (maxsim_varlen, {**PACKED, **OWNED}),
     "varlen pairs": (maxsim_varlen_pairwise, PACKED),
     "ragged": (
-        lambda queries, documents, **given: maxsim_ragged([Q[0], queries], [D[0], documents], **given),
+        lambda queries, documents, **kwargs: maxsim_ragged([Q[0], queries], [D[0], documents], **kwargs),
         {"queries": Q[1], "documents": D[1], **OWNED},
     ),
     "ragged pairs": (
@@ -72,15 +72,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     "sparse": (maxsim_sparse_queries, {**PADDED, "query_tokens": torch.zeros(3, 1, dtype=torch.int64)}),
     "XTR": (xtr_scores, PADDED),
     "hidden": (
-        lambda documents, **given: maxsim_from_hidden(hidden=documents, **given),
+        lambda documents, **kwargs: maxsim_from_hidden(hidden=documents, **kwargs),
         {**PADDED, **LAYER, "queries_weight": WEIGHT, "queries_bias": BIAS},
     ),
     "packed hidden": (
-        lambda documents, **given: maxsim_from_hidden(hidden=documents, **given),
+        lambda documents, **kwargs: maxsim_from_hidden(hidden=documents, **kwargs),
         {**PACKED, **OWNED, **LAYER},
     ),
     "residual": (
-        lambda **given: maxsim_residual(documents=CODES, **given),
+        lambda **kwargs: maxsim_residual(documents=CODES, **kwargs),
         {"queries": Q, "queries_mask": torch.ones(2, 3), "candidates": torch.zeros(2, 1, dtype=torch.int64)},
     ),
     "cross entropy": (

@@ -43,10 +43,10 @@ def test_saved_and_loaded_to_the_bit(name: str, path: Path) -> None:
     container = CONTAINERS[name]
     for _ in range(2):
         container.save(path)
-    found = type(container).load(path)
-    assert found.nbytes == container.nbytes
+    result = type(container).load(path)
+    assert result.nbytes == container.nbytes
     for field, tensor in vars(container).items():
-        read = getattr(found, field)
+        read = getattr(result, field)
         assert (read is None) == (tensor is None)
         if tensor is not None:
             assert read.dtype == tensor.dtype

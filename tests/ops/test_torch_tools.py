@@ -114,11 +114,11 @@ def test_a_retained_graph_can_be_differentiated_again(name: str) -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
     total = CALLS[name](*leaves).sum()
     first = torch.autograd.grad(total, leaves, retain_graph=True)
-    kept = [gradient.clone() for gradient in first]
+    saved = [gradient.clone() for gradient in first]
     for gradient in first:
         gradient.zero_()
     again = torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)
-    assert all(torch.equal(*pair) for found in again for pair in zip(found, kept, strict=True))
+    assert all(torch.equal(*pair) for result in again for pair in zip(result, saved, strict=True))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -137,11 +137,11 @@ def test_autocast_gives_the_autocast_type(name: str) -> None:
     call = CALLS[name]
     rounded = [tensor.bfloat16() if tensor.dim() else tensor for tensor in call.tensors]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = value_and_gradients(call, call.tensors)
+        actual = value_and_gradients(call, call.tensors)
     expected = value_and_gradients(call, rounded)
-    assert {tensor.dtype for tensor in found} == {torch.float32}
-    assert all(torch.equal(one, other.float()) for one, other in zip(found, expected, strict=True))
-    assert not torch.equal(found[0], call(*call.tensors))
+    assert {tensor.dtype for tensor in actual} == {torch.float32}
+    assert all(torch.equal(one, other.float()) for one, other in zip(actual, expected, strict=True))
+    assert not torch.equal(actual[0], call(*call.tensors))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -191,9 +191,9 @@ def test_results_do_not_depend_on_the_default_type(name: str, set_default: Calla
     assert expected.dtype == torch.float32
     for dtype in (torch.bfloat16, torch.float64):
         set_default(dtype)
-        found = call()
-        assert found.dtype == torch.float32
-        assert torch.equal(found, expected)
+        actual = call()
+        assert actual.dtype == torch.float32
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -215,8 +215,8 @@ def test_opcheck(name: str) -> None:
     with Operators() as operators:
         value_and_gradients(call, call.tensors)
         call(*call.tensors)
-    (forward, kept), (operator, arguments) = operators.calls[0], operators.calls[-1]
-    torch.library.opcheck(forward, kept, test_utils=("test_schema", "test_faketensor"))
+    (forward, saved), (operator, arguments) = operators.calls[0], operators.calls[-1]
+    torch.library.opcheck(forward, saved, test_utils=("test_schema", "test_faketensor"))
     leaves = {tensor.data_ptr() for tensor in call.tensors}
     arguments = [
         each.detach().requires_grad_() if isinstance(each, Tensor) and each.data_ptr() in leaves else each
@@ -248,16 +248,16 @@ def test_compiles_for_other_lengths_too(name: str) -> None:
 def test_compiles_by_default(operation: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> None:
     """With inductor, which reads results by the strides that the operators promise."""
     leaves = [tensor.clone().requires_grad_() for tensor in arguments]
-    found, expected = torch.compile(operation, fullgraph=True)(*leaves), operation(*leaves)
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)]
+    actual, expected = torch.compile(operation, fullgraph=True)(*leaves), operation(*leaves)
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(scores.sum(), leaves) for scores in (actual, expected)]
     torch.testing.assert_close(*gradients)
 
 
 def test_a_loss_compiles_by_default() -> None:
     with torch.no_grad():
-        found = torch.compile(maxsim_cross_entropy, fullgraph=True)(QUERIES, DOCUMENTS)
-    torch.testing.assert_close(found, maxsim_cross_entropy(QUERIES, DOCUMENTS))
+        result = torch.compile(maxsim_cross_entropy, fullgraph=True)(QUERIES, DOCUMENTS)
+    torch.testing.assert_close(result, maxsim_cross_entropy(QUERIES, DOCUMENTS))
 
 
 OWNED = torch.tensor([0, 2, 3])
@@ -374,8 +374,8 @@ def test_what_refuses_to_be_differentiated_has_the_name_of_what_was_called(name:
 def test_forward_mode_of_something_else_does_not_disturb(operation: Operation) -> None:
     expected = step(operation)(QUERIES.clone().requires_grad_())
     with forward_ad.dual_level():
-        found = step(operation)(QUERIES.clone().requires_grad_())
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = step(operation)(QUERIES.clone().requires_grad_())
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

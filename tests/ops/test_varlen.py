@@ -68,9 +68,9 @@ def test_pairs_are_candidates_of_one(options: dict) -> None:
     )
     arguments = _packed(queries, documents)
     case = arguments, options | {"candidates_cu_seqlens": torch.arange(5)}
-    found = maxsim_varlen_pairwise(*arguments, **options)
+    actual = maxsim_varlen_pairwise(*arguments, **options)
     definition = maxsim_varlen_reference(*arguments, **case[1])
-    torch.testing.assert_close(found.double(), definition.double(), **FLOAT32_SCORES)
+    torch.testing.assert_close(actual.double(), definition.double(), **FLOAT32_SCORES)
     expected = gradients(maxsim_varlen_reference, case)
     torch.testing.assert_close(gradients(maxsim_varlen_pairwise, (arguments, options)), expected, **FLOAT32_SCORES)
 
@@ -114,10 +114,10 @@ def test_pack_takes_tensors_and_arrays() -> None:
 def test_unpack_gives_back_what_was_packed() -> None:
     sequences = [torch.randn(n, 3, requires_grad=True) for n in (2, 0, 4)]
     values, bounds = pack(sequences)
-    found = unpack(values, bounds)
-    assert all(torch.equal(a, b) for a, b in zip(found, sequences, strict=True))
-    assert found[2].data_ptr() == values[2:].data_ptr(), "views, not copies"
-    found[2].sum().backward()
+    result = unpack(values, bounds)
+    assert all(torch.equal(a, b) for a, b in zip(result, sequences, strict=True))
+    assert result[2].data_ptr() == values[2:].data_ptr(), "views, not copies"
+    result[2].sum().backward()
     assert (sequences[2].grad == 1).all()
     assert [len(part) for part in unpack(torch.arange(6), bounds.long())] == [2, 0, 4]
 

@@ -23,10 +23,10 @@ def test_unit_vectors(normalizer: str, dtype: torch.dtype) -> None:
     mask = torch.rand(20, 30, generator=generator) > 0.2
     case = Case(queries, documents, None, mask, {"k": 3, "normalizer": normalizer})
     with torch.no_grad():
-        found = xtr_scores(*case.tensors, **case.keywords)
+        actual = xtr_scores(*case.tensors, **case.keywords)
         expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
     assert 0.1 < (expected == 0).double().mean() < 0.9
-    assert relative_error(found, expected) <= 2e-6
+    assert relative_error(actual, expected) <= 2e-6
     bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for gradient, right in zip(
         gradients(xtr_scores, case), gradients(xtr_scores_reference, case.doubled()), strict=True

@@ -89,8 +89,8 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
             results[name, expansion] = mean_over_ranks(value_and_gradient(loss, model, columns))
     model.do_query_expansion = True
     for gather in ("all_gather", "ring"):
-        found = learned_temperature(model, own, gather_across_devices=True, gather=gather)
-        results["temperature", gather] = mean_over_ranks(found)
+        result = learned_temperature(model, own, gather_across_devices=True, gather=gather)
+        results["temperature", gather] = mean_over_ranks(result)
         # One column of documents on some ranks, two on the others.
         loss = losses.Contrastive(model, gather_across_devices=True, gather=gather)
         columns = batch(model, rows, pad=False, columns=1 + rank % 2)
@@ -156,7 +156,7 @@ def ranks_of(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -
     """What the ranks of a world have found, which run once, in whatever order the tests ask."""
 
     @functools.cache
-    def found(world: int) -> list:
+    def result(world: int) -> list:
         folder = tmp_path_factory.mktemp("gathering")
         run_ranks(work, (tiny_colbert_path, folder, world), world)
         results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
@@ -164,7 +164,7 @@ def ranks_of(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -
             assert len({one["lengths"][column] for one in results}) > 1, "the ranks must differ"
         return results
 
-    return found
+    return result
 
 
 @pytest.fixture(params=[2, 4])
@@ -269,17 +269,17 @@ def test_ranks_in_ddp_may_have_other_numbers_of_mini_batches(ranks: list, model:
 def test_in_bfloat16_autocast(ranks: list, model: models.ColBERT, gather: str) -> None:
     value, gradient = whole(model, "Contrastive")
     for results in ranks:
-        found = results["bfloat16", gather]
-        torch.testing.assert_close(found[0].double(), len(ranks) * value.double(), rtol=0.03, atol=0.03)
-        assert torch.cosine_similarity(found[1].double(), gradient, dim=0) > 0.95
+        result = results["bfloat16", gather]
+        torch.testing.assert_close(result[0].double(), len(ranks) * value.double(), rtol=0.03, atol=0.03)
+        assert torch.cosine_similarity(result[1].double(), gradient, dim=0) > 0.95
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_pylates_scorer_gathers_other_lengths(ranks: list, name: str) -> None:
     assert len({results["lengths for PyLate"] for results in ranks}) > 1
     for results in ranks:
-        found, expected = (results["PyLate's scorer", name, scorer] for scorer in ("torch", "pylate_flash"))
-        assert_same(found, expected)
+        actual, expected = (results["PyLate's scorer", name, scorer] for scorer in ("torch", "pylate_flash"))
+        assert_same(actual, expected)
 
 
 def test_what_cannot_be_gathered_is_refused_on_all_ranks(ranks: list) -> None:

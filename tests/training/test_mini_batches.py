@@ -59,8 +59,8 @@ def test_value_and_gradients_are_those_of_the_whole_batch(
     of_loss = {name: value for name, value in arguments.items() if "mini" not in name}
     expected = value_and_gradients(losses.Contrastive(model, masking=masking, **of_loss), batch(model))
     with Watch(model) as watch:
-        found = value_and_gradients(losses.CachedContrastive(model, masking=masking, **arguments), batch(model))
-    assert_same(found, expected)
+        actual = value_and_gradients(losses.CachedContrastive(model, masking=masking, **arguments), batch(model))
+    assert_same(actual, expected)
     # All texts twice, and most of them cut.
     sizes = [ids.shape for ids in watch.ids]
     assert sum(rows for rows, _ in sizes) == 2 * 3 * len(QUERIES)
@@ -90,9 +90,9 @@ def test_padding_on_the_left_is_not_cut(model: ColBERT) -> None:
     columns = batch(model)
     for column in columns[1:]:
         shift = column["attention_mask"].shape[1] - column["attention_mask"].sum(dim=1, keepdim=True)
-        places = (torch.arange(column["attention_mask"].shape[1]) - shift) % column["attention_mask"].shape[1]
+        positions = (torch.arange(column["attention_mask"].shape[1]) - shift) % column["attention_mask"].shape[1]
         for name in ("input_ids", "attention_mask"):
-            column[name] = column[name].gather(1, places)
+            column[name] = column[name].gather(1, positions)
     expected = value_and_gradients(losses.Contrastive(model), columns)
     assert_same(value_and_gradients(losses.CachedContrastive(model, mini_batch_size=2), columns), expected)
 
@@ -130,20 +130,20 @@ def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
 
 
 def test_embeddings_are_freed_before_the_second_pass(model: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[weakref.ref] = []
+    mask: list[weakref.ref] = []
     batch_of = grad_cache._batch_of
 
     def observed(options, queries, documents, leaves):
-        kept.extend(weakref.ref(leaf) for leaf in leaves if leaf is not None)
+        mask.extend(weakref.ref(leaf) for leaf in leaves if leaf is not None)
         return batch_of(options, queries, documents, leaves)
 
     monkeypatch.setattr(grad_cache, "_batch_of", observed)
     loss = losses.CachedContrastive(model, mini_batch_size=3)
     value = loss(batch(model))
-    assert len(kept) == 2
-    assert all(leaf() is not None for leaf in kept)
+    assert len(mask) == 2
+    assert all(leaf() is not None for leaf in mask)
     alive = []
-    hook = model.register_forward_pre_hook(lambda *_: alive.append([leaf() is not None for leaf in kept]))
+    hook = model.register_forward_pre_hook(lambda *_: alive.append([leaf() is not None for leaf in mask]))
     value.backward()
     hook.remove()
     assert len(alive) > 6
@@ -209,11 +209,11 @@ def test_nothing_but_the_temperature_is_learned(model: ColBERT) -> None:
 def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts, tokens, zero_masked, random) -> None:
     padded = max(lengths) + 3
     attended = torch.tensor([[place < length for place in range(padded)] for length in lengths])
-    kept = attended & torch.tensor([[random.random() < 0.7 for _ in range(padded)] for _ in lengths])
+    inputs = attended & torch.tensor([[random.random() < 0.7 for _ in range(padded)] for _ in lengths])
     ids = torch.arange(attended.numel()).view(attended.shape)
     features = {"input_ids": ids, "attention_mask": attended.long(), "of_text": torch.arange(len(lengths))}
     of_all = {"prompt_length": torch.ones(len(lengths)), "modality": "text", "scale": torch.tensor(2.0)}
-    (column,) = mini_batches([features | of_all], [kept], Limits(texts, tokens), [zero_masked], [{"task": "query"}])
+    (column,) = mini_batches([features | of_all], [inputs], Limits(texts, tokens), [zero_masked], [{"task": "query"}])
     seen = []
 
     def model(features: dict[str, Tensor], task: str) -> dict[str, Tensor]:
@@ -224,7 +224,7 @@ def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts,
         assert features["attention_mask"].shape == features["input_ids"].shape
         return {"token_embeddings": features["input_ids"].unsqueeze(-1).double() + 1}
 
-    found = encode(column.batches, model, {"device_type": "cpu", "enabled": False})
+    actual = encode(column.batches, model, {"device_type": "cpu", "enabled": False})
     assert torch.cat([features["of_text"] for features in seen]).tolist() == column.order.tolist()
     assert sorted(column.order.tolist()) == list(range(len(lengths)))
     for features in seen:
@@ -236,26 +236,26 @@ def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts,
     assert column.ends == sorted(column.ends, reverse=True)
     expected = []
     for text in column.order.tolist():
-        row = (ids[text][kept[text]] + 1).tolist()
+        row = (ids[text][inputs[text]] + 1).tolist()
         expected.append(row + [0] * zero_masked)
     assert column.lengths == column.n_kept.tolist() == [len(row) for row in expected]
-    assert found.flatten().tolist() == [value for row in expected for value in row]
+    assert actual.flatten().tolist() == [value for row in expected for value in row]
 
     # Padded again, and packed from there.
-    values, mask = unpack_padded(found, column.n_kept, max(column.lengths))
+    values, mask = unpack_padded(actual, column.n_kept, max(column.lengths))
     mask = torch.ones(values.shape[:2], dtype=torch.bool) if mask is None else mask
-    assert torch.equal(values[mask], found)
+    assert torch.equal(values[mask], actual)
     assert not values[~mask].any()
     packed = pack_padded(values, mask, False)
-    assert torch.equal(packed.tokens, found)
+    assert torch.equal(packed.tokens, actual)
     assert packed.lengths.tolist() == column.lengths
     assert packed.longest == max(column.lengths)
     assert packed.cu_seqlens.tolist() == [sum(column.lengths[:i]) for i in range(len(lengths) + 1)]
 
 
 def test_kept_tokens_are_differentiable() -> None:
-    values, kept = torch.randn(2, 3, 2, requires_grad=True), torch.tensor([[True, False, True], [False, True, False]])
-    found = kept_tokens(values, kept, 3)
-    assert torch.equal(found, values[kept])
-    (gradient,) = torch.autograd.grad(found.sum(), values)
-    assert torch.equal(gradient, kept.unsqueeze(-1).expand_as(values).float())
+    values, mask = torch.randn(2, 3, 2, requires_grad=True), torch.tensor([[True, False, True], [False, True, False]])
+    result = kept_tokens(values, mask, 3)
+    assert torch.equal(result, values[mask])
+    (gradient,) = torch.autograd.grad(result.sum(), values)
+    assert torch.equal(gradient, mask.unsqueeze(-1).expand_as(values).float())

@@ -57,9 +57,9 @@ def test_a_temperature_can_be_learned(model: models.ColBERT, kind: type, options
         return temperature.grad
 
     learned, reference = (torch.nn.Parameter(torch.tensor(2.0)) for _ in range(2))
-    found = gradient(kind(model, temperature=learned, **options), learned)
+    actual = gradient(kind(model, temperature=learned, **options), learned)
     expected = gradient(losses.Contrastive(model, scorer="torch", temperature=reference), reference)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mini_batch_size", "score_mini_batch_size", "mini_batch_num_tokens"])

@@ -37,14 +37,14 @@ def test_similarities(n_queries, query_length, n, length, size, parts, normalize
         return values.transpose(0, 1).contiguous().transpose(0, 1) if transposed else values
 
     queries, documents = draw(n_queries, query_length), draw(n, length)
-    found = similarities(queries, documents, parts, normalize)
+    actual = similarities(queries, documents, parts, normalize)
     wide = queries.double(), documents.double()
     norms = [each.norm(dim=-1) for each in wide]
     largest = norms[0][:, None, :, None] * norms[1][None, :, None, :]
     expected = torch.einsum("qsd,ntd->qnst", *wide) / (largest if normalize else 1.0)
     # Each of two elements is rounded to 22 bits, or to 11.
     bound = 2.0**-20 if parts == 3 else 2.0**-10
-    assert ((found - expected).abs() <= bound * (1.0 if normalize else largest)).all()
+    assert ((actual - expected).abs() <= bound * (1.0 if normalize else largest)).all()
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -52,11 +52,11 @@ def test_infinite_elements_and_rows_of_zeros(parts: int) -> None:
     queries, documents = torch.randn(1, 3, 16), torch.randn(1, 4, 16)
     queries[0, 1, 3], documents[0, 0, 5] = torch.inf, -torch.inf
     documents[0, 1], documents[0, 2, 7], queries[0, 2] = 0.0, torch.nan, 1e-38
-    found = similarities(queries, documents, parts)
+    actual = similarities(queries, documents, parts)
     expected = torch.einsum("qsd,ntd->qnst", queries.double(), documents.double())
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.isposinf(), expected.isposinf())
-    assert (found[0, 0, 0, 1], found[0, 0, 2, 1]) == (0.0, 0.0)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.isposinf(), expected.isposinf())
+    assert (actual[0, 0, 0, 1], actual[0, 0, 2, 1]) == (0.0, 0.0)
 
 
 def test_another_total_than_that_of_the_tensor() -> None:
@@ -65,6 +65,6 @@ def test_another_total_than_that_of_the_tensor() -> None:
     assert rounded_total(99) == rounded_total(100) == 100
     cu_seqlens = torch.tensor([0, 40, 100])
     _, whole, scales = taken_apart(queries, documents, 48)
-    _, found, found_scales = taken_apart(queries, documents[:99], 48, None, cu_seqlens)
-    assert torch.equal(found, whole)
+    _, result, found_scales = taken_apart(queries, documents[:99], 48, None, cu_seqlens)
+    assert torch.equal(result, whole)
     assert torch.equal(found_scales.documents, scales.documents)

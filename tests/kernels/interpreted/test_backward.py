@@ -74,15 +74,15 @@ def test_weights(normalize: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_weights_of_other_types_and_strides(dtype: torch.dtype, way: str) -> None:
     case = weighted(dense((3, 7), (1, 2, 13), 12, "skewed", True))
     expected = replace(case, weights=case.weights.to(dtype).float()).run(way)
-    found = replace(case, weights=case.weights.t().contiguous().t().to(dtype)).run(way)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = replace(case, weights=case.weights.t().contiguous().t().to(dtype)).run(way)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_of_one_change_nothing(way: str) -> None:
     for case in (dense((3, 7), (1, 2, 13), 12, "skewed", True), dense((3, 7), (1, 2, 13), 12, "skewed")):
-        found = replace(case, weights=torch.ones(3, 7)).run(way)
-        assert all(torch.equal(a, b) for a, b in zip(found, case.run(way), strict=True))
+        result = replace(case, weights=torch.ones(3, 7)).run(way)
+        assert all(torch.equal(a, b) for a, b in zip(result, case.run(way), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_lists_beside_the_gather(queries: tuple, documents: tuple, weights: bool
         apart = case.run("lists")
     monkeypatch.setattr(lists, "_list_kernel", None)
     case.check("lists")
-    assert all(torch.equal(found, expected) for found, expected in zip(case.run("lists"), apart, strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(case.run("lists"), apart, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,8 +191,8 @@ def test_not_a_number_stays_where_it_belongs(way: str) -> None:
     problem.queries[2, 3, 0] = torch.inf
     problem.documents[0, 1, 3, 4] = torch.nan
     problem.grad_scores[1, 0] = torch.nan
-    for found, expected in zip(problem.run(way), problem.expected(), strict=True):
-        torch.testing.assert_close(found.double(), expected, equal_nan=True)
+    for actual, expected in zip(problem.run(way), problem.expected(), strict=True):
+        torch.testing.assert_close(actual.double(), expected, equal_nan=True)
         assert expected.isnan().any()
         assert expected.isfinite().any()
 
@@ -238,8 +238,8 @@ def test_not_a_number_in_scores_reaches_all_that_chose(way: str) -> None:
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
     problem = dense((3, 4), (1, 2, 6), 8, "uniform")
-    both, found = problem.run("lists"), problem.run("lists", *needs)
-    for gradient, needed, expected in zip(found, needs, both, strict=True):
+    both, actual = problem.run("lists"), problem.run("lists", *needs)
+    for gradient, needed, expected in zip(actual, needs, both, strict=True):
         assert torch.equal(gradient, expected) if needed else gradient is None
 
 
@@ -270,8 +270,8 @@ def test_gradients_lend_their_memory(
     both = case.queries.numel() * 4, case.documents.numel() * 4
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", allocate)
-        found = case.run("lists", needs_queries)[1]
-    assert relative_error(found, expected) <= 1e-5
+        actual = case.run("lists", needs_queries)[1]
+    assert relative_error(actual, expected) <= 1e-5
     if needs_queries:
         case.check("lists")
     # Lists of 35 rows, in 16 bits, of two documents at a time, and then of one.
@@ -284,8 +284,8 @@ def test_every_sum_has_the_error_of_its_own_rows() -> None:
     problem.argmax[..., 0] = 0
     problem.queries[0, 0] *= 1e-4
     for way in WAYS:
-        (_, found), (_, expected) = problem.run(way), problem.expected()
-        assert relative_error(found[0, 0, 0], expected[0, 0, 0]) <= 1e-6
+        (_, actual), (_, expected) = problem.run(way), problem.expected()
+        assert relative_error(actual[0, 0, 0], expected[0, 0, 0]) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

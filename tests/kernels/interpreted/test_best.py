@@ -32,10 +32,10 @@ def test_the_best_are_those_of_a_stable_sort(
         patch.setattr(tables, "BEST_BLOCK", 16)
         patch.setattr(tables, "BEST_LEAST_BLOCK", 4)
         patch.setattr(tables, "BEST_PER_WARP", 4)
-        best, found = k_best(scores, k)
+        best, result = k_best(scores, k)
     wanted, order = torch.sort(scores, dim=1, descending=True, stable=True)
     torch.testing.assert_close(best, wanted[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
-    assert torch.equal(found, order[:, :k])
+    assert torch.equal(result, order[:, :k])
 
 
 def test_columns_of_any_stride_and_none_at_all() -> None:

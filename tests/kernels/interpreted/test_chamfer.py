@@ -61,11 +61,11 @@ def test_the_same_points_win_in_all_tiles(size: int, metric: str, monkeypatch: p
     assert found_plan.n_shares > 1
     assert found_plan.row_blocks == 3
     assert found_plan.split is (size == 300)
-    scores, *found = argmax(sets, metric, "triton")
+    scores, *actual = argmax(sets, metric, "triton")
     expected, *right = argmax(sets, metric, "blocked")
     torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(found[0], right[0])
-    assert torch.equal(found[1], right[1])
+    assert torch.equal(actual[0], right[0])
+    assert torch.equal(actual[1], right[1])
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -74,13 +74,13 @@ def test_nan_wins_where_it_is(size: int, metric: str) -> None:
     """In tiles of which it is neither the first row nor the first column; the first of several."""
     x, y = torch.randn(2, 35, size), torch.randn(2, 100, size)
     y[0, 75, 1] = y[0, 90, 0] = x[1, 21] = torch.nan
-    scores, *found = argmax(Sets(x, y), metric, "triton")
+    scores, *actual = argmax(Sets(x, y), metric, "triton")
     assert scores.isnan().all()
-    assert (found[0][0] == 75).all()
-    assert (found[1][1] == 21).all()
-    assert found[1][0, 75] == found[0][1, 21] == 0
+    assert (actual[0][0] == 75).all()
+    assert (actual[1][1] == 21).all()
+    assert actual[1][0, 75] == actual[0][1, 21] == 0
     _, *right = argmax(Sets(x, y), metric, "blocked")
-    assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(actual, right, strict=True))
 
 
 def test_what_is_infinitely_far_wins_nothing() -> None:
@@ -96,8 +96,8 @@ def test_a_point_that_many_chose() -> None:
     """Its list is longer than what is summed at a time."""
     x, y = torch.randn(1, 3, 12), 0.1 * torch.randn(1, 70, 12) + 1.0
     x[0, 1] = 1.0
-    found, expected = (
+    actual, expected = (
         gradients(chamfer, (x, y), reduction="sum", implementation=implementation)
         for implementation in ("triton", "blocked")
     )
-    check_gradients(found, expected, torch.float32)
+    check_gradients(actual, expected, torch.float32)

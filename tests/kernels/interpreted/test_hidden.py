@@ -35,8 +35,8 @@ def test_blocks(layout: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> N
         problem(kernel).double(), expected(maxsim_from_hidden_reference).double(), rtol=1e-5, atol=1e-5
     )
     gradients = expected.gradients(maxsim_from_hidden_reference)
-    for name, found in problem.gradients(kernel).items():
-        assert relative_error(found, gradients[name]) <= 1e-5, name
+    for name, actual in problem.gradients(kernel).items():
+        assert relative_error(actual, gradients[name]) <= 1e-5, name
 
 
 def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> None:
@@ -98,18 +98,18 @@ def test_ways_to_differentiate_a_step(hidden_shape: tuple, masked: bool, normali
     def differentiate(scores: torch.Tensor, leaves=leaves, **options) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(scores, leaves, torch.cos(scores.detach()), **options)
 
-    def assert_equal(found: tuple[torch.Tensor, ...]) -> None:
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    def assert_equal(actual: tuple[torch.Tensor, ...]) -> None:
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
-    found = score()
-    expected = differentiate(found, retain_graph=True)
+    actual = score()
+    expected = differentiate(actual, retain_graph=True)
     for _ in range(2):
-        assert_equal(differentiate(found, retain_graph=True))
+        assert_equal(differentiate(actual, retain_graph=True))
     for leaf, gradient in zip(leaves, expected, strict=True):
         assert torch.equal(differentiate(score(), [leaf])[0], gradient)
-    found = score()
-    gradients = differentiate(found, create_graph=True)
-    for again in (gradients, differentiate(found, retain_graph=True), differentiate(found)):
+    actual = score()
+    gradients = differentiate(actual, create_graph=True)
+    for again in (gradients, differentiate(actual, retain_graph=True), differentiate(actual)):
         assert_equal(again)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradients[1].sum().backward()
@@ -118,11 +118,11 @@ def test_ways_to_differentiate_a_step(hidden_shape: tuple, masked: bool, normali
         limit_scratch(patch, 2 * 6 * 16 * 6)
         for gradient, whole in zip(differentiate(score()), expected, strict=True):
             assert relative_error(gradient, whole) <= 2e-3
-    found = score()
+    actual = score()
     with torch.no_grad():
         leaves[2].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        found.sum().backward()
+        actual.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
@@ -151,5 +151,5 @@ def test_masks_of_any_type_and_weights(layout: str, dtype: torch.dtype) -> None:
         assert (expected[:, 2] == -2.0).all()
         torch.testing.assert_close(problem(kernel).double(), expected.double(), rtol=1e-5, atol=1e-5)
         gradients = exact.gradients(maxsim_from_hidden_reference)
-        for name, found in problem.gradients(kernel).items():
-            assert relative_error(found, gradients[name]) <= 1e-5, name
+        for name, actual in problem.gradients(kernel).items():
+            assert relative_error(actual, gradients[name]) <= 1e-5, name

@@ -87,8 +87,8 @@ def test_tokens_farther_apart_than_32_bits_count_are_brought_together() -> None:
     """Within a query; from one query to the next, kernels count in 64 bits."""
     queries = torch.empty_strided((3, 4, 8), (8, 1 << 30, 1), device="meta")
     tensors = Tensors(queries, torch.empty(2, 5, 8, device="meta"))
-    problem, found = kernel_calls.for_kernels(problem_of(tensors, Options()), tensors)
-    assert found.queries.stride() == (32, 8, 1)
+    problem, result = kernel_calls.for_kernels(problem_of(tensors, Options()), tensors)
+    assert result.queries.stride() == (32, 8, 1)
     assert problem.query_strides == (32, 8)
     tensors = tensors._replace(queries=torch.empty_strided((3, 4, 8), (1 << 40, 8, 1), device="meta"))
     assert kernel_calls.for_kernels(problem_of(tensors, Options()), tensors)[1].queries is tensors.queries
@@ -111,9 +111,9 @@ def test_norms_that_float32_holds_squared(masking: str, n_queries: int, size: in
     assert torch.equal(kernel(*huge, **options).isnan(), torch.tensor([False, True, False, False]).expand(n_queries, 4))
     for value in (2.0**66, torch.inf):
         huge[0][0, 3], huge[1][..., 0] = value, -huge[1][..., 0].abs()
-        found = kernel(*huge, **options)
-        assert found[0].isnan().all()
-        assert not found[1:, 0].isnan().any()
+        actual = kernel(*huge, **options)
+        assert actual[0].isnan().all()
+        assert not actual[1:, 0].isnan().any()
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -178,10 +178,10 @@ def test_many_short_packed_documents(size: int, monkeypatch: pytest.MonkeyPatch)
     bounds, query_bounds = torch.tensor([0, *lengths.cumsum(0)]), torch.tensor([0, 11])
     queries, documents = torch.randn(11, size).half(), torch.randn(int(bounds[-1]), size).half()
     documents[int(bounds[6]), 3] = torch.nan
-    found = varlen_kernel(queries, documents, query_bounds, bounds, empty_score=-3.0)
+    actual = varlen_kernel(queries, documents, query_bounds, bounds, empty_score=-3.0)
     expected = maxsim_varlen_reference(queries.double(), documents.double(), query_bounds, bounds, empty_score=-3.0)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-5, equal_nan=True)
-    assert found.isnan().tolist() == [[document == 6 for document in range(9)]]
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=2e-5, equal_nan=True)
+    assert actual.isnan().tolist() == [[document == 6 for document in range(9)]]
 
 
 def test_a_long_document_among_short_ones_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +195,9 @@ def test_a_long_document_among_short_ones_that_nobody_tells_of(monkeypatch: pyte
     queries, documents = torch.randn(11, 32).half(), torch.randn(int(bounds[-1]), 32).half()
     tensors = Tensors(queries, documents, None, None, query_bounds, bounds)
     options = Options(11, len(documents), empty_score=-3.0, implementation="triton")
-    found, _ = compute(tensors, options, False)
+    actual, _ = compute(tensors, options, False)
     expected = maxsim_varlen_reference(queries.double(), documents.double(), query_bounds, bounds, empty_score=-3.0)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=2e-5)
 
 
 @settings(max_examples=15)
@@ -313,8 +313,8 @@ def test_autocast_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(strided, expected, rtol=0, atol=0, equal_nan=True)
     for source, dtype in ((queries, torch.float16), (queries.half(), torch.float32)):
-        for found, whole in zip(rows.cast_both(source, source[1:], dtype), (source, source[1:]), strict=True):
-            torch.testing.assert_close(found, whole.to(dtype), rtol=0, atol=0, equal_nan=True)
+        for actual, whole in zip(rows.cast_both(source, source[1:], dtype), (source, source[1:]), strict=True):
+            torch.testing.assert_close(actual, whole.to(dtype), rtol=0, atol=0, equal_nan=True)
     leaf = documents.clone().requires_grad_()
     with torch.autocast("cpu", torch.float16):
         kernel(documents, leaf).sum().backward()
@@ -357,7 +357,7 @@ def test_sums_are_added_in_an_order_that_no_size_changes(kernel_name: str, n_sum
         left = sums if kernel_name == "single" else sums.transpose(0, 1)
         return add_sums(served, SimpleNamespace(kernel=kernel_name, n_sums=n_sums), left.contiguous())
 
-    found = added(drawn)
-    torch.testing.assert_close(found.double(), drawn.double().sum(dim=0), rtol=0.0, atol=n_sums * 2.0**-20)
+    result = added(drawn)
+    torch.testing.assert_close(result.double(), drawn.double().sum(dim=0), rtol=0.0, atol=n_sums * 2.0**-20)
     for queries, documents in ((slice(3), slice(1)), (slice(1, 2), slice(100, 300)), (slice(2, 3), slice(7, 9))):
-        assert torch.equal(added(drawn[:, queries, documents]), found[queries, documents])
+        assert torch.equal(added(drawn[:, queries, documents]), result[queries, documents])

@@ -64,21 +64,21 @@ def check_step(case: LossCase) -> None:
     leaves = case.leaves()
     loss = by_kernels(case, leaves)
     assert is_one_operator(loss)
-    found = loss.detach(), *torch.autograd.grad(loss, leaves)
+    actual = loss.detach(), *torch.autograd.grad(loss, leaves)
     doubled = case.doubled()
     others = doubled.leaves()
     expected = doubled.definition(others)
-    for value, reference in zip(found, (expected.detach(), *torch.autograd.grad(expected, others)), strict=True):
+    for value, reference in zip(actual, (expected.detach(), *torch.autograd.grad(expected, others)), strict=True):
         assert value.shape == reference.shape
         assert relative_error(value, reference) <= 1e-5
     with torch.no_grad():
         # Other tiles score where nothing has to win, and a BLAS adds up products in an order that may depend on them.
-        assert relative_error(by_kernels(case, leaves), found[0]) <= 1e-6
+        assert relative_error(by_kernels(case, leaves), actual[0]) <= 1e-6
     for index, leaf in enumerate(leaves):
-        given = [tensor if tensor is leaf else tensor.detach() for tensor in leaves]
-        alone = by_kernels(case, tuple(given))
-        assert torch.equal(alone.detach(), found[0])
-        assert torch.equal(torch.autograd.grad(alone, leaf)[0], found[1 + index])
+        arguments = [tensor if tensor is leaf else tensor.detach() for tensor in leaves]
+        alone = by_kernels(case, tuple(arguments))
+        assert torch.equal(alone.detach(), actual[0])
+        assert torch.equal(torch.autograd.grad(alone, leaf)[0], actual[1 + index])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -122,8 +122,8 @@ def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dty
     embeddings = (tensor.to(dtype) for tensor in case.case.tensors)
     case = replace(case, case=Case(*embeddings, *list(case.case.keywords.values())[:2], scoring), packed=packed)
     # What a score takes: itself, its gradient, the sums of its tokens, and their argmax with its lists.
-    found = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 4 + 4 * 3))
-    check_results(found, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
+    result = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 4 + 4 * 3))
+    check_results(result, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
 
 
 def test_short_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,8 +174,8 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(loss: str) -> None:
     for dtype in ("", " int64", " float"):
         case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries documents" + dtype, {"normalize": True})
         leaves = case.leaves()
-        found = by_kernels(case, leaves)
-        results.append((found.detach(), *torch.autograd.grad(found, leaves)))
+        output = by_kernels(case, leaves)
+        results.append((output.detach(), *torch.autograd.grad(output, leaves)))
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
@@ -209,28 +209,28 @@ def test_a_second_backward(loss: str) -> None:
     """The gradients of the first were given away, and may have been changed."""
     case = problem(loss, (5, 4, 8), (7, 6, 8), True)
     leaves = case.leaves()
-    found = by_kernels(case, leaves)
-    first = torch.autograd.grad(found, leaves, retain_graph=True)
-    kept = [gradient.clone() for gradient in first]
+    result = by_kernels(case, leaves)
+    first = torch.autograd.grad(result, leaves, retain_graph=True)
+    saved = [gradient.clone() for gradient in first]
     for gradient in first:
         gradient.zero_()
     for factor in (1.0, -2.0):
-        again = torch.autograd.grad(found * factor, leaves, retain_graph=True)
-        assert all(torch.equal(a, b * factor) for a, b in zip(again, kept, strict=True))
-    (of_documents,) = torch.autograd.grad(found, leaves[1])
-    assert torch.equal(of_documents, kept[1])
+        again = torch.autograd.grad(result * factor, leaves, retain_graph=True)
+        assert all(torch.equal(a, b * factor) for a, b in zip(again, saved, strict=True))
+    (of_documents,) = torch.autograd.grad(result, leaves[1])
+    assert torch.equal(of_documents, saved[1])
     with pytest.raises(RuntimeError, match="a second time"):
-        found.backward()
+        result.backward()
 
 
 def test_second_derivative_is_refused() -> None:
     case = problem("divergence", (5, 4, 8), (7, 6, 8))
     leaves = case.leaves()
     expected = torch.autograd.grad(by_kernels(case, leaves), leaves)
-    found = torch.autograd.grad(by_kernels(case, leaves), leaves, create_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = torch.autograd.grad(by_kernels(case, leaves), leaves, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     with pytest.raises(RuntimeError, match="no second derivative"):
-        found[0].sum().backward()
+        actual[0].sum().backward()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -238,8 +238,8 @@ def test_compiles_into_one_graph(loss: str) -> None:
     case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries weights documents", {"reduction": "mean"})
     leaves = case.leaves()
     compiled = torch.compile(lambda *t: by_kernels(case, t), fullgraph=True, backend="aot_eager")
-    found = [torch.autograd.grad(step(*leaves) * 3, leaves) for step in (compiled, lambda *t: by_kernels(case, t))]
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+    results = [torch.autograd.grad(step(*leaves) * 3, leaves) for step in (compiled, lambda *t: by_kernels(case, t))]
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*leaves), by_kernels(case, leaves))
 
@@ -265,13 +265,13 @@ def test_opcheck(loss: str, implementation: str) -> None:
 def compare(scores: torch.Tensor, target: torch.Tensor | None, comparison: Comparison, own: bool = False):
     """A loss of scores by kernels: that of each query, the loss, and the gradient of the scores."""
     targets = Targets(target)
-    found = ChunkedLoss(comparison, targets, (*scores.shape, len(scores)), own, False, scores.device)
-    found.compare(scores, 0)
-    found.sum()
-    alone = found.loss.clone()
-    gradient = found.gradient(scores, 0, None)
-    assert torch.equal(found.loss.nan_to_num(7.0), alone.nan_to_num(7.0))
-    return found._values.tensor()[: len(scores)], found.loss, gradient
+    result = ChunkedLoss(comparison, targets, (*scores.shape, len(scores)), own, False, scores.device)
+    result.compare(scores, 0)
+    result.sum()
+    alone = result.loss.clone()
+    gradient = result.gradient(scores, 0, None)
+    assert torch.equal(result.loss.nan_to_num(7.0), alone.nan_to_num(7.0))
+    return result._values.tensor()[: len(scores)], result.loss, gradient
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -306,9 +306,9 @@ def test_a_label_out_of_range_is_not_a_number() -> None:
 def test_an_excluded_label_is_not_a_number() -> None:
     scores, exclude = torch.randn(4, 6), torch.rand(4, 6) > 0.5
     exclude[[0, 1, 2, 3], [0, 1, 2, 3]] = torch.tensor([False, True, False, False])
-    found = ChunkedLoss(Comparison("cross entropy"), Targets(None, exclude), (4, 6, 4), False, False, scores.device)
-    assert found.gradient(scores, 0, None).isnan().all(-1).tolist() == [False, True, False, False]
-    assert found._values.tensor().isnan().tolist() == [False, True, False, False]
+    result = ChunkedLoss(Comparison("cross entropy"), Targets(None, exclude), (4, 6, 4), False, False, scores.device)
+    assert result.gradient(scores, 0, None).isnan().all(-1).tolist() == [False, True, False, False]
+    assert result._values.tensor().isnan().tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("own_candidates", [False, True])
@@ -317,8 +317,8 @@ def test_an_excluded_label_is_not_a_number() -> None:
 def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(kind, reduction: str, own_candidates: bool):
     scores, teacher, counts = torch.randn(5, 9), torch.randn(5, 9), torch.tensor([[1.0], [7.0], [2.0], [3.0], [32.0]])
     comparison = Comparison(kind, 0.5, loss_reduction=reduction)
-    found = ChunkedLoss(comparison, Targets(teacher), (5, 9, 5), own_candidates, False, scores.device)
-    plain, divided = (found.gradient(scores, 0, given) for given in (None, counts))
+    result = ChunkedLoss(comparison, Targets(teacher), (5, 9, 5), own_candidates, False, scores.device)
+    plain, divided = (result.gradient(scores, 0, arguments) for arguments in (None, counts))
     torch.testing.assert_close(divided, plain / counts, rtol=1e-6, atol=0)
     assert plain.stride() == ((9, 1) if own_candidates else (1, 5))
     leaf = scores.double().requires_grad_()
@@ -334,10 +334,10 @@ def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(kind
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float32, torch.float16)])
 def test_gradients_are_multiplied(factor: float, sizes: tuple[int, int], dtypes: tuple) -> None:
     """In place where they have the type that they are to have."""
-    given = [torch.randn(size).half() if size else None for size in sizes]
-    copies = [None if tensor is None else tensor.clone() for tensor in given]
-    found = rescale(torch.tensor(factor), *copies, dtypes)
-    for tensor, copy, before, dtype in zip(found, copies, given, dtypes, strict=True):
+    arguments = [torch.randn(size).half() if size else None for size in sizes]
+    copies = [None if tensor is None else tensor.clone() for tensor in arguments]
+    actual = rescale(torch.tensor(factor), *copies, dtypes)
+    for tensor, copy, before, dtype in zip(actual, copies, arguments, dtypes, strict=True):
         assert (tensor is copy) == (before is None or dtype == torch.float16)
         if tensor is not None:
             expected = (before.float() * factor).to(dtype)

@@ -19,11 +19,11 @@ def test_rows_with_an_element_other_than_zero(shape: tuple[int, ...], size: int,
     wide[..., size:] = 1
     rows = wide.view(-1, size + 3)[:, :size]
     rows[1, -1], rows[3, 0], rows[4], rows[5, size // 2] = 1e-7, NAN, MINUS_ZERO, float("-inf")
-    found, nothing = nonzero_rows(embeddings)
+    result, nothing = nonzero_rows(embeddings)
     assert nothing is None
-    assert found.dtype == torch.bool
-    assert torch.equal(found, embeddings.any(dim=-1))
-    assert found.flatten().nonzero().flatten().tolist() == [1, 3, 5]
+    assert result.dtype == torch.bool
+    assert torch.equal(result, embeddings.any(dim=-1))
+    assert result.flatten().nonzero().flatten().tolist() == [1, 3, 5]
     # Of two batches, each has programs of its own, whichever has more of them.
     more = torch.zeros(9, 40, size + 1, dtype=dtype)[..., :size].transpose(0, 1)
     more[7, 8, 0] = more[39, 0, -1] = 1

@@ -29,8 +29,8 @@ PRECISIONS = [("int8", True), ("uint8", True), ("int8", False), ("uint8", False)
 @given(case=cases(dtypes=HALF_AND_FLOAT, max_batch=3), precision=st.sampled_from(PRECISIONS))
 def test_scores(case: Case, precision: tuple[str, bool]) -> None:
     documents, options = quantize(case.documents, precision[0]), {"quantize_queries": precision[1], **case.keywords}
-    found = maxsim(case.queries, documents, **options, implementation="triton")
-    torch.testing.assert_close(found.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
+    result = maxsim(case.queries, documents, **options, implementation="triton")
+    torch.testing.assert_close(result.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
 
 
 @settings(max_examples=15)
@@ -38,9 +38,9 @@ def test_scores(case: Case, precision: tuple[str, bool]) -> None:
 def test_packed(case: tuple, precision: tuple[str, bool]) -> None:
     (queries, documents, *bounds), options = case
     documents, options = quantize(documents, precision[0]), {"quantize_queries": precision[1], **options}
-    found = maxsim_varlen(queries, documents, *bounds, **options, implementation="triton")
+    actual = maxsim_varlen(queries, documents, *bounds, **options, implementation="triton")
     expected = maxsim_quantized_reference(queries, documents, *bounds, **options)
-    torch.testing.assert_close(found.double(), expected, **CLOSE)
+    torch.testing.assert_close(actual.double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_tile_boundaries(
         "queries_mask": torch.rand(queries_shape[:-1]), "documents_mask": torch.rand(documents_shape[:-1]) > 0.2,
         "normalize": precision == "fp8", "masking": "zero", "quantize_queries": quantize_queries,
     }  # fmt: skip
-    found = maxsim(queries, documents, **options, implementation="triton")
-    torch.testing.assert_close(found.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
+    result = maxsim(queries, documents, **options, implementation="triton")
+    torch.testing.assert_close(result.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
 
 
 @pytest.mark.parametrize("size", [256, 384])
@@ -92,15 +92,15 @@ def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: p
     options = {"normalize": True, "queries_mask": torch.rand(n_queries, 11)}
     shape = (7, 37) if n_queries == 1 else (n_queries, 4, 37)
     documents = quantize(torch.randn(*shape, size), precision)
-    found = maxsim(queries, documents, **options, implementation="triton")
-    torch.testing.assert_close(found.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
+    actual = maxsim(queries, documents, **options, implementation="triton")
+    torch.testing.assert_close(actual.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
     if n_queries == 1:
         bounds = torch.tensor([0, *lengths.cumsum(0)])
         packed = quantize(torch.randn(int(bounds[-1]), size), precision)
         of_queries = {"queries_cu_seqlens": torch.tensor([0, 11]), "documents_cu_seqlens": bounds}
-        found = maxsim_varlen(queries[0], packed, **of_queries, empty_score=-3.0, implementation="triton")
+        actual = maxsim_varlen(queries[0], packed, **of_queries, empty_score=-3.0, implementation="triton")
         expected = maxsim_quantized_reference(queries[0], packed, *of_queries.values(), empty_score=-3.0)
-        torch.testing.assert_close(found.double(), expected, **CLOSE)
+        torch.testing.assert_close(actual.double(), expected, **CLOSE)
         # Values with scales and offsets between them, as an index keeps them.
         rows = torch.zeros(len(packed.values), 16 + size, dtype=torch.uint8)
         rows[:, 16:], numbers = packed.values.view(torch.uint8), rows[:, :8].view(torch.float32)
@@ -109,7 +109,7 @@ def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: p
             rows[:, 16:].view(packed.values.dtype), numbers[:, 0], None if packed.offsets is None else numbers[:, 1]
         )
         again = maxsim_varlen(queries[0], between, **of_queries, empty_score=-3.0, implementation="triton")
-        assert torch.equal(again, found)
+        assert torch.equal(again, actual)
 
 
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
@@ -127,7 +127,7 @@ def test_candidates_that_lie_among_others(precision: str, size: int) -> None:
     chosen, candidates = [4, 0, 1, 3, 3], torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in chosen])
     chosen_bounds = torch.tensor([0, *torch.tensor(lengths)[chosen].cumsum(0)], dtype=torch.int32)
-    found = maxsim_in_place(
+    actual = maxsim_in_place(
         queries, whole, queries_bounds, chosen_bounds, bounds[chosen].long(), candidates, 5, 90, 3, len(tokens), -3.0,
         "triton",
     )  # fmt: skip
@@ -136,13 +136,13 @@ def test_candidates_that_lie_among_others(precision: str, size: int) -> None:
         queries, QuantizedEmbeddings(rows.values[tokens], rows.scales[tokens], some), queries_bounds, chosen_bounds,
         candidates_cu_seqlens=candidates, empty_score=-3.0, implementation="triton",
     )  # fmt: skip
-    assert torch.equal(found, expected)
-    assert found[2] == -3.0
+    assert torch.equal(actual, expected)
+    assert actual[2] == -3.0
     first = maxsim_in_place(
         queries[:5], whole, queries_bounds[:2], chosen_bounds[:3], bounds[chosen[:2]].long(), candidates[:2], 5, 90, 2,
         97, -3.0, "triton",
     )  # fmt: skip
-    assert torch.equal(first, found[:2])
+    assert torch.equal(first, actual[:2])
 
 
 def test_a_token_that_is_not_a_number() -> None:
@@ -151,8 +151,8 @@ def test_a_token_that_is_not_a_number() -> None:
     queries, documents = torch.randn(3, 4, 16), torch.randn(3, 5, 16)
     queries[1, 2, 3], documents[2, 1, 0] = torch.nan, torch.inf
     quantized = quantize(documents)
-    found = maxsim(queries, quantized, implementation="triton")
-    assert found.isnan().tolist() == [[False, False, True], [True, True, True], [False, False, True]]
+    result = maxsim(queries, quantized, implementation="triton")
+    assert result.isnan().tolist() == [[False, False, True], [True, True, True], [False, False, True]]
     masks = {"queries_mask": ~queries.isnan().any(dim=-1), "documents_mask": ~documents.isinf().any(dim=-1)}
     assert not maxsim(queries, quantized, **masks, implementation="triton").isnan().any()
 
@@ -179,9 +179,9 @@ def test_huge_and_tiny_documents_are_normalized(precision: str, scale: float) ->
     queries, documents = torch.randn(2, 3, 8), torch.randn(3, 5, 8)
     documents[0, 1] = 0.0
     options = {"normalize": True, "quantize_queries": precision != "fp8"}
-    found = maxsim(queries, quantize(documents * scale, precision), **options, implementation="triton")
+    actual = maxsim(queries, quantize(documents * scale, precision), **options, implementation="triton")
     expected = maxsim_quantized_reference(queries, quantize(documents * scale, precision), **options)
-    torch.testing.assert_close(found.double(), expected, **CLOSE)
+    torch.testing.assert_close(actual.double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -194,8 +194,8 @@ def test_queries_are_quantized_to_the_bit(normalize: bool) -> None:
     expected = quantize(queries).dequantize()
     if normalize:
         expected = torch.nn.functional.normalize(expected.double(), dim=-1).float()
-    found = rows_as_quantized(queries, "int8", normalize=normalize)
-    torch.testing.assert_close(found, expected, rtol=1e-6 if normalize else 0.0, atol=0.0, equal_nan=True)
+    actual = rows_as_quantized(queries, "int8", normalize=normalize)
+    torch.testing.assert_close(actual, expected, rtol=1e-6 if normalize else 0.0, atol=0.0, equal_nan=True)
 
 
 def test_scales_of_documents_of_one_token_may_have_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:

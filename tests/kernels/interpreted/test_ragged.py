@@ -18,15 +18,15 @@ from tests.ops.test_varlen import packed
 @pytest.fixture(autouse=True)
 def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The units of the offsets of every call whose documents were read where they lie."""
-    found: list[int] = []
+    results: list[int] = []
     compute = ragged.compute
 
     def noted(tensors, options, with_argmax, offsets):
-        found.append(offsets.unit)
+        results.append(offsets.unit)
         return compute(tensors, options, with_argmax, offsets)
 
     monkeypatch.setattr(ragged, "compute", noted)
-    return found
+    return results
 
 
 def apart(tensors: list[torch.Tensor], shift: int) -> list[torch.Tensor]:
@@ -44,9 +44,9 @@ def check(case: tuple, shift: int, units: list[int]) -> None:
     options = options | {"normalize": False}
     queries_list, documents_list = lists_of(case)
     before = len(units)
-    found = maxsim_ragged(queries_list, apart(documents_list, shift), **options, implementation="triton")
+    actual = maxsim_ragged(queries_list, apart(documents_list, shift), **options, implementation="triton")
     expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
     aligned = shift * documents.element_size() % 16 == 0 or len(documents) == 0
     assert units[before:] == [16 // documents.element_size() if aligned else 1]
 
@@ -79,15 +79,15 @@ def test_a_document_in_segments(n_queries: int, units: list[int], monkeypatch: p
     monkeypatch.setattr(tables, "SMALLEST_SPLIT", 128)
     monkeypatch.setattr(tables, "LONGEST_WHOLE", 100)
     queries, documents = sequences(*[40] * n_queries), apart(sequences(3, 700, 0, 90, 120), 0)
-    found = maxsim_ragged(queries, documents, implementation="triton")
-    torch.testing.assert_close(found.double(), expected_of(queries, documents), rtol=2e-6, atol=2e-6)
+    result = maxsim_ragged(queries, documents, implementation="triton")
+    torch.testing.assert_close(result.double(), expected_of(queries, documents), rtol=2e-6, atol=2e-6)
     assert units == [8]
 
 
 def test_pairs(units: list[int]) -> None:
     queries, documents = sequences(5, 9, 2), apart(sequences(33, 7, 80), 0)
-    found = maxsim_ragged_pairwise(queries, documents, implementation="triton")
-    torch.testing.assert_close(found.double(), expected_of(queries, documents).diagonal(), rtol=2e-6, atol=2e-6)
+    result = maxsim_ragged_pairwise(queries, documents, implementation="triton")
+    torch.testing.assert_close(result.double(), expected_of(queries, documents).diagonal(), rtol=2e-6, atol=2e-6)
     assert units == [8]
 
 
@@ -99,8 +99,8 @@ def test_queries_are_padded_from_where_they_lie(lengths: tuple[int, ...], shift:
     (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
     for options in ({}, {"reduction": "mean"}):
         expected = maxsim_varlen(q, d, q_bounds, d_bounds, empty_score=-3.0, implementation="triton", **options)
-        found = maxsim_ragged(queries, documents, empty_score=-3.0, implementation="triton", **options)
-        assert torch.equal(found, expected)
+        actual = maxsim_ragged(queries, documents, empty_score=-3.0, implementation="triton", **options)
+        assert torch.equal(actual, expected)
     if len(lengths) == 3:
         pairs = maxsim_ragged_pairwise(queries, documents, empty_score=-3.0, implementation="triton")
         every = maxsim_ragged(queries, documents, empty_score=-3.0, implementation="triton")
@@ -110,8 +110,8 @@ def test_queries_are_padded_from_where_they_lie(lengths: tuple[int, ...], shift:
 
 def test_the_same_document_twice_is_read_twice() -> None:
     queries, (document, other) = sequences(5), sequences(20, 6)
-    found = maxsim_ragged(queries, [document, other, document], implementation="triton")
-    assert found[0, 0] == found[0, 2] != found[0, 1]
+    result = maxsim_ragged(queries, [document, other, document], implementation="triton")
+    assert result[0, 0] == result[0, 2] != result[0, 1]
 
 
 def test_what_the_kernels_cannot_read_in_place_is_packed(units: list[int]) -> None:
@@ -137,7 +137,7 @@ def test_documents_that_lie_among_others(own: bool, size: int) -> None:
     chosen = [4, 0, 1, 3, 3]
     chosen_rows, chosen_bounds = pack([documents[i] for i in chosen])
     candidates = torch.tensor([0, 2, 5], dtype=torch.int32) if own else None
-    found = maxsim_in_place(
+    actual = maxsim_in_place(
         values, rows, queries_bounds, chosen_bounds, bounds[chosen].long(), candidates, 5, 90, 3, len(chosen_rows),
         -3.0, "triton",
     )  # fmt: skip
@@ -145,4 +145,4 @@ def test_documents_that_lie_among_others(own: bool, size: int) -> None:
         values, chosen_rows, queries_bounds, chosen_bounds, candidates_cu_seqlens=candidates, empty_score=-3.0,
         implementation="triton",
     )  # fmt: skip
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)

@@ -45,11 +45,11 @@ def anew(call: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
         return call()
 
 
-def equal(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+def equal(actual: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     return all(
         (a is None) == (b is None)
         and (a is None or (a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)))
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 
@@ -68,9 +68,9 @@ def test_third_calls_are_repeated(name: str, with_gradient: bool, repeats: list)
             return [result.detach(), queries.grad]
 
         before = len(repeats)
-        found = call()
+        results = call()
         times = len(repeats) - before
-        assert equal(found, anew(call))
+        assert equal(results, anew(call))
     # The backward too.
     assert times > with_gradient or name in UNREPEATED
 
@@ -214,7 +214,7 @@ def test_casts_of_autocast_are_repeated_as_one_launch(repeats: list, monkeypatch
     assert len(repeats) == 2
     # The first call, and the one that is recorded.
     assert len(casts) == 2
-    assert all(torch.equal(found, scores[0]) for found in scores[1:])
+    assert all(torch.equal(result, scores[0]) for result in scores[1:])
 
 
 @pytest.mark.parametrize("served", ["single", "short", "stacked", "taken apart"])
@@ -241,7 +241,7 @@ def test_packed_totals_share_what_is_repeated(served: str, repeats: list, monkey
             return [maxsim_varlen(*arguments, **lengths, implementation="triton")]
 
         before = len(repeats)
-        found = call()
+        result = call()
         times = len(repeats) - before
-        assert equal(found, anew(call))
+        assert equal(result, anew(call))
     assert times

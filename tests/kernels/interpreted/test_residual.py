@@ -30,8 +30,8 @@ def by_kernels(*arguments, **options) -> torch.Tensor:
 
 
 def check(queries: torch.Tensor, documents, options: dict, with_gradient: bool = True) -> None:
-    found = by_kernels(queries, documents, **options)
-    torch.testing.assert_close(found.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
+    actual = by_kernels(queries, documents, **options)
+    torch.testing.assert_close(actual.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
     if with_gradient:
         gradient = residual_gradient(by_kernels, queries, documents, options)
         expected = residual_gradient(maxsim_residual_reference, queries, documents, options)
@@ -131,10 +131,10 @@ def test_short_queries_in_8_bits(
         {"queries_mask": torch.rand(shape[:2]) > 0.4, "empty_score": -5.0},
         {"queries_mask": torch.rand(shape[:2]), "candidates": torch.arange(shape[0] * 9).view(-1, 9) % 11 - 1},
     ):
-        found = maxsim_residual(queries, documents, **options, implementation="triton")
-        assert torch.equal(maxsim_residual(queries, documents, **options, implementation="triton"), found)
-        assert not torch.equal(found, by_kernels(queries, documents, **options))
-        check_8_bits(found, queries, documents, options)
+        result = maxsim_residual(queries, documents, **options, implementation="triton")
+        assert torch.equal(maxsim_residual(queries, documents, **options, implementation="triton"), result)
+        assert not torch.equal(result, by_kernels(queries, documents, **options))
+        check_8_bits(result, queries, documents, options)
 
 
 def test_bucket_weights_are_as_near_as_8_bits_come() -> None:
@@ -187,9 +187,9 @@ def test_boundaries_of_blocks_are_checked(bounds: list[int], monkeypatch: pytest
 def test_short_queries_that_are_not_numbers_or_zero() -> None:
     queries, documents = torch.randn(3, 4, 64), residual_codes([20, 0, 9], 64, 4)
     queries[0, 2], queries[1, 1, 3] = 0.0, torch.nan
-    found = maxsim_residual(queries, documents, implementation="triton")
-    assert found.isnan().tolist() == [[False] * 3, [True, False, True], [False] * 3]
-    check_8_bits(found[::2], queries[::2], documents, {})
+    result = maxsim_residual(queries, documents, implementation="triton")
+    assert result.isnan().tolist() == [[False] * 3, [True, False, True], [False] * 3]
+    check_8_bits(result[::2], queries[::2], documents, {})
 
 
 @pytest.mark.parametrize(("nbits", "size"), [(4, 128), (2, 24)])

@@ -42,8 +42,8 @@ def test_packed_tokens(case: tuple, beta: float) -> None:
     scores = varlen_kernel(queries, documents, beta, *bounds, **options)
     expected = varlen_reference(queries.double(), documents.double(), beta, *bounds, **options)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
-    found = varlen_gradients(varlen_kernel, case, beta)
-    check_gradients(found, varlen_gradients(varlen_reference, case, beta, torch.float64), 1e-5)
+    actual = varlen_gradients(varlen_kernel, case, beta)
+    check_gradients(actual, varlen_gradients(varlen_reference, case, beta, torch.float64), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_nan_and_infinity() -> None:
     documents[2] = -torch.inf
     documents[3, 38, 0] = -torch.inf
     expected = soft_maxsim_reference(queries, documents, 2.0)
-    found = kernel(queries, documents.requires_grad_(), 2.0)
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    actual = kernel(queries, documents.requires_grad_(), 2.0)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
     # What is not finite stays in its document.
-    (gradient,) = torch.autograd.grad(found.sum(), documents)
+    (gradient,) = torch.autograd.grad(actual.sum(), documents)
     assert gradient[0].isnan().all()
     assert gradient[3].isfinite().all()
 
@@ -110,8 +110,8 @@ def test_masked_tokens_may_be_anything() -> None:
     case.queries_mask[1, 1:], case.documents_mask[:, 3:9] = False, False
     clean = soft_gradients(kernel, case, 2.0)
     queries[1, 1:], documents[:, 3:9] = torch.nan, torch.inf
-    for found, expected in zip(soft_gradients(kernel, case, 2.0), clean, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(soft_gradients(kernel, case, 2.0), clean, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_strides_that_differ() -> None:

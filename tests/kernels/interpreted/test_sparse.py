@@ -61,8 +61,8 @@ def test_nan_and_infinity_are_as_in_blocks() -> None:
     assert expected.isnan().any()
     assert not expected.isnan().all()
     torch.testing.assert_close(kernel(queries, documents, **case.keywords), expected, equal_nan=True)
-    found, right = gradients(kernel, case), gradients(maxsim_sparse_queries, case)
-    torch.testing.assert_close(found, right, equal_nan=True)
+    actual, right = gradients(kernel, case), gradients(maxsim_sparse_queries, case)
+    torch.testing.assert_close(actual, right, equal_nan=True)
 
 
 def test_no_row_out_of_place_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ class Counted:
 
     def add(self, way: str, pointers: Any, mask: Any) -> None:
         key, size = (self.kernel, way), pointers.get_element_ty().primitive_bitwidth // 8
-        found = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
-        self.every[key] = self.every.get(key, 0) + found.size * size
-        self.addresses.setdefault(key, set()).update((found.ravel()[:, None] + np.arange(size)).ravel().tolist())
+        result = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        self.every[key] = self.every.get(key, 0) + result.size * size
+        self.addresses.setdefault(key, set()).update((result.ravel()[:, None] + np.arange(size)).ravel().tolist())
 
     def traffic(self, kernel: str) -> traffic.Traffic:
         once = [len(self.addresses[kernel, way]) for way in ("load", "store")]
@@ -79,9 +79,9 @@ def test_the_backward(skewed: bool, counted: Counted, monkeypatch: pytest.Monkey
     for kernel in expected.keys() - {"_sum_kernel"}:
         assert counted.traffic(kernel) == expected[kernel], kernel
     # What the parts of long lists are looked up by is left out, a few bytes at the multiples of 16.
-    found, without = counted.traffic("_sum_kernel"), expected["_sum_kernel"]
+    actual, without = counted.traffic("_sum_kernel"), expected["_sum_kernel"]
     n_boundaries = 3 * 2
-    assert found[1::2] == without[1::2]
-    assert 0 < found.loaded - without.loaded <= n_boundaries * 12
-    assert 0 <= found.read - without.read <= n_boundaries * 12
+    assert actual[1::2] == without[1::2]
+    assert 0 < actual.loaded - without.loaded <= n_boundaries * 12
+    assert 0 <= actual.read - without.read <= n_boundaries * 12
     assert (counted.every.get(("_combine_kernel", "store"), 0) > 0) == skewed

@@ -47,9 +47,9 @@ def test_shapes(queries: tuple[int, ...], documents: tuple[int, ...], k: int, gr
     assert plan_operations.search_plan(problem, k).groups == groups
     case = Case(*embeddings, *masks, {"k": k, "normalizer": "positive" if groups else "retrieved", "empty_score": -9.0})
     with torch.no_grad():
-        found = kernel(*case.tensors, **case.keywords)
+        actual = kernel(*case.tensors, **case.keywords)
     expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
-    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 def test_thresholds_are_found_to_the_last_bit() -> None:
@@ -66,8 +66,8 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
     for maxima, collection in ((0, (10, 1, 1, 32)), (4, (5, 2, 8, 32)), (0, (5, 2, 8, 16)), (4, (0, 0, 0, 0))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tables, "XTR_MAXIMA_PER_TOKEN", maxima)
-            given = plan_operations.Collection(*collection)
-            patch.setattr(plan_operations, "_collection", lambda *sizes, given=given: given)
+            planned = plan_operations.Collection(*collection)
+            patch.setattr(plan_operations, "_collection", lambda *sizes, planned=planned: planned)
             best, _, state, counts = retrieve(problem, SearchTensors(queries, documents, None, None), rule)
         keys, _, n_equal, tallied = state
         thresholds = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
