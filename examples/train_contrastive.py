@@ -2,7 +2,7 @@
 
     python examples/train_contrastive.py
 
-Uses the pairs that `pylate-flash demo` left in demo-output/; without it, a small collection is built first.
+Uses the training pairs of `pylate-flash demo` in demo-output/; without it, a small collection is built first.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pylate_flash.trainer import ColBERTTrainer, ColBERTTrainingArguments
 pairs = load_dataset("json", data_files=str(demo.data_folder() / "train.jsonl"), split="train")
 pairs = pairs.select(range(min(len(pairs), 512)))
 
-# The encoder of the demo, as a ColBERT model whose flag says scorer="pylate_flash".
+# The encoder of the demo, as a ColBERT model with the flag scorer="pylate_flash".
 model = demo.load_encoder(settings=demo.QUICK, device="cpu")
 
-# Each query is scored against all 128 documents of the batch, but only 32 texts are encoded at a time. The scores'
-# memory does not grow with the similarities of all token pairs either: that is what the scorer is for.
+# Each query is scored against all 128 documents of the batch, but only 32 texts are encoded at a time. Scoring does not
+# store the similarities of all token pairs either: that is what the scorer is for.
 loss = losses.CachedContrastive(model, mini_batch_size=32)
 
 trainer = ColBERTTrainer(

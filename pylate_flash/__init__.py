@@ -1,6 +1,6 @@
 """Fused MaxSim scoring, losses and retrieval for PyLate, sentence-transformers and colpali-engine.
 
-Importing this package changes nothing; `register()` routes those of them through it that are installed.
+Importing this package changes nothing; `register()` routes the installed ones through it.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The operations, which are not here yet, import torch: that takes seconds, and `pylate-flash --help` does not wait.
+    # Import the operations lazily: they import torch, which takes seconds, and `pylate-flash --help` does not need it.
     if name in __all__:
         from . import ops
 
-        # Later calls find it without this function.
+        # Cache: later lookups bypass this function.
         globals()[name] = getattr(ops, name)
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The backend and the masking in force, which `register` and `use_scorer` set, and what asks for them.
+"""The backend and masking in force, set by `register` and `use_scorer`, and the functions that resolve them.
 
 Importing this module imports neither torch nor PyLate.
 """
@@ -15,24 +15,24 @@ ENVIRONMENT_VARIABLE = "PYLATE_SCORES_BACKEND"
 
 
 class Scorer(NamedTuple):
-    """What `use_scorer` sets for its block; None leaves the choice to what is in force outside."""
+    """Backend and masking set by `use_scorer` for its block; None inherits from the enclosing context."""
 
     backend: str | None
     masking: str | None
 
 
-# What `register` was given; None: not registered.
+# The masking of `register`; None: not registered.
 registered_masking: str | None = None
 default: ContextVar[Scorer | None] = ContextVar("pylate_flash_scorer", default=None)
 
 
 def asks_for_ours() -> bool:
-    """Whether PyLate's functions, where they are routed, are for this caller too: not by another's `use_scorer`."""
+    """Whether PyLate's routed functions serve this caller: not if only another caller's `use_scorer` routes them."""
     return registered_masking is not None or default.get() is not None
 
 
 def backend_in_force(backend: str | None = None) -> str:
-    """The backend of a call: `backend` if given, else `use_scorer`'s, else the environment's, else `"auto"`.
+    """Resolve the backend of a call: `backend` if given, else `use_scorer`'s, else the environment's, else `"auto"`.
 
     Raises
     ------
@@ -41,14 +41,14 @@ def backend_in_force(backend: str | None = None) -> str:
     """
     if backend is not None:
         return check_backend(backend)
-    used = default.get()
-    if used is not None and used.backend not in (None, "auto"):
-        return used.backend
+    scorer = default.get()
+    if scorer is not None and scorer.backend not in (None, "auto"):
+        return scorer.backend
     return check_backend(os.environ.get(ENVIRONMENT_VARIABLE, "auto"), name=ENVIRONMENT_VARIABLE)
 
 
 def masking_in_force(masking: str | None = None) -> str:
-    """The masking of a call: `masking` if given, else `use_scorer`'s, else `register`'s, else `"exclude"`.
+    """Resolve the masking of a call: `masking` if given, else `use_scorer`'s, else `register`'s, else `"exclude"`.
 
     Raises
     ------
@@ -57,16 +57,16 @@ def masking_in_force(masking: str | None = None) -> str:
     """
     if masking is not None:
         return check_masking(masking)
-    used = default.get()
-    return (used and used.masking) or registered_masking or "exclude"
+    scorer = default.get()
+    return (scorer and scorer.masking) or registered_masking or "exclude"
 
 
 def check_backend(backend: object, name: str = "backend") -> str:
     """Return `backend` in lower case, as PyLate reads it, or raise ValueError naming the known ones."""
-    known = backend.lower() if isinstance(backend, str) else backend
-    if known not in BACKENDS:
+    lowered = backend.lower() if isinstance(backend, str) else backend
+    if lowered not in BACKENDS:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    return known
+    return lowered
 
 
 def check_masking(masking: object) -> str:

@@ -1,6 +1,6 @@
-"""What the extras of this package install, and the error where one of it is needed and not there.
+"""The libraries that this package's extras install, and the error for a missing one.
 
-Importing this module imports none of it.
+Importing this module imports none of them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 
 class Host(NamedTuple):
-    """A library that is served: what it is called, its distribution, our extra of it, the versions it installs.
+    """A supported library: its title, its distribution, our extra for it, and the versions that the extra installs.
 
-    With `by_name`, `register()` takes it only where it is named: what it finds is then other than before.
+    With `by_name`, `register()` routes it only if it is named explicitly, as that changes its results.
     """
 
     title: str
@@ -22,7 +22,7 @@ class Host(NamedTuple):
     by_name: bool = False
 
 
-# By the name that it is imported by.
+# By import name.
 HOSTS = {
     "pylate": Host("PyLate", "pylate", "pylate", ">=1.6,<1.7"),
     "sentence_transformers": Host(
@@ -36,23 +36,23 @@ HOSTS = {
 class MissingExtraError(ModuleNotFoundError):
     """A part of this package needs a library that is not installed; the message names the extra that installs it.
 
-    `name` is the module that was looked for.
+    `name` is the missing module.
     """
 
 
 def check_installed(module: str, needed_by: str, *extras: str, title: str | None = None) -> None:
-    """Refuse what needs a module that is not installed. It is not imported, which may take seconds.
+    """Raise if a module is not installed, without importing it, which may take seconds.
 
     Parameters
     ----------
     module
-        The name that it is imported by.
+        The import name.
     needed_by
-        What needs it, for the message.
+        What needs the module, for the message.
     *extras
         The extras of this package that install it.
     title
-        What it is called. Default: `module`.
+        The library's name in the message. Default: `module`.
 
     Raises
     ------
@@ -65,6 +65,6 @@ def check_installed(module: str, needed_by: str, *extras: str, title: str | None
 
 
 def check_host(module: str, needed_by: str) -> None:
-    """Refuse, as `check_installed` does, what needs a library of `HOSTS` that is not installed."""
+    """Raise, as `check_installed` does, if a library of `HOSTS` is not installed."""
     host = HOSTS[module]
     check_installed(module, needed_by, host.extra, title=host.title)

@@ -1,10 +1,10 @@
-"""Retrieval on collections in BEIR's layout, by exact search, of models of PyLate or of sentence-transformers.
+"""Evaluation of PyLate or sentence-transformers models by exact retrieval on collections in BEIR's layout.
 
     documents, queries, qrels = load_beir_folder("data/cranfield")
     result = evaluate_retrieval(model, documents, queries, qrels)
     result.metrics                 # {"ndcg@10": ..., "map": ..., "recall@100": ..., "mrr@10": ...}
 
-Importing this module needs neither.
+Importing this module needs neither library.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = [
 
 Qrels = Mapping[str, Mapping[str, int]]
 METRICS = ("ndcg@10", "map", "recall@100", "mrr@10")
-# ranx keeps relevances in 64 bits, and computes with powers and sums of them.
+# ranx stores relevances in 64 bits, and computes powers and sums of them.
 _INTEGER = re.compile("[+-]?[0-9]{1,9}")
 _NUMBER = re.compile("[+-]?[0-9.]")
-# Batches of documents between two writes to the index: texts are sorted by length within them, so few would waste
-# work on padding, and many would leave the progress bar standing still.
+# Document batches encoded per step. Texts are sorted by length within a step, so a small step wastes work on padding,
+# and a large one stalls the progress bar.
 _BATCHES_PER_STEP = 16
 
 
@@ -70,17 +70,17 @@ def load_beir_folder(
     Returns
     -------
     documents
-        `{"id", "text"}` of every document, in the order of the file; `text` is title and text, joined by a space.
+        `{"id", "text"}` of every document, in file order; `text` is title and text, joined by a space.
     queries
         Id and text of the queries that the split judges, in the order of its file.
     qrels
-        For each of them, document ids and relevances.
+        For each of these queries, document ids and relevances.
 
     Raises
     ------
     ValueError
-        If a file is missing, or a line malformed: the message names the file and the line. Among these are repeated
-        ids, a judgement given twice with different relevances, and one of a query or document that does not exist.
+        If a file is missing, or a line malformed: the message names the file and the line. This includes repeated ids,
+        a judgement repeated with another relevance, and a judgement of a query or document that does not exist.
     """
     folder = Path(path)
     files = [folder / "corpus.jsonl", folder / "queries.jsonl", folder / "qrels" / f"{split}.tsv"]
@@ -111,7 +111,7 @@ def load_beir_folder(
 
 @dataclass(frozen=True)
 class RetrievalEvaluation:
-    """What `evaluate_retrieval` found.
+    """Result of `evaluate_retrieval`.
 
     Attributes
     ----------
@@ -120,12 +120,12 @@ class RetrievalEvaluation:
     per_query
         For each metric, its value for every query id.
     run
-        For every query id what was retrieved, `{"id", "score"}`, best first.
+        For every query id, the retrieved documents, `{"id", "score"}`, best first.
     timings
-        Seconds of the steps that were taken: "encode_documents", "index", "encode_queries", "search",
-        "prepare_metrics" (see the function) and "metrics".
+        Seconds per step that ran: "encode_documents", "index", "encode_queries", "search", "prepare_metrics" (see the
+        function) and "metrics".
     scorer
-        What computed the scores.
+        Name of the scorer that computed the scores.
     """
 
     metrics: dict[str, float]
@@ -149,10 +149,10 @@ def evaluate_retrieval(
     show_progress: bool = True,
     queries_embeddings: Sequence[Any] | None = None,
 ) -> RetrievalEvaluation:
-    """Encode a collection, index it exactly, retrieve, and compute metrics by `ranx`.
+    """Encode a collection, index it exactly, retrieve, and compute metrics with `ranx`.
 
-    The metrics are those of the order that the index returns, in which equal scores are in the order of `documents`.
-    A document is not skipped for having the id of the query, as some BEIR data sets ask for.
+    The metrics use the order that the index returns, in which equal scores are in the order of `documents`. A document
+    with the id of the query is not skipped, though some BEIR data sets require it.
 
     Parameters
     ----------
@@ -165,23 +165,23 @@ def evaluate_retrieval(
     qrels
         For every query id, document ids and relevances; 1 and above is relevant.
     index
-        None: a temporary one. A folder: a new index is built there. A `Flat`: if it is empty the documents are added
-        to it, and it remembers the model; otherwise it must hold just these documents, of this model if it remembers
-        one, and is searched as it is, without encoding them again. One with a projection gets hidden states.
+        None: a temporary index. A folder: a new index is built there. A `Flat`: if it is empty the documents are added
+        to it and the model is recorded; otherwise it must hold exactly these documents, encoded by this model if it
+        records one, and is searched without encoding them again. An index with a projection stores hidden states.
     k
-        Documents retrieved per query: metrics without a cutoff, such as "map", see no more than these.
+        Documents retrieved per query: metrics without a cutoff, such as "map", are computed from these alone.
     batch_size
         Texts encoded at a time.
     scorer
-        As in `indexes.Flat`. None: the model's flag, else, for PyLate's models, what `use_scorer` or the environment
-        variable `PYLATE_SCORES_BACKEND` says, else "pylate_flash".
+        As in `indexes.Flat`. None: the model's flag, else, for PyLate's models, that of `use_scorer` or the environment
+        variable `PYLATE_SCORES_BACKEND`, else "pylate_flash".
     metrics
-        Names as `ranx` knows them.
+        Metric names of `ranx`.
     show_progress
-        Draw progress bars, and say what else takes long.
+        Draw progress bars, and print a message before other slow steps.
     queries_embeddings
-        [L_i, d] of every query of `qrels`, in their order, where they are known: to compare scorers, say. None: they
-        are encoded.
+        [L_i, d] of every query of `qrels`, in their order, if already computed, for example to compare scorers. None:
+        they are encoded.
 
     Returns
     -------
@@ -192,14 +192,14 @@ def evaluate_retrieval(
     ------
     ValueError
         If a metric is unknown or its cutoff exceeds `k`, there is nothing to evaluate, `qrels` name unknown queries or
-        documents, `queries_embeddings` are not as many, or `index` holds other documents or another model's, or a
+        documents, `queries_embeddings` have another length, or `index` holds other documents or another model's, or a
         folder already holds an index.
     RuntimeError
-        If `ranx` cannot write what it keeps. The message says what to set.
+        If `ranx` cannot write its cache. The message says what to set.
     MissingExtraError
         If `ranx` is not installed. The message names the extra.
     """
-    # Before anything is encoded.
+    # Check before anything is encoded.
     _check_metrics(metrics, "evaluate_retrieval", k)
     ids = [document["id"] for document in documents]
     _check_judgements(set(ids), queries, qrels)
@@ -226,7 +226,7 @@ def evaluate_retrieval(
         if len(index):
             index.check_model(model)
         else:
-            # What is no module has no weights to remember it by.
+            # A model is recorded by its weights, which only a module has.
             if isinstance(model, torch.nn.Module):
                 index.record_model(model)
             encoding = (
@@ -267,7 +267,7 @@ def add_encoded(
     timings: dict[str, float] | None = None,
     show_progress: bool = False,
 ) -> None:
-    """Encode documents and add them to an index in their order, some at a time, so that memory stays bounded.
+    """Encode documents in chunks and add them to an index in order, so that memory stays bounded.
 
     Parameters
     ----------
@@ -276,11 +276,11 @@ def add_encoded(
     documents
         `{"id", "text"}` of every document.
     encode
-        What the index keeps of texts, [L_i, d] of each.
+        Function from texts to the embeddings that the index stores, [L_i, d] each.
     batch_size
-        Texts that it encodes at a time.
+        Number of texts that `encode` processes at a time.
     timings
-        Where the seconds that it takes are added, as "encode_documents" and "index".
+        Dictionary to which the elapsed seconds are added, as "encode_documents" and "index".
     show_progress
         Draw a progress bar.
     """
@@ -290,11 +290,11 @@ def add_encoded(
     embeddings: list[Any] = []
     with tqdm(total=len(documents), desc="Encoding documents", unit="doc", disable=not show_progress) as progress:
         for start in range(0, len(documents), step):
-            some = documents[start : start + step]
+            chunk = documents[start : start + step]
             with _timed(timings, "encode_documents"):
-                embeddings += encode([document["text"] for document in some])
-            ids += [document["id"] for document in some]
-            progress.update(len(some))
+                embeddings += encode([document["text"] for document in chunk])
+            ids += [document["id"] for document in chunk]
+            progress.update(len(chunk))
             if start + step >= len(documents) or sum(array.nbytes for array in embeddings) >= ADDITION_BYTES:
                 with _timed(timings, "index"):
                     index.add_documents(ids, embeddings)
@@ -302,7 +302,7 @@ def add_encoded(
 
 
 def _scorer_of(model: Any) -> str:
-    """What scores a model's embeddings where nobody said."""
+    """Return the default scorer of a model's embeddings."""
     flag = getattr(model, "scorer", "auto")
     if is_multi_vector_encoder(model):
         return flag
@@ -317,12 +317,12 @@ def _timed(timings: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None) -> None:
-    """Every metric must be known, and `k` documents, if that many are found, be enough for it."""
+    """Raise unless every metric is known and its cutoff is at most `k`, if given."""
     check_installed("ranx", needed_by, "eval")
     try:
         from ranx.metrics import metric_switch
     except (RuntimeError, OSError) as error:
-        # Numba keeps what it compiles beside ranx or in the user's home, and ir_datasets makes a folder in the home.
+        # Numba caches compiled code next to ranx or in the user's home, and ir_datasets creates a folder in the home.
         raise RuntimeError(
             f"{needed_by} needs ranx, which cannot write what it keeps: set NUMBA_CACHE_DIR and IR_DATASETS_HOME to "
             f"folders that can be written to ({error})"
@@ -331,11 +331,11 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
     if isinstance(metrics, str) or not metrics:
         raise ValueError(f"metrics must be a list of at least one name, got {metrics!r}")
     for metric in metrics:
-        name, at, cutoff = metric.partition("-l")[0].partition("@")
+        name, has_cutoff, cutoff = metric.partition("-l")[0].partition("@")
         try:
             metric_switch(name.partition(".")[0])
-            # The number of rank-biased precision is its persistence, not a cutoff.
-            depth = int(cutoff) if at and name != "rbp" else 0
+            # For rank-biased precision the number is the persistence, not a cutoff.
+            depth = int(cutoff) if has_cutoff and name != "rbp" else 0
             if depth < 0:
                 raise ValueError("its cutoff is below 0")
         except ValueError as error:
@@ -357,14 +357,14 @@ def _check_judgements(ids: set[str], queries: Mapping[str, str], qrels: Qrels) -
 
 @functools.cache
 def prepare_metrics(metrics: tuple[str, ...] = METRICS, show_progress: bool = False) -> None:
-    """Let `ranx` compile metrics, half a minute of work at their very first use, or load what it has compiled.
+    """Make `ranx` compile metrics, which takes half a minute on first use, or load the compiled ones from its cache.
 
     Parameters
     ----------
     metrics
-        Names as `ranx` knows them.
+        Metric names of `ranx`.
     show_progress
-        Say so on standard error.
+        Print a message to standard error.
     """
     if show_progress:
         print("Loading the metrics of ranx, which compiles them once ...", file=sys.stderr, flush=True)
@@ -374,16 +374,16 @@ def prepare_metrics(metrics: tuple[str, ...] = METRICS, show_progress: bool = Fa
 def evaluate_run(
     run: Mapping[str, Sequence[SearchResult]], qrels: Qrels, metrics: Sequence[str] = METRICS
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Compute metrics of what was found, by whatever.
+    """Compute metrics of the results of any search.
 
     Parameters
     ----------
     run
-        For every query id of `qrels` what was found, `{"id", "score"}`, best first: the order counts, not the scores.
+        For every query id of `qrels`, the retrieved documents, `{"id", "score"}`, best first: only the order counts.
     qrels
         For every query id, document ids and relevances; 1 and above is relevant.
     metrics
-        Names as `ranx` knows them.
+        Metric names of `ranx`.
 
     Returns
     -------
@@ -393,9 +393,9 @@ def evaluate_run(
     Raises
     ------
     ValueError
-        If a metric is unknown, `qrels` has no query, `run` lacks one of its queries, or a query found a document twice.
+        If a metric is unknown, `qrels` is empty, `run` lacks one of its queries, or a document repeats in a query.
     RuntimeError
-        If `ranx` cannot write what it keeps. The message says what to set.
+        If `ranx` cannot write its cache. The message says what to set.
     MissingExtraError
         If `ranx` is not installed. The message names the extra.
     """
@@ -407,67 +407,67 @@ def evaluate_run(
             raise ValueError(f"run has nothing for query {query_id!r} of qrels, where a query without documents has []")
         ids = [result["id"] for result in run[query_id]]
         if len(set(ids)) < len(ids):
-            twice = next(id_ for place, id_ in enumerate(ids) if id_ in ids[:place])
-            raise ValueError(f"run: query {query_id!r} has document {twice!r} more than once")
-    # ranx gets numbers for ids, as it would compile its functions anew for ids of another length, and one query at a
+            repeated = next(id_ for position, id_ in enumerate(ids) if id_ in ids[:position])
+            raise ValueError(f"run: query {query_id!r} has document {repeated!r} more than once")
+    # Pass integer ids to ranx, which would recompile its functions for string ids of another length, and one query at a
     # time, as queries are judged on different numbers of documents.
     from ranx import evaluate as ranx_evaluate
 
     per_query: dict[str, dict[str, float]] = {metric: {} for metric in metrics}
     with warnings.catch_warnings():
-        # Numba's warning, while it compiles ranx, about the cast of a loop index.
+        # Numba warns about the cast of a loop index while it compiles ranx.
         warnings.filterwarnings("ignore", message="unsafe cast from uint64 to int64")
         for query_id, judged in qrels.items():
             numbers = {document_id: number for number, document_id in enumerate(judged)}
             relevances = sorted(((numbers[id_], value) for id_, value in judged.items()), key=lambda row: -row[1])
             results = run[query_id]
-            # A document that was not judged has a number of its own.
-            found = [
+            # Unjudged documents get numbers of their own.
+            hits = [
                 (numbers.get(result["id"], len(judged) + rank), len(results) - rank)
                 for rank, result in enumerate(results)
             ]
-            judgements, ranking = (np.array(rows, dtype=np.float64).reshape(1, -1, 2) for rows in (relevances, found))
+            judgements, ranking = (np.array(rows, dtype=np.float64).reshape(1, -1, 2) for rows in (relevances, hits))
             for metric in metrics:
                 per_query[metric][query_id] = float(ranx_evaluate(judgements, ranking, metric))
     return {metric: float(np.mean(list(values.values()))) for metric, values in per_query.items()}, per_query
 
 
-def recall_of(found: Sequence[Sequence[SearchResult]], exact: Sequence[Sequence[SearchResult]], k: int) -> float:
-    """The share of exact search's best documents that another search has found, among as many.
+def recall_of(results: Sequence[Sequence[SearchResult]], exact: Sequence[Sequence[SearchResult]], k: int) -> float:
+    """Recall at `k` of another search with respect to exact search.
 
     Parameters
     ----------
-    found, exact
-        For every query, `{"id", "score"}` of the documents, best first, of at least `k` documents: fewer count as not
-        found.
+    results, exact
+        For every query, `{"id", "score"}` of at least `k` documents, best first; documents missing from a shorter list
+        count as not found.
     k
-        How many of each query.
+        Number of documents per query.
 
     Returns
     -------
     float
-        Mean over the queries: 1 where all of the exact lists' first `k` are among the first `k` found.
+        Mean over the queries: 1 if the first `k` documents of every exact list are among the first `k` found.
 
     Raises
     ------
     ValueError
-        If the two are not of the same queries, there are none, or an exact list has fewer than `k` documents.
+        If the lists differ in length or are empty, or an exact list has fewer than `k` documents.
     """
-    if len(found) != len(exact) or not exact:
-        raise ValueError(f"found and exact must be lists of the same queries, got {len(found)} and {len(exact)}")
+    if len(results) != len(exact) or not exact:
+        raise ValueError(f"results and exact must be lists of the same queries, got {len(results)} and {len(exact)}")
     if k < 1 or min(map(len, exact)) < k:
         raise ValueError(
             f"k must be at least 1 and at most {min(map(len, exact))}, the length of a list of exact, got {k}"
         )
     shares = [
-        len({hit["id"] for hit in ours[:k]} & {hit["id"] for hit in best[:k]}) / k
-        for ours, best in zip(found, exact, strict=True)
+        len({hit["id"] for hit in hits[:k]} & {hit["id"] for hit in exact_hits[:k]}) / k
+        for hits, exact_hits in zip(results, exact, strict=True)
     ]
     return float(np.mean(shares))
 
 
 def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Place, query id, document id and relevance of every judgement."""
+    """Yield the location in the file, query id, document id and relevance of every judgement."""
     first, judgements = True, 0
     with file.open("rb") as lines:
         for _, where, line in read_lines(lines, file):

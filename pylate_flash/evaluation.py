@@ -1,11 +1,11 @@
-"""Evaluation: BEIR folders, retrieval metrics through `indexes.Flat`, PyLate's evaluators scored as the model says.
+"""Evaluation: BEIR folders, retrieval metrics with `indexes.Flat`, PyLate's evaluators scored by the model's flags.
 
     documents, queries, qrels = load_beir_folder("data/cranfield")
     result = evaluate_retrieval(model, documents, queries, qrels)
     result.metrics                 # {"ndcg@10": ..., "map": ..., "recall@100": ..., "mrr@10": ...}
 
-These are those of `pylate_flash.beir`, which needs no PyLate. The names of `pylate.evaluation` are here too, so that
-`from pylate import evaluation` becomes `from pylate_flash import evaluation`.
+These functions come from `pylate_flash.beir`, which does not need PyLate. The names of `pylate.evaluation` are exported
+too, so that `from pylate import evaluation` becomes `from pylate_flash import evaluation`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class _ScoredAsTheModelSays(SentenceEvaluator):
-    """Makes an evaluator of PyLate score by the flags of the model it is given, whatever is registered."""
+    """Mixin that makes a PyLate evaluator score by the flags of the evaluated model, whatever is registered."""
 
     def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate `model`; the other arguments and the result are those of PyLate's evaluator."""
@@ -56,7 +56,7 @@ class _ScoredAsTheModelSays(SentenceEvaluator):
 
 
 class _AsksTheModel(_ScoredAsTheModelSays):
-    """The same for evaluators that keep the similarity function of the first model they meet: ask each model."""
+    """The same for evaluators that cache the similarity function of their first model: read it from each model."""
 
     score_functions: dict[str, Callable] | None
     _asks: bool | None = None

@@ -37,7 +37,7 @@ from .index.store import PackedStore
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Where PyLate is, its retriever takes nothing but an index of its own.
+# If PyLate is installed, its retriever accepts only subclasses of its own index class.
 if TYPE_CHECKING or importlib.util.find_spec("pylate") is not None:
     from pylate.indexes.base import Base
 else:
@@ -49,34 +49,33 @@ SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
 
 
 class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which every caller takes, not nested lists
-    """Exact MaxSim search over all documents, as they are kept: no clustering, no candidates missed.
+    """Exact MaxSim search over all documents, as they are stored: no clustering, no candidates missed.
 
-    Embeddings are kept packed (no padding) in flat files on the disk; see `pylate_flash.index` for the
-    files and what happens when a write is interrupted. A search scores the collection block by block and keeps the
-    best `k`, so its memory does not grow with the collection. On a CUDA device the embeddings stay there, as many as
-    fit.
+    Embeddings are stored packed (no padding) in flat files on the disk; see `pylate_flash.index` for the files and for
+    what happens when a write is interrupted. A search scores the collection block by block and keeps the best `k`, so
+    its memory does not grow with the collection. On a CUDA device, as many embeddings as fit stay in its memory.
 
-    With a `projection`, an index keeps hidden states of an encoder in place of embeddings, and projects and normalises
-    them while it searches: larger files, for which another projection needs no new encoding.
+    With a `projection`, an index stores hidden states of an encoder instead of embeddings, and projects and normalises
+    them during the search: the files are larger, but another projection needs no new encoding.
 
     Parameters
     ----------
     index_folder
-        Folder that holds indexes. None: keep this one in memory, on `device`, and nothing on the disk, as for an
-        evaluation during training. Embeddings that are added from that device stay there.
+        Folder that holds indexes. None: keep this index in memory, on `device`, and nothing on the disk, for example
+        for an evaluation during training. Embeddings that are added from that device stay there.
     index_name
-        This index's own folder in it, a plain name. An existing index is opened.
+        Plain name of this index's folder in `index_folder`. An existing index is opened.
     override
         Start from an empty index; an existing one is emptied at once.
     dtype
-        How embeddings are kept: "float32", "float16" or "bfloat16". None: as the existing index does, or float32,
-        which keeps float32 and narrower embeddings exactly. Queries are rounded to it before they are scored. Or in 8
+        How embeddings are stored: "float32", "float16" or "bfloat16". None: as in the existing index, or float32,
+        which stores float32 and narrower embeddings exactly. Queries are rounded to it before they are scored. Or in 8
         bits with a scale for each token, as `quantize` makes them: "int8", "uint8" or "fp8", 16 bytes and a byte for
-        each element. Then this package's scorer quantizes queries as well, as `maxsim_varlen` does, and those of other
-        packages score what was kept, dequantized. Or as residual codes, as in PLAID, of 4 or 2 bits for each element
+        each element. Then this package's scorer quantizes queries as well, as `maxsim_varlen` does, and the scorers of
+        other packages dequantize what is stored. Or as residual codes, as in PLAID, of 4 or 2 bits for each element
         and 8 bytes: "residual4" or "residual2", whose scores are those of `maxsim_residual`. Their codec is trained by
-        `train_codec`, or else on the first addition. What is kept in fewer bits may be kept in 16 as well, on the disk
-        or in memory of the CPU, from where `rescore` reads it: "residual4+bfloat16", "int8+float16" and so on.
+        `train_codec`, or else on the first addition. Embeddings of fewer than 16 bits may be stored in 16 as well, on
+        the disk or in CPU memory, where `rescore` reads them: "residual4+bfloat16", "int8+float16" and so on.
     scorer
         "pylate_flash" (or "auto"): this package's kernels. For comparison, with equal scores up to rounding: PyLate's
         "torch", "flash" or "lik"; without PyLate, "torch" is `util.maxsim` of sentence-transformers.
@@ -85,28 +84,28 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
     show_progress
         Draw progress bars over additions of several batches and searches of several blocks.
     projection
-        A ColBERT model or a MultiVectorEncoder, whose Dense layers as they are now project hidden states [L, d_model]
-        to embeddings [L, d]; or a weight [d, d_model] and a bias [d] (or None).
-        `encoding.projection.encode_hidden_states` gives the states to add. It is not saved: give it again to open the
-        index. Queries are embeddings, normalised as well.
+        A ColBERT model or a MultiVectorEncoder, whose current Dense layers project hidden states [L, d_model] to
+        embeddings [L, d]; or a weight [d, d_model] and a bias [d] (or None).
+        `encoding.projection.encode_hidden_states` returns the states to add. The projection is not saved: pass it
+        again to open the index. Queries are embeddings, normalised as well.
 
     device_memory
-        Bytes of the device that embeddings may take, or "auto": most of what is free on a GPU, and nothing on a CPU.
-        What does not fit is read from the disk for every search, in blocks, of which a GPU scores one while the next
-        are on their way; they take about 0.4 GB of a GPU.
+        Bytes of device memory that embeddings may take, or "auto": most of what is free on a GPU, and nothing on a CPU.
+        The rest is read from the disk for every search, in blocks: a GPU scores one while the next ones are in flight,
+        which takes about 0.4 GB of its memory.
     group
         Processes of `torch.distributed` (NCCL or gloo) that search together, `torch.distributed.group.WORLD` for all.
-        Each opens the same index, on a device of its own, and scores segments of its own. All of them call each search,
-        whose arguments are those of the first, and get the same results, those of one process. To add or remove is
-        for one process, after which the others open the index again.
+        Each opens the same index on its own device and scores its own segments. All of them must call each search; the
+        arguments of the first rank apply, and all ranks get the results that one process would get. Only one process
+        may add or remove documents; the others then open the index again.
 
     Raises
     ------
     ValueError
-        If an argument is none of its choices, a file of the existing index is missing, damaged, or of a newer format
-        (the message names it), or the projection cannot be fused, or takes another size than the index keeps.
+        If an argument is not one of its choices, a file of the existing index is missing, damaged, or of a newer format
+        (the message names it), or the projection cannot be fused, or takes another size than the index stores.
     OSError
-        If the folder cannot be read, or with `override` not be written.
+        If the folder cannot be read or, with `override`, cannot be written.
 
     Examples
     --------
@@ -138,14 +137,14 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.show_progress = show_progress
         layer = None if projection is None else linear_layer(projection)
-        place = None if index_folder is None else Path(index_folder) / index_name
-        self._store = PackedStore(place, dtype=dtype, override=override, device=self.device)
+        path = None if index_folder is None else Path(index_folder) / index_name
+        self._store = PackedStore(path, dtype=dtype, override=override, device=self.device)
         ranks = None if group is None else Ranks(group)
         self._again: Search | None = None
         self._search = Search(self._store, self.device, checked_memory(device_memory), self._linear(layer), ranks)
 
     def _linear(self, layer: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None] | None:
-        """The layer that projects, on the device, if it fits what the index keeps."""
+        """Copy the projection layer to the device, in the dtype of the index, if it fits the index."""
         if layer is None:
             return None
         if self._store.layout.quantized:
@@ -159,7 +158,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
                 f"projection takes hidden states of size {size}, and the index in {self.index_path} keeps vectors of "
                 f"size {self._store.embedding_size}"
             )
-        # Copies: training may go on with the model's own.
+        # Copies: training may go on to change the model's own weights.
         weight, bias = (
             tensor if tensor is None else tensor.detach().to(self.device, self._store.layout.dtype, copy=True)
             for tensor in layer
@@ -169,7 +168,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
 
     @property
     def scorer(self) -> str:
-        """What computes the scores; it may be set at any time."""
+        """Name of the scoring backend; it may be set at any time."""
         return self._scorer
 
     @scorer.setter
@@ -203,8 +202,8 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         ----------
         documents_ids
             One id per document, distinct and, unless `replace`, new. Or, without embeddings, an iterator of batches
-            (ids, embeddings) or (ids, embeddings, metadata), which are added one by one: what was added stays, whatever
-            happens to those that follow, and memory holds one of them.
+            (ids, embeddings) or (ids, embeddings, metadata), which are added one by one: batches that were added
+            stay even if a later one fails, and one batch at a time is in memory.
         documents_embeddings
             One [L_i, d] array or tensor per document, of a floating dtype; L_i may be 0. An array [N, L, d] is N
             documents of L tokens each, so padding rows in it would count as tokens. [L, d] is one document. Hidden
@@ -212,10 +211,10 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         batch_size
             Documents that are converted and checked at a time.
         replace
-            Of an id that is in the index, put this document, the last now, in the place of the one there.
+            If an id is already in the index, replace its document; the new one is last in the order of documents.
         metadata
             One dictionary per document (or None), for `where` in a search: printable keys that do not begin with "#"
-            and are told apart by more than capital letters; strings, numbers, truth values or None.
+            and differ by more than case; values that are strings, numbers, booleans or None.
 
         Returns
         -------
@@ -232,11 +231,11 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         RuntimeError
             If another process is writing to the index, or has written to it since it was opened here.
         OSError
-            If a file cannot be written, as on a full disk. The message names the index, which is as before.
+            If a file cannot be written, as on a full disk. The message names the index, which is unchanged.
         """
         if documents_embeddings is None:
-            for ids, embeddings, own in batches_of(documents_ids):
-                self.add_documents(ids, embeddings, batch_size, replace, own)
+            for ids, embeddings, batch_metadata in batches_of(documents_ids):
+                self.add_documents(ids, embeddings, batch_size, replace, batch_metadata)
             return self
         ids = ids_of("documents_ids", documents_ids)
         documents = sequences_of("documents_embeddings", documents_embeddings)
@@ -260,19 +259,19 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
     def remove_documents(  # type: ignore[override]
         self, documents_ids: str | Sequence[str], erase: bool = False
     ) -> Flat:
-        """Remove documents: all of them or, on an error, none. It needs no room on the disk.
+        """Remove documents: all of them or, on an error, none. It needs no free disk space.
 
-        They are in no search any more. Their embeddings leave the disk when a quarter of the file that holds them is
-        removed, with `compact`, or at once.
+        Searches no longer return them. Their embeddings are deleted from the disk when more than a quarter of the file
+        that holds them is removed, by `compact`, or at once with `erase`.
 
         Parameters
         ----------
         documents_ids
-            Ids of documents in the index; none to erase what is left of those that were removed before.
+            Ids of documents in the index; no ids, with `erase`, to erase documents that were removed before.
         erase
-            Delete at once what is on the disk of them, and of those that were removed before: for this the files that
-            hold it are written anew, which takes as much room. If it fails, they may be removed already; without ids it
-            can be repeated.
+            Delete their embeddings, and those of documents that were removed before, from the disk at once: the files
+            that hold them are rewritten, which takes as much disk space. If this fails, the documents may be removed
+            already; repeat it without ids.
 
         Returns
         -------
@@ -288,17 +287,17 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         RuntimeError
             If another process is writing to the index, or has written to it since it was opened here.
         OSError
-            If a file cannot be written, as on a full disk. The message names the index, which is as before.
+            If a file cannot be written, as on a full disk. The message names the index, which is unchanged.
         """
         ids = ids_of("documents_ids", documents_ids)
         check_distinct("documents_ids", ids)
         self._store.remove(self._positions("documents_ids", ids), erase)
         return self
 
-    # Care
+    # Maintenance
 
     def info(self) -> IndexInfo:
-        """Say what the index consists of."""
+        """Return a summary of the index."""
         state = self._store.state
         return IndexInfo(
             path=self.index_path,
@@ -315,7 +314,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         )
 
     def verify(self, show_progress: bool = False) -> IndexInfo:
-        """Open the files once more and read all of them.
+        """Open the files again and read all of them.
 
         Parameters
         ----------
@@ -325,12 +324,12 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         Returns
         -------
         IndexInfo
-            Of what was read.
+            A summary of what was read.
 
         Raises
         ------
         ValueError
-            If a file is missing or malformed, or the folder is gone, a checksum or a count is wrong, an id is there
+            If a file is missing or malformed, or the folder is gone, a checksum or a count is wrong, an id occurs
             twice, or a value is NaN or infinite. The message names the file.
         OSError
             If a file cannot be read. The message names it.
@@ -338,7 +337,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         if self._store.in_memory:
             self._store.verify(show_progress)
             return self.info()
-        # As they are now: what this object has open may have been replaced in the folder since.
+        # Open the folder anew: the files that this object has open may have been replaced in it since.
         index = Flat(self.index_path.parent, self.index_path.name, device="cpu", show_progress=False)
         if self._store.state.generation and not index._store.exists:
             raise ValueError(f"{self.index_path / 'catalog.sqlite'} is missing, though it was there: the index is gone")
@@ -348,8 +347,8 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
     def compact(self) -> Flat:
         """Write the documents into as few files as their size (512 MiB) allows.
 
-        Additions and removals see to it that there are not many; this makes it the least, and deletes what is left of
-        removed documents. It needs room on the disk for one file at a time.
+        Additions and removals keep the number of files low; this minimizes it, and deletes what is left of removed
+        documents. It needs disk space for one file at a time.
 
         Returns
         -------
@@ -380,68 +379,68 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         queries_embeddings
             One [L_i, d] array or tensor per query, or [Nq, L, d]; [L, d] is one query.
         k
-            Documents per query; fewer come back if there are fewer.
+            Documents per query; fewer are returned if there are fewer.
         subset
-            Ids among which to search: a list for all queries, or one list per query. As in PyLate's PLAID index, ids
+            Ids to search among: a list for all queries, or one list per query. As in PyLate's PLAID index, ids
             that are not in the index are ignored.
         matches
-            Say as well which tokens match.
+            Also return which tokens match.
         where
-            Search among documents whose metadata fulfil an expression of SQLite, such as
+            Search only documents whose metadata satisfy an SQLite expression, such as
             "year >= 2020 and lang = 'en'", or with parameters ("year >= ?", [2020]) or ("year >= :year",
-            {"year": 2020}). It may come from a stranger: it reads metadata and calls plain functions, such as `lower`
-            and `date`, looks at strings of at most 256 KiB, and ends after ten seconds. A document without a key has
-            NULL there. Documents that another process has removed meanwhile are left out.
+            {"year": 2020}). It may be untrusted: it can only read metadata and call plain functions, such as `lower`
+            and `date`, sees strings of at most 256 KiB, and is stopped after ten seconds. A key that a document lacks
+            is NULL. Documents that another process has removed meanwhile are left out.
         rescore
-            Score so many of the best of each query, at least `k`, once more by what is kept in 16 bits beside fewer,
-            and return the best of these, with the new scores.
+            Number of best documents of each query, at least `k`, to score again from their 16-bit copies. The best `k`
+            by the new scores are returned, with these scores.
 
         Returns
         -------
         list[list[SearchResult]]
             For every query `{"id", "score"}`, best first; equal scores in the order in which the documents were
-            added. A document without tokens scores `EMPTY_SCORE`, the least that float32 has. With `matches` also
+            added. A document without tokens scores `EMPTY_SCORE`, the lowest float32. With `matches` also
             `"matches"`: for every token of the query, which of the document's tokens is most similar to it (the first
-            of equal ones), and the similarity, `[(token, similarity), ...]`; of a document without tokens, none.
+            of equal ones), and the similarity, `[(token, similarity), ...]`; empty for a document without tokens.
 
         Raises
         ------
         TypeError
-            If queries are not of a floating dtype, or `subset` or `where` is neither of its forms.
+            If queries are not of a floating dtype, or `subset` or `where` has none of its forms.
         ValueError
             If the index is empty, `k` is less than 1, an embedding size differs from the index's, a query holds NaN or
-            infinite values, there are not as many subsets as queries, `rescore` is less than `k` or the index does not
-            keep 16 bits beside fewer, `where` is no expression over metadata, a file of
-            the index has been truncated or holds other values than were written, or a score is not finite, as where
-            products of embeddings overflow.
+            infinite values, there are not as many subsets as queries, `rescore` is less than `k` or the index stores no
+            16-bit copies, `where` is not an expression over metadata, a file of the index has been truncated or holds
+            other values than were written, or a score is not finite, for example because products of embeddings
+            overflow.
         RuntimeError
             If another process of the group could not search.
         """
         search, scorer = self._search, self._search.scorer(self.scorer)
-        make = partial(self._asked, queries_embeddings, k, subset, matches, where, rescore)
-        asked = make() if search.ranks is None else search.ranks.agreed(make)
-        if asked is None:
+        make_request = partial(self._asked, queries_embeddings, k, subset, matches, where, rescore)
+        request = make_request() if search.ranks is None else search.ranks.agreed(make_request)
+        if request is None:
             return []
-        queries = asked["queries"]
-        matches, rescore, k = asked.pop("matches"), asked.pop("rescore"), asked["k"]
-        asked["k"] = rescore or k
+        queries = request["queries"]
+        matches, rescore, k = request.pop("matches"), request.pop("rescore"), request["k"]
+        request["k"] = rescore or k
         results: list[list[SearchResult]] = []
         with torch.no_grad():
-            found: Iterable[Hits] = search.found(scorer=scorer, show_progress=self.show_progress, **asked)
+            hits: Iterable[Hits] = search.hits(scorer=scorer, show_progress=self.show_progress, **request)
             if search.ranks is not None:
-                found = search.ranks.merged(found, len(queries), asked["k"])
+                hits = search.ranks.merged(hits, len(queries), request["k"])
             if rescore is not None:
                 search = self._again = self._again or Search(self._store, self.device, 0, None, beside=True)
                 scorer = search.scorer(self.scorer)
-                found = search.again(queries, k, scorer, found)
-            for some in found:
-                made = search.results(some)
+                hits = search.again(queries, k, scorer, hits)
+            for batch in hits:
+                ranked = search.results(batch)
                 if matches:
-                    search.add_matches(made, some, queries[len(results) : len(results) + len(made)], scorer)
-                results += made
+                    search.add_matches(ranked, batch, queries[len(results) : len(results) + len(ranked)], scorer)
+                results += ranked
         return results
 
-    # PyLate's name.
+    # PyLate's name for `search`.
     __call__ = search
 
     def _asked(
@@ -453,7 +452,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         where: Where | None,
         rescore: int | None,
     ) -> dict[str, Any] | None:
-        """What is searched for, checked; None if nothing is."""
+        """Check the arguments of a search and convert them; None if there are no queries."""
         queries = sequences_of("queries_embeddings", queries_embeddings)
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
@@ -475,12 +474,12 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             positions = np.unique(self._store.positions_of(shared))
             positions = positions[positions >= 0]
         if where is not None:
-            found = self._store.positions_where(where)
-            positions = found if positions is None else np.intersect1d(positions, found, assume_unique=True)
+            filtered = self._store.positions_where(where)
+            positions = filtered if positions is None else np.intersect1d(positions, filtered, assume_unique=True)
         if not queries:
             return None
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
-        # Ranks give each other what is on the host.
+        # Ranks exchange host memory.
         device = self.device if self._search.ranks is None else torch.device("cpu")
         packed = checked_queries(queries, size, self.index_path, device, self._store.layout.asked)
         return {

@@ -1,11 +1,11 @@
 """PyLate's losses, computed by the operations of this package.
 
-``from pylate import losses`` becomes ``from pylate_flash import losses``. Each class is PyLate's own, with its
-constructor arguments and its values. What scores is looked up at every call, first in the loss (``scorer``,
-``masking``), then in the model's flags, so that a loss follows a model whose flag is changed later, and a model that
-the trainer has meanwhile wrapped for several GPUs. Where it is this package, scores, loss and gradients are one
-operation (`maxsim_cross_entropy`, `maxsim_kl_divergence`); another scorer, or a ``score_metric``, is called by PyLate's
-code.
+``from pylate import losses`` becomes ``from pylate_flash import losses``. Each class subclasses PyLate's, takes its
+constructor arguments and returns its values. The scorer is resolved on every call, first from the loss (``scorer``,
+``masking``), then from the model's flags, so a loss follows flags that change later, also when the trainer has wrapped
+the model for several GPUs. If the scorer is this package, scores, loss and gradients are one operation
+(`maxsim_cross_entropy`, `maxsim_kl_divergence`); with any other scorer, or a ``score_metric``, PyLate's code computes
+the loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
 class Contrastive(PyLateContrastive):
     """PyLate's contrastive loss with in-batch negatives: cross entropy of each query's positive among all documents.
 
-    It takes PyLate's arguments in PyLate's order and gives PyLate's value and gradients (exactly under
+    It takes PyLate's arguments in PyLate's order and returns PyLate's value and gradients (exactly under
     ``masking="zero"``, and under the default wherever no masked token would have won the max).
 
     Parameters
@@ -54,54 +54,54 @@ class Contrastive(PyLateContrastive):
         ColBERT model, PyLate's or ours.
     score_metric
         Function of queries [Nq, Lq, d], stacked documents [Nd, N, Ld, d], ``queries_mask`` and ``documents_mask`` that
-        returns [Nq, Nd * N], query-major, such as ``scores.XTRScores(k)``. Default: the MaxSim scorer that the flags
-        name.
+        returns [Nq, Nd * N], query-major, such as ``scores.XTRScores(k)``. Default: the MaxSim scorer selected by the
+        flags.
     score_mini_batch_size
-        Where PyLate's code scores (see ``scorer``): so many queries at a time. Default: the whole batch. This package's
-        operation bounds its memory itself, and takes no notice.
+        Number of queries scored at a time when PyLate's code scores (see ``scorer``). Default: the full batch. This
+        package's operation bounds its memory itself and ignores this.
     size_average
         Average over the queries of the batch; otherwise sum.
     gather_across_devices
-        Take the documents of all ranks as negatives. Ranks may have different batch sizes, numbers of document columns
-        and padded lengths (with a ``score_metric`` or a scorer of PyLate's, different padded lengths only). A rank's
+        Use the documents of all ranks as negatives. Ranks may have different batch sizes, numbers of document columns
+        and padded lengths (with a ``score_metric`` or one of PyLate's scorers, different padded lengths only). A rank's
         loss is the sum over its own queries times the number of ranks, with ``size_average`` divided by the mean number
-        of queries of a rank: PyLate's convention. DistributedDataParallel takes the mean of the ranks' gradients, which
-        is then the gradient of one process with the whole batch: of its sum; of its mean, times the number of ranks.
+        of queries per rank: PyLate's convention. DistributedDataParallel averages the ranks' gradients, so the result
+        is the gradient of a single process with the full batch: of its sum, or of its mean times the number of ranks.
     temperature
-        Divides the scores: a number above 0, or a parameter of one element, which is then learned (train it with
-        :class:`~pylate_flash.trainer.ColBERTTrainer`: sentence-transformers 5.3's own never clears its gradient). 1.0
-        suits sums of the maxima of 32 query tokens, which differ by whole units where a single cosine differs by
-        hundredths (and is divided by 0.02 to 0.05); more query tokens want a higher one.
+        Divides the scores: a number above 0, or a one-element parameter, which is then learned (train it with
+        :class:`~pylate_flash.trainer.ColBERTTrainer`: sentence-transformers 5.3's trainer never clears its gradient).
+        1.0 suits sums over the maxima of 32 query tokens, which differ by whole units where a single cosine differs by
+        hundredths (and is divided by 0.02 to 0.05); more query tokens need a higher temperature.
     scorer
         ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``; overrides the model's flag.
     masking
         ``"exclude"`` or ``"zero"`` (PyLate's torch rule); overrides the model's flag.
     fuse_projection
-        Score from the encoder's hidden states, and leave the model's Dense layers to `maxsim_from_hidden`, which stores
-        no projected document embeddings beyond a small scratch. Value and gradients are the same but for rounding. It
-        pays in reranking and in search, and is no help in training: a step keeps the encoder's activations, beside
-        which the projected embeddings are small. Ranks that gather exchange projected embeddings, and fuse nothing.
-        Default: as the model's flag says; without one, False.
+        Score from the encoder's hidden states and leave the model's Dense layers to `maxsim_from_hidden`, which stores
+        no projected document embeddings beyond a small scratch buffer. Value and gradients are equal up to rounding.
+        This helps in reranking and search, but not in training: a step keeps the encoder's activations, and the
+        projected embeddings are small next to those. Ranks that gather exchange projected embeddings and do not fuse.
+        Default: the model's flag; without one, False.
     gather
-        How documents are gathered, with ``gather_across_devices``: ``"all_gather"``, all on every rank, or ``"ring"``,
-        passed round the ranks, each scored while the next one is on its way, in the forward and again in the backward.
-        The ring's memory does not grow with the number of ranks. Value and gradients are the same but for rounding.
+        How documents are gathered, with ``gather_across_devices``: ``"all_gather"`` copies all to every rank;
+        ``"ring"`` passes blocks from rank to rank and scores each while the next is in flight, in the forward and again
+        in the backward. The ring's memory does not grow with the number of ranks. Results are equal up to rounding.
     smooth
-        Take a smooth maximum over the document tokens, ``(1 / smooth) log sum exp(smooth * similarity)``, by
-        `soft_maxsim`: the gradient reaches every token, and not only the best one. A number above 0, or a parameter of
-        one element, which is then learned as a ``temperature`` is; 10 to 100 for unit embeddings. Nothing is fused
-        then, and under ``masking="zero"`` ranks do not gather. Default: the maximum.
+        Take a smooth maximum over the document tokens, ``(1 / smooth) log sum exp(smooth * similarity)``, with
+        `soft_maxsim`: the gradient reaches every token, not only the best one. A number above 0, or a one-element
+        parameter, which is then learned like a ``temperature``; 10 to 100 for unit embeddings. The projection is not
+        fused then, and ranks cannot gather under ``masking="zero"``. Default: the hard maximum.
 
     Raises
     ------
     ValueError
         For an unknown ``scorer``, ``masking`` or ``gather``, or one given together with ``score_metric``; for a
         ``temperature`` or ``smooth`` that is not finite and above 0, and a ``score_mini_batch_size`` below 1; for a
-        ``smooth`` together with ``score_metric``, another scorer, ``fuse_projection`` or ``gather="ring"``. If the
-        projection is to be fused, and the model is not an encoder followed by linear Dense layers, or another scorer is
-        asked for. In the forward, on all ranks, if they gather embeddings of different sizes.
+        ``smooth`` together with ``score_metric``, another scorer, ``fuse_projection`` or ``gather="ring"``. If
+        ``fuse_projection`` is set and the model is not an encoder followed by linear Dense layers, or another scorer is
+        requested. In the forward, on all ranks, if they gather embeddings of different sizes.
     TypeError
-        If ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` is of none of these types.
+        If ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` has another type.
 
     Examples
     --------
@@ -146,7 +146,7 @@ class Contrastive(PyLateContrastive):
             Tokenized columns: the queries, their positives, then any number of columns of hard negatives, each a
             dictionary with ``input_ids`` and ``attention_mask`` [N, L]. Document columns may differ in length.
         labels
-            Not used; the trainer passes it.
+            Unused; the trainer passes it.
         """
         columns = document_columns(self, sentence_features)
         options = options_of(self)
@@ -160,18 +160,18 @@ class Contrastive(PyLateContrastive):
 class CachedContrastive(PyLateCachedContrastive):
     """PyLate's contrastive loss with cached gradients (GradCache): large batches in the memory of small ones.
 
-    The embeddings are computed a mini-batch at a time, first without a graph, then, when the loss has given each
-    embedding its gradient, a second time with one. The texts of a column are sorted by length, each mini-batch is
-    padded to its own longest text (or a few tokens more), and tokens that are not scored, padding and those of the
-    skiplist, are not kept.
+    The embeddings are computed one mini-batch at a time: first without a graph, then, once the loss has computed the
+    gradient of each embedding, again with a graph. The texts of a column are sorted by length, each mini-batch is
+    padded to its own longest text (or a few tokens more), and tokens that are not scored (padding and skiplist tokens)
+    are dropped.
 
-    Value and gradient are those of :class:`Contrastive`, but for rounding. (PyLate's gradient is that of the sum over
-    the queries also with ``size_average``: as many times this one as the batch has queries. While ``register()`` is on,
-    ``pylate.losses.CachedContrastive`` keeps that. Adam does not notice, a limit on the gradient's norm does.)
+    Value and gradient equal those of :class:`Contrastive` up to rounding. (PyLate's gradient is that of the sum over
+    the queries even with ``size_average``: larger by the number of queries in the batch. While ``register()`` is on,
+    ``pylate.losses.CachedContrastive`` keeps that. Adam is invariant to it, clipping by gradient norm is not.)
 
     Under DistributedDataParallel, the ranks exchange gradients once per step, after the last mini-batch, and may have
-    different numbers of mini-batches. Where ranks exchange weights in every forward (FSDP, ZeRO 3), they must have as
-    many: leave ``mini_batch_num_tokens`` alone there, and make batches of one size.
+    different numbers of mini-batches. If ranks exchange weights in every forward (FSDP, ZeRO 3), all need the same
+    number: do not set ``mini_batch_num_tokens`` there, and use equal batch sizes.
 
     Parameters
     ----------
@@ -180,8 +180,8 @@ class CachedContrastive(PyLateCachedContrastive):
     score_metric
         As in :class:`Contrastive`.
     mini_batch_size
-        Texts per forward pass of the encoder, at most. Default: 32, as in PyLate, or with ``mini_batch_num_tokens`` any
-        number.
+        Maximum number of texts per forward pass of the encoder. Default: 32, as in PyLate, or with
+        ``mini_batch_num_tokens`` no limit.
     score_mini_batch_size
         As in :class:`Contrastive`. Default: ``mini_batch_size``.
     size_average
@@ -189,30 +189,30 @@ class CachedContrastive(PyLateCachedContrastive):
     gather_across_devices
         As in :class:`Contrastive`.
     show_progress_bar
-        Show a bar over the mini-batches.
+        Show a progress bar over the mini-batches.
     temperature
         As in :class:`Contrastive`.
     scorer, masking
         As in :class:`Contrastive`; they override the model's flags.
     fuse_projection
-        As in :class:`Contrastive`. It costs memory: what is kept between the two passes are then hidden states and
-        their gradients, each d_model wide where embeddings are d wide (768 and 128, say).
+        As in :class:`Contrastive`. It costs memory: the hidden states and their gradients are stored between the two
+        passes, with d_model elements per token instead of d (768 instead of 128, say).
     gather
         As in :class:`Contrastive`.
     mini_batch_num_tokens
-        Tokens per forward pass of the encoder, at most, padding included: short texts go together in greater numbers
-        than long ones. A text that has more goes alone. With ``mini_batch_size``, both limits hold.
+        Maximum number of tokens per forward pass of the encoder, padding included: mini-batches of short texts hold
+        more texts. A text with more tokens gets its own mini-batch. With ``mini_batch_size``, both limits apply.
 
     Raises
     ------
     ValueError
         As in :class:`Contrastive`, for a ``mini_batch_size`` or ``mini_batch_num_tokens`` below 1, and for
-        ``mini_batch_num_tokens`` where PyLate's code scores, which pads as the batch is padded.
+        ``mini_batch_num_tokens`` when PyLate's code scores, which keeps the padding of the batch.
     TypeError
         As in :class:`Contrastive`.
     """
 
-    # Of the loss that `size_average` gives the value of.
+    # Whether the gradient, like the value, is divided by the number of queries with `size_average`.
     _gradient_is_averaged = True
 
     def __init__(
@@ -246,8 +246,8 @@ class CachedContrastive(PyLateCachedContrastive):
             show_progress_bar,
             temperature,
         )
-        beyond = {"gather": gather, "mini_batch_num_tokens": mini_batch_num_tokens}
-        set_options(self, score_metric, scorer, masking, fuse_projection, **beyond)
+        extra_options = {"gather": gather, "mini_batch_num_tokens": mini_batch_num_tokens}
+        set_options(self, score_metric, scorer, masking, fuse_projection, **extra_options)
         self._autocast: dict[str, Any] = {"device_type": "cpu", "enabled": False}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
@@ -270,19 +270,19 @@ class CachedContrastive(PyLateCachedContrastive):
             divided=self.size_average and not self._gradient_is_averaged,
         )
 
-    # What PyLate's code calls where it computes the loss.
+    # Overrides of methods that PyLate's code calls when it computes the loss.
 
     def embed_minibatch(self, *args, **kwargs):
-        """Embed a slice of a column, under the autocast of the forward.
+        """Embed a slice of a column under the autocast settings of the forward.
 
-        The second pass runs during the backward, which is outside the caller's autocast: in another precision the
-        embeddings would not match their cached gradients.
+        The second pass runs in the backward, outside the caller's autocast: in another precision the embeddings would
+        not match their cached gradients.
         """
         with torch.autocast(**self._autocast):
             return super().embed_minibatch(*args, **kwargs)
 
     def calculate_loss_and_cache_gradients(self, reps: list, masks: list) -> Tensor:
-        """PyLate's, whose gradients are those of the sum, with those of the mean where they are averaged."""
+        """Call PyLate's method, whose gradients are those of the sum, and divide them by the batch size if averaged."""
         if not (self.size_average and self._gradient_is_averaged):
             return super().calculate_loss_and_cache_gradients(reps, masks)
         size = sum(len(embeddings) for embeddings in reps[0])
@@ -301,13 +301,13 @@ class CachedContrastive(PyLateCachedContrastive):
 
 
 class RegisteredCachedContrastive(CachedContrastive):
-    """What ``pylate.losses.CachedContrastive`` is while registered: its gradient is that of the sum, as PyLate's."""
+    """Replaces ``pylate.losses.CachedContrastive`` while registered; its gradient is that of the sum, as in PyLate."""
 
     _gradient_is_averaged = False
 
 
 class Distillation(PyLateDistillation):
-    """PyLate's distillation: KL divergence between a teacher's scores of each query's candidates and the model's.
+    """PyLate's distillation: KL divergence between the teacher's and the model's scores of each query's candidates.
 
     Parameters
     ----------
@@ -315,7 +315,7 @@ class Distillation(PyLateDistillation):
         ColBERT model, PyLate's or ours.
     score_metric
         Function of queries [Nq, Lq, d], candidates [Nq, K, Ld, d], ``queries_mask`` and ``documents_mask`` that returns
-        [Nq, K], such as ``scores.XTRKDScores(k)``. Default: the MaxSim scorer that the flags name.
+        [Nq, K], such as ``scores.XTRKDScores(k)``. Default: the MaxSim scorer selected by the flags.
     size_average
         Average over the queries of the batch; otherwise sum.
     normalize_scores
@@ -327,7 +327,7 @@ class Distillation(PyLateDistillation):
     ------
     ValueError
         For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``, and as in
-        :class:`Contrastive` if the projection is to be fused.
+        :class:`Contrastive` for ``fuse_projection``.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class Distillation(PyLateDistillation):
         Parameters
         ----------
         sentence_features
-            Two tokenized columns: Nq queries, and their candidates one query after the other, Nq * K texts.
+            Two tokenized columns: Nq queries, and their Nq * K candidates, grouped by query.
         labels
             The teacher's scores, [Nq, K].
         """
@@ -365,7 +365,7 @@ class Distillation(PyLateDistillation):
         if options is None:
             return super().forward(for_pylate(self, columns), labels)
         batch = embed(self, columns, options)
-        # Each query meets its own.
+        # Each query is scored against its own candidates only.
         documents, mask = (values.unflatten(0, labels.shape) for values in batch.columns[0][:2])
         with timed(self, batch.queries.device):
             return divergence(options, batch._replace(columns=[Padded(documents, mask)]), labels)

@@ -1,9 +1,9 @@
-"""Why documents were found: which of a document's tokens each token of the query has chosen, in the words of the texts.
+"""Explain search results: which token of a document each token of the query matches, shown in the words of the texts.
 
     hits = index.search(model.encode([query], is_query=True), k=5, matches=True)
     explained = explain(model, [query], hits, texts)       # texts: {"d1": "...", ...}
     explained[0][0].strongest()                            # [("path", "paths", 0.93), ...]
-    explained[0][0].heat_map()                             # a figure of matplotlib
+    explained[0][0].heat_map()                             # a matplotlib figure
 
 The model is one of PyLate's or of sentence-transformers'; importing this module imports neither.
 """
@@ -28,7 +28,7 @@ __all__ = ["Explanation", "Token", "explain", "tokens_of"]
 
 
 class Token(NamedTuple):
-    """A token that has an embedding, and where it stands in its text: `text[start:end]`; [CLS] and its like nowhere."""
+    """A token that has an embedding, and its span in the text, `text[start:end]`; empty for [CLS] and the like."""
 
     word: str
     start: int = 0
@@ -36,25 +36,25 @@ class Token(NamedTuple):
 
     @property
     def in_text(self) -> bool:
-        """Whether it is a part of the text."""
+        """Whether it is part of the text."""
         return self.end > self.start
 
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a query's tokens have chosen in one document.
+    """The matches of a query's tokens in one document.
 
     Attributes
     ----------
     id, score
-        Of the document, as found. The similarities add up to the score.
+        Of the document, as returned by the search. The similarities add up to the score.
     query
         The query's tokens.
     document
-        The document's tokens; None where its text is not known.
+        The document's tokens; None if its text is not known.
     choices
-        For every token of the query, the number of the document's token that it has chosen, and their similarity.
-        Of a document without tokens there are none.
+        For every token of the query, the index of the document's token that it matches, and their similarity. Empty for
+        a document without tokens.
     """
 
     id: str
@@ -64,20 +64,20 @@ class Explanation:
     choices: list[tuple[int, float]]
 
     def strongest(self) -> list[tuple[Token, Token, float]]:
-        """Each token of the query, what it has chosen, and the similarity; first those that carry most of the score.
+        """Return each token of the query, its match, and the similarity, in descending order of similarity.
 
-        Of a text that is not known, tokens have their numbers for words.
+        If the document's text is not known, its tokens are shown by their indices.
         """
-        found = [
+        matches = [
             (token, Token(f"#{chosen}") if self.document is None else self.document[chosen], similarity)
             for token, (chosen, similarity) in zip(self.query, self.choices, strict=False)
         ]
-        return sorted(found, key=lambda match: -match[2])
+        return sorted(matches, key=lambda match: -match[2])
 
     def heat_map(self) -> Figure:
-        """Draw which tokens have chosen which, and how much each token of the query carries, as a figure of matplotlib.
+        """Draw the matches, and how much each token of the query contributes to the score, as a matplotlib figure.
 
-        It shows the document's tokens that were chosen, in their order. A notebook shows an explanation so.
+        It shows the matched tokens of the document, in their order. Notebooks display an explanation this way.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class Explanation:
         size = (3.5 + 0.34 * len(columns), 1.6 + 0.24 * len(self.choices))
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         heat, bars = figure.subplots(1, 2, sharey=True, width_ratios=(max(2, len(columns)), 5))
-        # Most similarities are near one another: the colours tell these apart.
+        # Most similarities are close to each other: scale the colours to their range, to tell them apart.
         heat.imshow(grid, cmap="Blues", vmin=np.nanmin(grid) - 0.2, aspect="auto")
         heat.set_xticks(range(len(columns)), words, rotation=90)
         heat.set_yticks(range(len(self.choices)), [token.word for token in self.query])
@@ -124,7 +124,7 @@ class Explanation:
         return f"<{self.id!r}, {self.score:.2f}: {', '.join(words)}>"
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows: the heat map."""
+        """The heat map, as notebooks display it."""
         if not self.choices or importlib.util.find_spec("matplotlib") is None:
             return None
         picture = io.BytesIO()
@@ -133,42 +133,42 @@ class Explanation:
 
 
 def explain(
-    model: Any, queries: Sequence[str], found: Sequence[Sequence[SearchResult]], texts: Mapping[str, str]
+    model: Any, queries: Sequence[str], results: Sequence[Sequence[SearchResult]], texts: Mapping[str, str]
 ) -> list[list[Explanation]]:
-    """Put words to the matches of a search.
+    """Show the matches of a search in words.
 
     Parameters
     ----------
     model
-        The one that encoded queries and documents, of PyLate or a `MultiVectorEncoder`. Its tokenizer is a fast one.
+        The model that encoded queries and documents, of PyLate or a `MultiVectorEncoder`. Its tokenizer must be fast.
     queries
         Their texts.
-    found
+    results
         What `indexes.Flat.search(..., matches=True)` returned for them.
     texts
-        Texts of the documents by id, as they were encoded; those that are not there stay without words.
+        Texts of the documents by id, as they were encoded; documents without a text are shown without words.
 
     Returns
     -------
     list[list[Explanation]]
-        For every query and every document found.
+        For every query, one explanation per document found.
 
     Raises
     ------
     ValueError
-        If `found` has no matches, or not of as many queries, or a text is not the one that was encoded, as far as its
-        length tells.
+        If `results` has no matches, or another number of queries, or the length of a text shows that it is not the one
+        that was encoded.
     """
-    if len(found) != len(queries):
-        raise ValueError(f"found must have results of {len(queries)} queries, got those of {len(found)}")
-    ids = list(dict.fromkeys(hit["id"] for hits in found for hit in hits if hit["id"] in texts))
+    if len(results) != len(queries):
+        raise ValueError(f"results must be those of {len(queries)} queries, got those of {len(results)}")
+    ids = list(dict.fromkeys(hit["id"] for hits in results for hit in hits if hit["id"] in texts))
     documents = dict(zip(ids, tokens_of(model, [texts[id_] for id_ in ids], is_query=False), strict=True))
     explained = []
-    for tokens, hits in zip(tokens_of(model, queries, is_query=True), found, strict=True):
+    for tokens, hits in zip(tokens_of(model, queries, is_query=True), results, strict=True):
         of_query = []
         for hit in hits:
             if "matches" not in hit:
-                raise ValueError("found must be results of a search with matches=True, got some without matches")
+                raise ValueError("results must be those of a search with matches=True, got some without matches")
             choices, document = list(hit["matches"]), documents.get(hit["id"])
             if choices and len(choices) != len(tokens):
                 raise ValueError(f"model: it makes {len(tokens)} tokens of a query that has {len(choices)} matches")
@@ -183,7 +183,7 @@ def explain(
 
 
 def tokens_of(model: Any, texts: Sequence[str], *, is_query: bool) -> list[list[Token]]:
-    """The tokens of which a model makes embeddings: without those that it skips, with those that it fills up with.
+    """Return the tokens for which a model makes embeddings, including padding that it embeds, without skipped tokens.
 
     Parameters
     ----------
@@ -193,35 +193,35 @@ def tokens_of(model: Any, texts: Sequence[str], *, is_query: bool) -> list[list[
     Returns
     -------
     list[list[Token]]
-        One for each row of what `encode` returns.
+        One token for each row that `encode` returns.
 
     Raises
     ------
     ValueError
-        If the model's tokenizer cannot say where a token stands.
+        If the model's tokenizer does not return the offsets of tokens.
     """
     if not texts:
         return []
     tokenizer = model.tokenizer
     if not tokenizer.is_fast:
         raise ValueError(f"model: its {type(tokenizer).__name__} does not say where tokens stand; expected a fast one")
-    # With all that the encoder was given, and the mask of what it keeps.
-    found = encoder_of(model, is_query)(list(texts), output_value=None)
+    # `output_value=None` also returns the encoder's inputs, and the mask of the tokens that it keeps.
+    encoded = encoder_of(model, is_query)(list(texts), output_value=None)
     if is_multi_vector_encoder(model):
-        rows = [(row["input_ids"], row["attention_mask"]) for row in found]
+        rows = [(row["input_ids"], row["attention_mask"]) for row in encoded]
     else:
-        rows = list(zip(found["input_ids"], found["masks"], strict=True))
+        rows = list(zip(encoded["input_ids"], encoded["masks"], strict=True))
     prompt = prompt_of(model, is_query)
     tokens = []
-    for text, (numbers, kept) in zip(texts, rows, strict=True):
+    for text, (token_ids, mask) in zip(texts, rows, strict=True):
         plain = tokenizer(prompt + text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ahead = list(zip(plain["input_ids"], plain["offset_mapping"], strict=True))[::-1]
-        names = tokenizer.convert_ids_to_tokens(numbers.tolist())
+        remaining = list(zip(plain["input_ids"], plain["offset_mapping"], strict=True))[::-1]
+        names = tokenizer.convert_ids_to_tokens(token_ids.tolist())
         of_text = []
-        for number, name, is_kept in zip(numbers.tolist(), names, kept.tolist(), strict=True):
+        for token_id, name, is_kept in zip(token_ids.tolist(), names, mask.tolist(), strict=True):
             token = Token(name)
-            if ahead and ahead[-1][0] == number:
-                start, end = (max(0, place - len(prompt)) for place in ahead.pop()[1])
+            if remaining and remaining[-1][0] == token_id:
+                start, end = (max(0, offset - len(prompt)) for offset in remaining.pop()[1])
                 token = Token(text[start:end] or name, start, end)
             if is_kept:
                 of_text.append(token)

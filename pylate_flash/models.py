@@ -30,7 +30,7 @@ __all__ = ["ColBERT", "Dense"]
 
 
 class ColBERT(pylate.models.ColBERT):
-    """PyLate's ColBERT, which also says how it is scored.
+    """PyLate's ColBERT with flags that select how it is scored.
 
     `similarity`, `similarity_pairwise`, the losses, the evaluators and `rank.rerank` given this model follow its flags.
     They are attributes that can be set at any time.
@@ -38,23 +38,22 @@ class ColBERT(pylate.models.ColBERT):
     Parameters
     ----------
     *args, **kwargs
-        Those of `pylate.models.ColBERT`.
+        Passed to `pylate.models.ColBERT`.
     scorer
-        `"pylate_flash"`, `"torch"`, `"flash"`, `"lik"`, or `"auto"`, which leaves the choice to `use_scorer`, to the
-        environment variable `PYLATE_SCORES_BACKEND`, and without these to this package. None: the saved one, else
-        `"auto"`.
+        `"pylate_flash"`, `"torch"`, `"flash"`, `"lik"`, or `"auto"`, which defers to `use_scorer`, then to the
+        environment variable `PYLATE_SCORES_BACKEND`, then to this package. None: the saved value, else `"auto"`.
     masking
-        `"exclude"` or `"zero"`, see `scores.colbert_scores`. None: the saved one, else the one in force (see
+        `"exclude"` or `"zero"`, see `scores.colbert_scores`. None: the saved value, else the one in force (see
         `register`), which is `"exclude"` by default.
     fuse_projection
         Whether the losses, and `rank.rerank` of texts, score from the encoder's hidden states, so that the projected
-        documents are not stored: it pays in reranking, and is no help in training. None: the saved one, else False.
+        documents are not stored: this helps in reranking, but not in training. None: the saved value, else False.
 
     Raises
     ------
     ValueError
-        If a flag, given or saved, is none of these, or the projection is to be fused and a module of the model, which
-        is named, is none that can be.
+        If a flag, passed or saved, has another value, or `fuse_projection` is set and a module of the model cannot be
+        fused; the message names the module.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class ColBERT(pylate.models.ColBERT):
         fuse_projection: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        # Before the weights are loaded: a typo should not cost minutes.
+        # Check before the weights are loaded: a typo should not cost minutes.
         if scorer is not None:
             check_backend(scorer, name="scorer")
         if masking is not None:
             check_masking(masking)
-        # Each layer that PyLate appends for want of a projection, with its weights: see `append`.
+        # Layers that PyLate appends when the checkpoint has no projection, with their initial weights: see `append`.
         self._drawn: list[tuple[Dense, Tensor]] = []
         self._constructing = True
         super().__init__(*args, **kwargs)
@@ -83,8 +82,8 @@ class ColBERT(pylate.models.ColBERT):
         if fuse_projection or "fuse_projection" in self._model_config:
             self.fuse_projection = fuse_projection
 
-    # The flags live in `_model_config`, which sentence-transformers fills from config_sentence_transformers.json and
-    # writes back with every key it found: so they also survive a PyLate that knows nothing of them.
+    # The flags live in `_model_config`, which sentence-transformers reads from config_sentence_transformers.json and
+    # writes back with every key it read: they also survive loading and saving with plain PyLate.
 
     @property
     def scorer(self) -> str:
@@ -97,7 +96,7 @@ class ColBERT(pylate.models.ColBERT):
 
     @property
     def masking(self) -> str:
-        """What a masked document token does, `"exclude"` or `"zero"`; as long as it was never set, the one in force."""
+        """How masked document tokens count, `"exclude"` or `"zero"`; the one in force if the flag was never set."""
         return masking_in_force(self._model_config.get("masking"))
 
     @masking.setter
@@ -106,7 +105,7 @@ class ColBERT(pylate.models.ColBERT):
 
     @property
     def fuse_projection(self) -> bool:
-        """Whether losses and reranking score from hidden states; False as long as it was never set."""
+        """Whether losses and reranking score from hidden states; False if the flag was never set."""
         return bool(self._model_config.get("fuse_projection", False))
 
     @fuse_projection.setter
@@ -119,35 +118,35 @@ class ColBERT(pylate.models.ColBERT):
 
     @property
     def similarity(self) -> Callable[..., Tensor]:
-        """`scores.colbert_scores` with the model's flags: [Nq, Lq, d] and [Nd, Ld, d] give [Nq, Nd]."""
+        """`scores.colbert_scores` with the model's flags: [Nq, Lq, d] and [Nd, Ld, d] to [Nq, Nd]."""
         return functools.partial(colbert_scores, backend=self._backend(), masking=self.masking)
 
     @property
     def similarity_pairwise(self) -> Callable[..., Tensor]:
-        """`scores.colbert_scores_pairwise` with the model's flags: N queries and N documents give [N]."""
+        """`scores.colbert_scores_pairwise` with the model's flags: N queries and N documents to [N]."""
         return functools.partial(colbert_scores_pairwise, backend=self._backend(), masking=self.masking)
 
     @property
     def projection_is_random(self) -> bool:
         """Whether a layer of the projection has random weights: drawn at loading, neither trained nor replaced since.
 
-        PyLate adds such a layer to an encoder that comes without a projection, another one each time: what such a model
-        finds means nothing, and what it indexed cannot be searched by any other. A model that was saved and loaded
-        again has the weights of its file, whatever they are.
+        PyLate adds such a layer to an encoder without a projection, with different weights on every load: the results
+        of such a model are meaningless, and no other model can search what it indexed. A model that was saved and
+        loaded again has the weights of its file, whatever they are.
         """
         layers = {id(module) for module in self}
         return any(
-            id(layer) in layers and torch.equal(drawn.to(layer.linear.weight), layer.linear.weight)
-            for layer, drawn in self._drawn
+            id(layer) in layers and torch.equal(initial_weight.to(layer.linear.weight), layer.linear.weight)
+            for layer, initial_weight in self._drawn
         )
 
     @property
     def longest_input(self) -> int | None:
-        """The most tokens that the encoder has positions for, special tokens included; None if nothing limits them."""
+        """Maximum number of tokens the encoder has positions for, special tokens included; None if unlimited."""
         return longest_input(self)
 
     def append(self, module: Any) -> ColBERT:
-        """Add a module at the end, as `torch.nn.Sequential.append` does."""
+        """Append a module, as `torch.nn.Sequential.append` does."""
         if self._constructing and not (len(self) == 1 and _has_stanford_projection(self[0])):
             self._drawn.append((module, module.linear.weight.detach().clone()))
         return super().append(module)
@@ -162,5 +161,5 @@ class ColBERT(pylate.models.ColBERT):
 
 
 def _has_stanford_projection(encoder: Any) -> bool:
-    """Whether the encoder's checkpoint is one of Stanford's ColBERT, which keep the projection beside the encoder."""
+    """Whether the encoder's checkpoint is a Stanford ColBERT checkpoint, which stores the projection with it."""
     return (encoder.auto_model.config.architectures or [None])[0] == "HF_ColBERT"

@@ -15,7 +15,7 @@ from .ops import maxsim_varlen, pack
 
 __all__ = ["mine_hard_negatives"]
 
-# Queries that are scored against the whole corpus at a time.
+# Queries scored against the whole corpus at a time.
 _QUERIES = 256
 
 
@@ -34,10 +34,10 @@ def mine_hard_negatives(
     batch_size: int = 32,
     show_progress_bar: bool = False,
 ) -> list[dict[str, str]]:
-    """Find for every pair the texts that score highest and are no positive of its anchor.
+    """Find for every pair the highest-scoring texts that are not positives of its anchor.
 
-    The embeddings of all texts are kept where the model is. Texts that differ only in the whitespace around them are
-    one text.
+    The embeddings of all texts are kept on the model's device. Texts that differ only in leading or trailing whitespace
+    count as one.
 
     Parameters
     ----------
@@ -45,22 +45,22 @@ def mine_hard_negatives(
         A ColBERT model of this package or of PyLate, or a `MultiVectorEncoder` of sentence-transformers, which scores
         by the mean over a query's tokens if that is its similarity.
     anchors, positives
-        N queries, and a text that answers each. An anchor may come several times, with a positive each.
+        N queries, and a text that answers each. An anchor may occur several times, each time with a positive.
     corpus
-        Texts among which to look. None: the positives. A text that is there twice is looked at once.
+        Texts to search. None: the positives. Duplicates are searched once.
     other_forms
-        Of a positive, texts of the corpus that are the same document, for example with a title before it: they are no
-        negatives of its anchor either.
+        For a positive, texts of the corpus that are the same document, for example with its title prepended: they are
+        not negatives of its anchor either.
     num_negatives
         Negatives of every pair.
     range_min
-        How many of the highest ranks to pass over, positives not counted: what is that close may be an answer too.
+        Number of highest ranks to skip, not counting positives: texts that close may be answers, too.
     max_score
-        The most that a negative may score.
+        Maximum score of a negative.
     absolute_margin
-        By how much at least a negative scores less than the positive of the pair.
+        Minimum by which a negative scores less than the positive of the pair.
     relative_margin
-        The same as a part of the positive's score: 0.05 asks for at most 95 % of it. That score has to be positive.
+        The same as a fraction of the positive's score: 0.05 allows at most 95 % of it. That score must be positive.
     batch_size
         Texts that are encoded at a time.
     show_progress_bar
@@ -69,8 +69,8 @@ def mine_hard_negatives(
     Returns
     -------
     list of dict
-        `{"anchor", "positive", "negative_1", ..., "negative_n"}` of every pair that has as many negatives, in the order
-        of the pairs: what `datasets.Dataset.from_list` takes, and its losses.
+        `{"anchor", "positive", "negative_1", ..., "negative_n"}` for every pair with enough negatives, in the order of
+        the pairs, as `datasets.Dataset.from_list` and the losses take them.
 
     Raises
     ------
@@ -85,62 +85,62 @@ def mine_hard_negatives(
     """
     if len(anchors) != len(positives):
         raise ValueError(f"positives must have one text per anchor, {len(anchors)}, got {len(positives)}")
-    for name, number, least in (("num_negatives", num_negatives, 1), ("range_min", range_min, 0)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
+    for name, number, minimum in (("num_negatives", num_negatives, 1), ("range_min", range_min, 0)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
+            raise ValueError(f"{name} must be an integer of at least {minimum}, got {number!r}")
     if relative_margin is not None and not 0 <= relative_margin < 1:
         raise ValueError(f"relative_margin must be at least 0 and less than 1, got {relative_margin}")
     if not anchors:
         return []
     texts: list[str] = []
-    place: dict[str, int] = {}
-    n_candidates = _add(positives if corpus is None else corpus, texts, place)
-    _add(positives, texts, place)
-    same = {positive.strip(): {positive.strip()} for positive in positives}
+    position_of: dict[str, int] = {}
+    n_candidates = _add(positives if corpus is None else corpus, texts, position_of)
+    _add(positives, texts, position_of)
+    forms_of = {positive.strip(): {positive.strip()} for positive in positives}
     for positive, forms in (other_forms or {}).items():
-        same.setdefault(positive.strip(), set()).update(form.strip() for form in forms)
+        forms_of.setdefault(positive.strip(), set()).update(form.strip() for form in forms)
     queries: list[str] = []
     query_of: dict[str, int] = {}
     _add(anchors, queries, query_of)
-    # Of each query, its pairs, and the places of its answers.
+    # For each query, its pairs, and the indices of its answers.
     pairs: list[list[int]] = [[] for _ in queries]
     answers: list[set[int]] = [set() for _ in queries]
     for index, (anchor, positive) in enumerate(zip(anchors, positives, strict=True)):
         query = query_of[anchor.strip()]
         pairs[query].append(index)
-        answers[query] |= {place[form] for form in same[positive.strip()] if form in place}
+        answers[query] |= {position_of[form] for form in forms_of[positive.strip()] if form in position_of}
     reduction = "mean" if getattr(model, "similarity_fn_name", None) == "meanmaxsim" else "sum"
     documents, documents_bounds = _packed(model, texts, False, batch_size, show_progress_bar)
     tokens, bounds = _packed(model, queries, True, batch_size, show_progress_bar)
-    found: list[dict[str, str] | None] = [None] * len(anchors)
+    mined: list[dict[str, str] | None] = [None] * len(anchors)
     blocks = range(0, len(queries), _QUERIES)
     for start in tqdm(blocks, desc="Searching", unit="block", disable=not show_progress_bar):
-        some = bounds[start : start + _QUERIES + 1]
+        block_bounds = bounds[start : start + _QUERIES + 1]
         scores = maxsim_varlen(
-            tokens[some[0] : some[-1]],
+            tokens[block_bounds[0] : block_bounds[-1]],
             documents,
-            some - some[0],
+            block_bounds - block_bounds[0],
             documents_bounds,
             reduction=reduction,
             empty_score=EMPTY_DOCUMENT_SCORE,
         )
         for query, row in enumerate(scores, start):
-            # Beyond the candidates are positives that the corpus lacks: their scores are asked for, and no more.
+            # After the candidates come positives missing from the corpus: only their scores are needed.
             candidates = row[:n_candidates].clone()
             candidates[[i for i in answers[query] if i < n_candidates]] = -torch.inf
             for index in pairs[query]:
-                bound = _bound(row[place[positives[index].strip()]], max_score, absolute_margin, relative_margin)
+                bound = _bound(row[position_of[positives[index].strip()]], max_score, absolute_margin, relative_margin)
                 chosen = _best(candidates, range_min, num_negatives, bound)
                 if len(chosen) == num_negatives:
                     negatives = {f"negative_{n}": texts[i] for n, i in enumerate(chosen, 1)}
-                    found[index] = {"anchor": anchors[index], "positive": positives[index], **negatives}
-    return [row for row in found if row is not None]
+                    mined[index] = {"anchor": anchors[index], "positive": positives[index], **negatives}
+    return [row for row in mined if row is not None]
 
 
-def _add(some: Sequence[str], texts: list[str], place: dict[str, int]) -> int:
-    """Append the texts that are not there, say where each stripped text is, and return how many there are then."""
-    for text in some:
-        if place.setdefault(text.strip(), len(texts)) == len(texts):
+def _add(new_texts: Sequence[str], texts: list[str], position_of: dict[str, int]) -> int:
+    """Append new texts, record the index of each stripped text, and return the number of texts."""
+    for text in new_texts:
+        if position_of.setdefault(text.strip(), len(texts)) == len(texts):
             texts.append(text)
     return len(texts)
 
@@ -148,16 +148,16 @@ def _add(some: Sequence[str], texts: list[str], place: dict[str, int]) -> int:
 def _packed(
     model: Any, texts: list[str], is_query: bool, batch_size: int, show_progress: bool
 ) -> tuple[Tensor, Tensor]:
-    """Embeddings of texts, one after the other, and their boundaries, on the model's device."""
-    found = encode(model, texts, is_query=is_query, batch_size=batch_size, show_progress=show_progress)
-    packed, bounds = pack([torch.as_tensor(embeddings) for embeddings in found])
+    """Packed embeddings of texts, and their boundaries, on the model's device."""
+    encoded = encode(model, texts, is_query=is_query, batch_size=batch_size, show_progress=show_progress)
+    packed, bounds = pack([torch.as_tensor(embeddings) for embeddings in encoded])
     return packed.to(model.device), bounds.to(model.device)
 
 
 def _bound(
     positive: Tensor, max_score: float | None, absolute_margin: float | None, relative_margin: float | None
 ) -> float:
-    """The most that a negative of a pair may score."""
+    """Maximum score of a negative of a pair."""
     score = positive.item()
     bounds = [torch.inf if max_score is None else max_score]
     if absolute_margin is not None:
@@ -168,7 +168,7 @@ def _bound(
 
 
 def _best(scores: Tensor, range_min: int, count: int, bound: float) -> list[int]:
-    """The places of the highest scores of at most `bound` after the first `range_min`, and none of -inf."""
+    """Indices of the highest scores, after skipping `range_min`, that are at most `bound` and not -inf."""
     order = torch.sort(scores, descending=True, stable=True)
-    values, places = order.values[range_min:], order.indices[range_min:]
-    return places[(values <= bound) & (values > -torch.inf)][:count].tolist()
+    values, indices = order.values[range_min:], order.indices[range_min:]
+    return indices[(values <= bound) & (values > -torch.inf)][:count].tolist()

@@ -1,7 +1,7 @@
-"""One description of what a call asks for: its tensors, its options, and the `Problem` that they make.
+"""The description of a call: its tensors, its options, and the `Problem` built from them.
 
-`problem_of` looks at nothing but what tensors say of themselves (shapes, strides, types), and makes the description
-that implementations and kernels take in place of twenty arguments. `ops.checks` has the checks of what users pass.
+`problem_of` reads tensor metadata only (shapes, strides, dtypes) and builds the description that implementations and
+kernels take in place of twenty arguments. `ops.checks` validates user inputs.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 from torch._C import _get_fp32_precision_getter
 
-# The largest value of the symmetric precisions of quantized documents, and of the affine one, whose smallest is 0.
+# Largest quantized value of each precision. int8 and fp8 are symmetric; uint8 is affine, and its smallest value is 0.
 LARGEST_VALUES = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
-# The smallest scale of a row that is quantized, the smallest float32 of full precision. One over it is finite.
+# Smallest scale of a quantized row: the smallest normal float32, whose reciprocal is finite.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# The losses of scores.
+# Kinds of losses over scores.
 CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = "cross entropy", "divergence", "margin MSE"
 
 
 class Tensors(NamedTuple):
     """The tensors of a call.
 
-    Padded: `queries` [Nq, Lq, d]; `documents` [Nd, Ld, d], which all queries meet, or [Nq, K, Ld, d]; masks of their
-    tokens. Packed, with `documents_cu_seqlens` [Nd + 1]: `documents` [Td, d], and `candidates_cu_seqlens` [Nq + 1]
-    where query i meets only documents candidates[i] to candidates[i + 1]; `queries` [Tq, d] with `queries_cu_seqlens`,
+    Padded: `queries` [Nq, Lq, d]; `documents` [Nd, Ld, d], shared by all queries, or [Nq, K, Ld, d]; token masks.
+    Packed, with `documents_cu_seqlens` [Nd + 1]: `documents` [Td, d], and `candidates_cu_seqlens` [Nq + 1] if query i
+    is scored against documents candidates[i] to candidates[i + 1] only; `queries` [Tq, d] with `queries_cu_seqlens`,
     or padded with their mask.
     """
 
@@ -53,14 +53,14 @@ class Sets(NamedTuple):
     y_cu_seqlens: Tensor | None = None
 
 
-# What there is of x, and of y.
+# One value for x and one for y.
 Pair = tuple[Tensor, Tensor]
 
 
 class Options(NamedTuple):
-    """The options of a call; the lengths are those of the longest sequences, or more, where they are packed.
+    """The options of a call; for packed sequences, the lengths are upper bounds on the sequence lengths.
 
-    `max_candidates` of a query is a guess where to look would be to wait: kernels share out those that there are.
+    `max_candidates` per query is a guess where reading it would synchronize: kernels distribute the actual candidates.
     """
 
     max_query_length: int = 0
@@ -74,11 +74,11 @@ class Options(NamedTuple):
 
 
 class DocumentOffsets(NamedTuple):
-    """Where packed documents begin that do not follow each other; `documents` of `Tensors` is where it is counted from.
+    """Offsets of packed documents that are not adjacent in memory, relative to `documents` of `Tensors`.
 
-    `starts` [Nd], int64 on the device, in units of `unit` elements, 16 bytes where every document begins at a multiple
-    of that, else 1; of quantized documents, whose scales lie elsewhere, a row. The documents have `n_tokens` in all,
-    each by its own boundaries of contiguous rows.
+    `starts` [Nd], int64 on the device, in units of `unit` elements: 16 bytes if every document starts at a multiple of
+    16 bytes, else 1; for quantized documents, whose scales are stored separately, a row. The documents have `n_tokens`
+    in total; the rows of each are contiguous, and their number comes from its boundaries.
     """
 
     starts: Tensor
@@ -88,26 +88,26 @@ class DocumentOffsets(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What a problem is but for its sizes, and so what the code that serves it is compiled for; one object for each."""
+    """Everything but the sizes of a problem: the key that kernels are specialized on; one interned object per kind."""
 
     dtype: torch.dtype
     device: torch.device
-    # Elements of an embedding.
+    # Embedding size.
     size: int
-    # The types of masks and boundaries, None where there are none.
+    # Dtypes of masks and boundaries; None if absent.
     queries_mask: torch.dtype | None
     documents_mask: torch.dtype | None
     cu_seqlens: torch.dtype | None
     candidates: torch.dtype | None
     normalize: bool
     masking: str
-    # "tf32", or another.
+    # "tf32" or another setting.
     float32_precision: str
     with_argmax: bool
-    # The unit of `DocumentOffsets`; 0: packed documents follow each other.
+    # The unit of `DocumentOffsets`; 0: packed documents are adjacent.
     offset_unit: int = 0
-    # The type of the values of quantized documents (None: documents have that of queries), and whether queries are
-    # quantized too before they are multiplied.
+    # Dtype of quantized document values (None: documents have the dtype of queries), and whether queries are quantized
+    # too before the product.
     quantized: torch.dtype | None = None
     quantize_queries: bool = False
 
@@ -125,13 +125,13 @@ class Kind:
 
     @cached_property
     def weighted(self) -> bool:
-        """Whether the queries' mask holds weights."""
+        """Whether the query mask holds weights."""
         return self.queries_mask is not None and self.queries_mask.is_floating_point
 
 
 kind_of = functools.cache(Kind)
-# Of GPUs' products: `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision` sets too.
-# `torch.get_float32_matmul_precision` raises where it was set by its own name, or for all backends together.
+# Reads `torch.backends.cuda.matmul.fp32_precision`, which `torch.set_float32_matmul_precision` sets too.
+# `torch.get_float32_matmul_precision` raises if it was set directly, or for all backends at once.
 float32_precision = functools.partial(_get_fp32_precision_getter, "cuda", "matmul")
 
 
@@ -141,12 +141,12 @@ def _of_kind(name: str) -> Any:
 
 @functools.cache
 def replaced(kind: Kind, field: str, value: object) -> Kind:
-    """The kind that differs in this field."""
-    return kind_of(*[value if each.name == field else getattr(kind, each.name) for each in fields(kind)])
+    """The kind with this field replaced."""
+    return kind_of(*[value if item.name == field else getattr(kind, item.name) for item in fields(kind)])
 
 
 class _Fields(NamedTuple):
-    """Of `Problem`, which has more: a class of fields alone takes no other attributes."""
+    """The fields of `Problem`, which adds attributes that a NamedTuple class body cannot define."""
 
     kind: Kind
     n_queries: int
@@ -159,21 +159,21 @@ class _Fields(NamedTuple):
     query_strides: tuple[int, ...]
     document_strides: tuple[int, ...]
     empty_score: float
-    # Whether documents begin at a multiple of 16 bytes.
+    # Whether documents start at a multiple of 16 bytes.
     aligned: bool
 
 
 class Problem(_Fields):
-    """What a call asks for, but for the values of its tensors.
+    """The full description of a call, except for the values of its tensors.
 
-    Documents come in groups: one that all queries meet (`groups` 1), or one of each query (`groups` = `n_queries`).
-    Padded documents are [groups, n_documents, document_length, size] by their strides; of packed ones there are
-    `n_documents` and `n_tokens` in all, the longest of `document_length`, and with candidates every query has a group.
-    Queries are [n_queries, query_length, size], where packed ones are padded to the longest.
+    Documents come in groups: one shared by all queries (`groups` 1), or one per query (`groups` = `n_queries`).
+    Padded documents are [groups, n_documents, document_length, size] with the given strides. Packed ones number
+    `n_documents` in total, with `n_tokens` tokens and a longest length of `document_length`; with candidates, every
+    query has a group. Queries are [n_queries, query_length, size]; packed ones count as padded to the longest.
     """
 
     __slots__ = ()
-    # In C: plans ask for them time and again.
+    # attrgetter runs in C: plans read these properties often.
     device: torch.device = _of_kind("device")
     dtype: torch.dtype = _of_kind("dtype")
     size: int = _of_kind("size")
@@ -184,30 +184,30 @@ class Problem(_Fields):
 
     @property
     def deciding_dtype(self) -> torch.dtype:
-        """The type by which an implementation is chosen: that of quantized documents, if kernels take the queries."""
+        """The dtype that selects the implementation: that of quantized documents, unless queries are float64."""
         quantized = self.kind.quantized
         return self.dtype if quantized is None or self.dtype == torch.float64 else quantized
 
     @property
     def all_documents(self) -> int:
-        """Documents of all groups."""
+        """Number of documents of all groups."""
         return self.n_documents if self.packed else self.groups * self.n_documents
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens of all documents; of packed ones rounded, so that what is repeated of one total serves others."""
+        """Tokens of all documents; rounded up if packed, so that cached plans are shared by similar totals."""
         return rounded_total(self.n_tokens) if self.packed else self.n_tokens
 
     @property
     def documents_follow(self) -> bool:
-        """Whether padded documents lie one after the other, those of all groups."""
+        """Whether padded documents are adjacent in memory, across all groups."""
         next_group, next_document, row = self.document_strides
         follows = next_document == self.document_length * row
         return follows and (self.groups == 1 or next_group == self.n_documents * next_document)
 
     @property
     def rows(self) -> int:
-        """Query tokens, padding included, that every document of a group meets."""
+        """Query tokens, padding included, that each document of a group is scored against."""
         return self.n_queries // self.groups * self.query_length if self.groups else 0
 
     @property
@@ -216,7 +216,7 @@ class Problem(_Fields):
 
     @property
     def argmax_shape(self) -> tuple[int, int]:
-        """Of every document of every group, which token each of the rows has chosen."""
+        """Shape of the argmax: for every document of every group, the token that each row selects."""
         return self.all_documents, self.rows
 
     @property
@@ -229,29 +229,29 @@ class Problem(_Fields):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no score, or nothing to compute one of."""
+        """Whether there are no scores, or no tokens to compute them from."""
         some_queries, some_documents = self.n_queries and self.query_length, self.n_documents and self.document_length
         return not (some_queries and some_documents and self.n_tokens)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which embeddings of a type are multiplied and summed, and that of their scores."""
+    """The dtype in which embeddings of `dtype` are multiplied and accumulated, which is that of the scores."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rounded_total(n_tokens: int) -> int:
-    """A number of packed tokens rounded up by less than 1/32: what is planned for is the same for many totals."""
+    """A number of packed tokens, rounded up by less than 1/32 so that many totals share one plan."""
     step = 1 << max(0, n_tokens.bit_length() - 6)
     return -(-n_tokens // step) * step
 
 
 def argmax_dtype(document_length: int) -> torch.dtype:
-    """The type that holds an argmax among so many tokens, or -1 for none."""
+    """The dtype that holds an argmax over `document_length` tokens, or -1 for none."""
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
 def _sizes(tensors: Tensors, options: Options) -> tuple[Any, Any, Any, Any, Any]:
-    """Queries, their length, groups, documents of each and their length, as in `Problem`; to a compiler, symbols."""
+    """n_queries, query_length, groups, n_documents, document_length as in `Problem`; symbolic under a compiler."""
     queries, documents, _, _, queries_cu_seqlens, cu_seqlens, candidates = tensors
     n_queries, query_length = queries.shape[:2]
     if queries_cu_seqlens is not None:
@@ -264,17 +264,17 @@ def _sizes(tensors: Tensors, options: Options) -> tuple[Any, Any, Any, Any, Any]
 
 
 def empty_results(tensors: Tensors, options: Options, with_argmax: bool = True) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and argmax, of none if they are not asked for.
+    """Uninitialised scores and argmax; the argmax has no rows without `with_argmax`.
 
-    By sizes that may be symbolic: a compiler has no `Problem`.
+    Sizes may be symbolic: a compiler has no `Problem`.
     """
     n_queries, query_length, groups, n_documents, document_length = _sizes(tensors, options)
-    own = tensors.candidates_cu_seqlens is not None
-    shape = (n_documents,) if own else (n_queries, n_documents)
-    every = n_documents if own else groups * n_documents
-    rows = query_length if own or tensors.documents.dim() == 4 else n_queries * query_length
+    has_candidates = tensors.candidates_cu_seqlens is not None
+    shape = (n_documents,) if has_candidates else (n_queries, n_documents)
+    all_documents = n_documents if has_candidates else groups * n_documents
+    rows = query_length if has_candidates or tensors.documents.dim() == 4 else n_queries * query_length
     scores = tensors.queries.new_empty(shape, dtype=accumulation_dtype(tensors.queries.dtype))
-    return scores, scores.new_empty((every if with_argmax else 0, rows), dtype=argmax_dtype(document_length))
+    return scores, scores.new_empty((all_documents if with_argmax else 0, rows), dtype=argmax_dtype(document_length))
 
 
 def problem_of(
@@ -283,7 +283,7 @@ def problem_of(
     with_argmax: bool = False,
     offsets: DocumentOffsets | None = None,
 ) -> Problem:
-    """The problem of tensors that fit together; with `offsets`, of documents that lie there."""
+    """The problem of tensors with matching shapes; with `offsets`, documents are located by them."""
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     size = queries.shape[-1]
     n_tokens, aligned, unit = documents.numel() // documents.shape[-1], documents.data_ptr() % 16 == 0, 0
@@ -314,10 +314,10 @@ def problem_of(
 
 
 class Targets(NamedTuple):
-    """The tensors that scores [Nq, N] are compared with.
+    """The tensors that a loss compares scores [Nq, N] with.
 
-    `target`: labels [Nq], or None for document i of query i (of candidates the first); or a teacher's scores [Nq, N].
-    `exclude` [Nq, N], bool. `temperature`, of one element, in place of the number in `Comparison`.
+    `target`: labels [Nq], or None for document i of query i (the first candidate); or teacher scores [Nq, N].
+    `exclude` [Nq, N], bool. `temperature`, with one element, replaces the number in `Comparison`.
     """
 
     target: Tensor | None
@@ -326,7 +326,7 @@ class Targets(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """How they are compared: the kind of the loss, one of the three above, and the options of all of them."""
+    """The loss: its kind, one of the three above, and the options of all three."""
 
     kind: str
     temperature: float = 1.0
@@ -340,20 +340,20 @@ class Comparison(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How query tokens retrieve, and how what they retrieve scores."""
+    """How query tokens retrieve document tokens, and how retrieved tokens score."""
 
-    # How many tokens each row retrieves, at most as many as there are.
+    # Tokens that each row retrieves, at most all of them.
     k: int
-    # Whether a token that is not retrieved counts as 0, so that it matters which documents are retrieved as a whole.
+    # Whether a token that is not retrieved counts as 0; then it matters which documents are retrieved in full.
     with_whole: bool
-    # What scores are divided by at least.
+    # The smallest divisor of scores.
     least: float
 
 
 class Results(NamedTuple):
-    """Where a call's results go: the scores [Nq, Nd] and what they were divided by, and the tokens that score.
+    """Output tensors of a call: the scores [Nq, Nd], their divisors, and the tokens that score.
 
-    `argmax` [Nd, Nq * Lq], -1 where none does, may be columns of more.
+    `argmax` [Nd, Nq * Lq], -1 where no token scores, may be a column slice of a larger tensor.
     """
 
     scores: Tensor

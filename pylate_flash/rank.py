@@ -1,4 +1,4 @@
-"""PyLate's `rank`: reranking of each query's candidates, embeddings or texts, all queries in one fused call."""
+"""PyLate's `rank`: rerank the candidates of each query, embeddings or texts, with one fused call for all queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .scores import scorer_of
 
 __all__ = ["RerankResult", "rerank", "score_xtr"]
 
-# Kept here, as its name in PyLate stands for the function below while registered.
+# Save PyLate's function: while registered, its name in PyLate refers to the function below.
 _pylate_rerank: Callable = _pylate.rerank
 
 
@@ -46,9 +46,9 @@ def rerank(
 ) -> list[list[RerankResult]]:
     """Order each query's documents by their MaxSim score, best first.
 
-    All queries and their candidates, of whatever lengths, are packed without padding, moved to the device once, scored
-    in one call and sorted there; documents with equal scores keep their order. On the CPU, a few queries at a time are
-    packed, so that their candidates stay in the cache and are never all there twice.
+    All queries and their candidates, of any lengths, are packed without padding, moved to the device once, scored in
+    one call and sorted there; documents with equal scores keep their order. On the CPU, a few queries at a time are
+    packed, so that their candidates stay in the cache, and are never all copied at once.
 
     Queries and documents may be texts, which `model` encodes first: every distinct document once, however many queries
     it is a candidate of.
@@ -64,18 +64,18 @@ def rerank(
         For each query its documents, in the order of `documents_ids`, each [Ld_ij, d] like the queries. A document
         without tokens scores 0, and a query may have no documents. Texts, if the queries are.
     device
-        Where to score. None: where the queries are, or the model.
+        Where to score. None: the device of the queries or, for texts, of the model.
     model
-        What encodes texts, and whose flags `scorer` and `masking` are followed. Under `masking="zero"` a document
-        shorter than the longest candidate of its query is scored as by PyLate, which pads it with zeros: there no query
-        token's best similarity is below 0.
+        The model that encodes texts, and whose flags `scorer` and `masking` apply. With `masking="zero"`, a document
+        shorter than the longest candidate of its query is scored as by PyLate, which pads it with zeros: no query
+        token's best similarity is then below 0.
     backend
         Replaces the model's `scorer`: `"pylate_flash"`, `"auto"`, or one of PyLate's, `"torch"`, `"flash"` and `"lik"`,
         for which PyLate's own `rerank` runs. None: see `pylate_flash.scores`.
     fuse_projection
-        Score texts from the encoder's hidden states: the embeddings of the documents never exist, and the hidden states
-        of a few batches at a time. The scores are the same but for rounding. None: as the model's flag says, where the
-        scorer is this package's and masking "exclude".
+        Score texts from the encoder's hidden states: document embeddings are never materialized, and hidden states only
+        for a few batches at a time. The scores are the same up to rounding. None: as the model's flag says, if the
+        scorer is this package's and masking is "exclude".
     batch_size
         Texts that are encoded at a time.
     show_progress_bar
@@ -89,10 +89,10 @@ def rerank(
     Raises
     ------
     ValueError, TypeError
-        If the arguments do not have one entry per query, the ids of a query not one per document, or if embeddings are
-        not [tokens, d] with the same d everywhere, lie on several devices, or are not floating. If there are texts and
-        no model, or only some are texts. If `fuse_projection` is asked for, and these are no texts, the scorer or the
-        masking is another one, or the model is not an encoder followed by linear Dense layers.
+        If the arguments do not have one entry per query, or the ids of a query not one per document; if embeddings are
+        not [tokens, d] with the same d everywhere, lie on several devices, or are not floating; if there are texts
+        without a model, or a mixture of texts and embeddings; if `fuse_projection` is True and there are no texts, the
+        scorer or the masking is another one, or the model is not an encoder followed by linear Dense layers.
 
     Examples
     --------
@@ -113,11 +113,11 @@ def rerank(
     _check_lengths(documents_ids, queries_embeddings, documents_embeddings)
     if texts and not hasattr(model, "encode"):
         raise ValueError(f"model: texts need a ColBERT model that encodes them, got {type(model).__name__}")
-    given = queries_embeddings, documents_embeddings, model
+    inputs = queries_embeddings, documents_embeddings, model
     if _fuses(model, texts, backend, masking, fuse_projection):
-        return _results(_scores_of_texts(*given, device, batch_size, show_progress_bar), documents_ids)
+        return _results(_scores_of_texts(*inputs, device, batch_size, show_progress_bar), documents_ids)
     if texts:
-        queries_embeddings, documents_embeddings = _encoded(*given, batch_size, show_progress_bar)
+        queries_embeddings, documents_embeddings = _encoded(*inputs, batch_size, show_progress_bar)
     if backend not in ("auto", "pylate_flash"):
         with use_scorer(backend):
             return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
@@ -159,16 +159,16 @@ def rerank(
 
 
 def _results(scores: Tensor, documents_ids: list[list[int | str]]) -> list[list[RerankResult]]:
-    """The results of all queries from the scores [Nd] of their documents, one query after the other.
+    """Sort the scores [Nd] of the documents of consecutive queries into results.
 
-    One tensor comes back from the device.
+    A single tensor is copied back from the device.
     """
     counts, ids = list(map(len, documents_ids)), list(chain(*documents_ids))
     # By score, then by query with a stable sort: a segmented sort in two passes.
     order = torch.argsort(scores, descending=True, stable=True)
     query_of_document = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(scores.device)
     order = order[torch.argsort(query_of_document[order], stable=True)]
-    # The bits of the scores travel as integers, so that scores and order are one copy.
+    # View the bits of the scores as integers, so that scores and order are one copy.
     bits = torch.int64 if scores.dtype == torch.float64 else torch.int32
     ranked, order = torch.stack([scores[order].view(bits), order.to(bits)]).cpu()
     results: Iterator[RerankResult] = (
@@ -179,30 +179,30 @@ def _results(scores: Tensor, documents_ids: list[list[int | str]]) -> list[list[
 
 
 def _are_texts(queries: Any, documents: Any) -> bool:
-    """Whether queries and documents are texts; raise where only some are."""
+    """Whether queries and documents are texts; raise if only some are."""
     lists = [
         ("queries_embeddings", queries),
-        *((f"documents_embeddings[{i}]", some) for i, some in enumerate(documents)),
+        *((f"documents_embeddings[{i}]", items) for i, items in enumerate(documents)),
     ]
-    for name, some in lists:
-        if isinstance(some, str):
-            raise ValueError(f"{name} must be a list of texts or of embeddings, got the text {some!r}")
+    for name, items in lists:
+        if isinstance(items, str):
+            raise ValueError(f"{name} must be a list of texts or of embeddings, got the text {items!r}")
     arrays = (np.ndarray, Tensor)
-    kinds = {isinstance(item, str) for _, some in lists for item in ([some] if isinstance(some, arrays) else some)}
+    kinds = {isinstance(item, str) for _, items in lists for item in ([items] if isinstance(items, arrays) else items)}
     if len(kinds) == 2:
         raise ValueError("queries_embeddings and documents_embeddings must be texts or embeddings, got some of both")
     return kinds == {True}
 
 
 def _fuses(model: Any, texts: bool, backend: str, masking: str, fuse_projection: bool | None) -> bool:
-    """Whether to score from hidden states; raise where that is asked for, and cannot be."""
+    """Whether to score from hidden states; raise if that is requested and not possible."""
     reason = None
     if not texts:
         reason = "needs texts, got embeddings"
     elif backend not in ("auto", "pylate_flash"):
         reason = f'needs the scorer "pylate_flash" or "auto", and it is "{backend}"'
     elif masking != "exclude":
-        # There a document's score depends on the lengths of the other candidates.
+        # With "zero", a document's score depends on the lengths of the other candidates.
         reason = f'needs the masking "exclude", and it is "{masking}"'
     if fuse_projection and reason:
         raise ValueError(f"fuse_projection: {reason}")
@@ -214,7 +214,7 @@ def _fuses(model: Any, texts: bool, backend: str, masking: str, fuse_projection:
 def _encoded(
     queries: Any, documents: Any, model: Any, batch_size: int, show_progress_bar: bool
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Embeddings of texts, of the queries and of each one's documents; equal documents are one tensor."""
+    """Encode the texts of queries and of their documents; equal documents share one tensor."""
 
     def encode(texts: list[str], is_query: bool) -> list[Tensor]:
         options = {"batch_size": batch_size, "show_progress_bar": show_progress_bar, "convert_to_numpy": False}
@@ -225,7 +225,7 @@ def _encoded(
     return encode(queries, is_query=True), [[embeddings[text] for text in candidates] for candidates in documents]
 
 
-# Texts are sorted by length among those encoded together: among few, much of the work would be padding.
+# Texts that are encoded together are sorted by length: with few of them, much of the work would be padding.
 _BATCHES_AT_ONCE = 16
 
 
@@ -238,47 +238,47 @@ def _scores_of_texts(
     batch_size: int,
     show_progress_bar: bool,
 ) -> Tensor:
-    """Scores [Nd] of texts, of each query's documents, one query after the other, from hidden states."""
+    """Scores [Nd] of the texts of consecutive queries' documents, from hidden states."""
     encoded, _ = _encoded(queries, [], model, batch_size, show_progress_bar)
     weight, bias = fold_dense(dense_layers(model))
     device = encoded[0].device if device is None else device
-    numbers: dict[str, int] = {}
-    pairs = [(i, numbers.setdefault(text, len(numbers))) for i, some in enumerate(documents) for text in some]
-    owners, numbered = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    distinct, step = list(numbers), batch_size * _BATCHES_AT_ONCE
+    index_of: dict[str, int] = {}
+    pairs = [(i, index_of.setdefault(text, len(index_of))) for i, batch in enumerate(documents) for text in batch]
+    owners, indices = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    distinct, step = list(index_of), batch_size * _BATCHES_AT_ONCE
     scores = torch.zeros(len(pairs), dtype=accumulation_dtype(weight.dtype), device=device)
     with tqdm(total=len(distinct), desc="Scoring documents", unit="doc", disable=not show_progress_bar) as progress:
         for start in range(0, len(distinct), step):
             states = encode_hidden_states(
                 model, distinct[start : start + step], batch_size=batch_size, convert_to_numpy=False
             )
-            inside = np.flatnonzero((numbered >= start) & (numbered < start + step))
-            # Every query that has one of these documents meets all of them: that is little beside encoding them.
-            asking, rows = np.unique(owners[inside], return_inverse=True)
-            some = [encoded[i] for i in asking]
+            inside = np.flatnonzero((indices >= start) & (indices < start + step))
+            # Score all of these documents for every query that has one of them: cheap compared to encoding.
+            query_indices, rows = np.unique(owners[inside], return_inverse=True)
+            batch = [encoded[i] for i in query_indices]
             block = maxsim_from_hidden(
-                torch.cat(some).to(device),
+                torch.cat(batch).to(device),
                 torch.cat(states).to(device),
                 weight.to(device),
                 None if bias is None else bias.to(device),
-                queries_cu_seqlens=cu_seqlens([len(tokens) for tokens in some]),
+                queries_cu_seqlens=cu_seqlens([len(tokens) for tokens in batch]),
                 documents_cu_seqlens=cu_seqlens([len(tokens) for tokens in states]),
             )
-            scores[torch.from_numpy(inside)] = block[torch.from_numpy(rows), torch.from_numpy(numbered[inside] - start)]
+            scores[torch.from_numpy(inside)] = block[torch.from_numpy(rows), torch.from_numpy(indices[inside] - start)]
             progress.update(len(states))
     return scores
 
 
-# Documents packed at once on the CPU: they stay in its caches between the copy and the product.
+# Bytes of documents packed at a time on the CPU: they stay in its caches between the copy and the product.
 _BLOCK_BYTES = 8 << 20
 
 
 def _blocks(
     queries: list[Tensor], documents: list[Tensor], first_document: np.ndarray, device: str | torch.device | None
 ) -> list[tuple[int, int]]:
-    """Consecutive queries to score together: few at a time on the CPU, all elsewhere.
+    """Ranges of queries to score together: few at a time on the CPU, all on other devices.
 
-    Embeddings that differ in place, type or size are kept together too, to be checked against each other.
+    Embeddings that differ in device, dtype or size are kept together too, so that they are checked against each other.
     """
     first = queries[0]
     on_cpu = torch.device(first.device if device is None else device).type == "cpu"
@@ -310,7 +310,7 @@ def _check_lengths(documents_ids: Any, queries_embeddings: Any, documents_embedd
 def _with_padding_token(
     documents: list[Tensor], lengths: list[int], counts: list[int]
 ) -> tuple[list[Tensor], list[int]]:
-    """The same documents, in pieces, and their lengths after one token of zeros where PyLate would pad.
+    """Append one token of zeros to each document that PyLate would pad; return the pieces and the new lengths.
 
     One such token stands for all of a document's padding: each has the similarity 0 to every query token.
     """

@@ -1,7 +1,7 @@
 """Make the installed hosts (PyLate, sentence-transformers, colpali-engine) run through this package, reversibly.
 
-`pylate_flash.hosts` has what of each host is routed, and how. Importing this module imports neither torch nor a host,
-and changes nothing.
+`pylate_flash.hosts` defines what is routed in each host, and how. Importing this module imports neither torch nor a
+host, and changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .hosts.pylate import ROUTES as _PYLATE_ROUTES
 __all__ = ["register", "registered", "unregister", "use_scorer"]
 
 _lock = threading.RLock()
-# What holds each host registered, the latest last: register(), and every open block of registered(); with its masking.
+# Per host, what keeps it registered, latest last, with its masking: register() and the open registered() blocks.
 _holders: dict[str, dict[object, str]] = {name: {} for name in HOSTS}
 _REGISTER = "register()"
 
@@ -27,45 +27,45 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
     """Make PyLate, sentence-transformers and colpali-engine score, train and evaluate through the fused MaxSim.
 
     PyLate: `pylate.scores.colbert_scores`, `colbert_scores_pairwise` and `colbert_kd_scores` gain the backend
-    `"pylate_flash"`, as their argument `backend`, in the environment variable `PYLATE_SCORES_BACKEND` (read at every
-    call), and as the one that `"auto"` prefers; also where they were imported before. `pylate.scores.XTRScores` and
-    `XTRKDScores` follow the backend in force. `pylate.rank.rerank`, `pylate.scores.ColBERTScores` and PyLate's losses
-    and evaluators become those of this package.
+    `"pylate_flash"`: for the argument `backend`, for the environment variable `PYLATE_SCORES_BACKEND` (read on every
+    call), and as the first choice of `"auto"`; references imported earlier are affected too. `pylate.scores.XTRScores`
+    and `XTRKDScores` follow the backend in force. `pylate.rank.rerank`, `pylate.scores.ColBERTScores` and PyLate's
+    losses and evaluators become those of this package.
 
     sentence-transformers: `util.maxsim`, `maxsim_pairwise`, and the functions of `multi_vector_encoder.scoring` are
-    served by `pylate_flash.hosts.sentence_transformers`, also where they were imported before. With them go
+    served by `pylate_flash.hosts.sentence_transformers`; references imported earlier are affected too. So are
     `MultiVectorEncoder.similarity` and `similarity_pairwise`, the evaluators and the losses.
 
-    colpali-engine: `utils.maxsim.maxsim_inbatch` and `maxsim_kd`, also where they were imported before, and with them
-    its losses and `score_multi_vector`; and the smooth maximum of a batch in its losses, but not that of their explicit
-    negatives. `COLPALI_SCORES_BACKEND` still names another backend.
+    colpali-engine: `utils.maxsim.maxsim_inbatch` and `maxsim_kd`, including references imported earlier, hence its
+    losses and `score_multi_vector`; and the smooth maximum over a batch in its losses, but not that of their explicit
+    negatives. `COLPALI_SCORES_BACKEND` can still select another backend.
 
-    mteb, where it is named: its wrappers of PyLate's models and of `MultiVectorEncoder` search tasks of texts by
-    `hosts.mteb`, exactly, in place of PLAID, and encode a corpus once.
+    mteb, only if named: its wrappers of PyLate's models and of `MultiVectorEncoder` run text retrieval tasks through
+    `hosts.mteb`: exact search in place of PLAID, encoding each corpus once.
 
     Registering again only updates `masking`.
 
-    Functions bound before run fused. Classes of PyLate's that were bound before keep its own code with fused scores,
-    and are not the classes that its names stand for then: register before losses are imported or subclassed.
+    Functions imported earlier run fused. PyLate classes imported earlier keep PyLate's code with fused scores, and
+    are not the classes that PyLate's names then refer to: register before losses are imported or subclassed.
 
     Parameters
     ----------
     host
         `"pylate"`, `"sentence-transformers"`, `"colpali-engine"`, also by the name of its extra, `"colpali"`, or
-        `"mteb"`. None: all that are installed, but for mteb.
+        `"mteb"`. None: all installed hosts except mteb.
     masking
-        PyLate only: what a masked document token does, where a call or a model does not say: `"exclude"` (it never wins
-        the max) or `"zero"` (its similarity counts as 0, as in PyLate's torch scorer).
+        PyLate only: how masked document tokens count if neither the call nor the model sets it: `"exclude"` (never win
+        the max) or `"zero"` (similarity 0, as in PyLate's torch scorer).
     strict
-        Whether a version that the tests do not run with is an error.
+        Whether a version that is not covered by the tests is an error.
 
     Raises
     ------
     ValueError
         If `host` or `masking` is unknown.
     ImportError
-        If the host, or every one of them, is missing, in a version outside the supported range, or lacks what is
-        routed, or has something else in its place. Nothing was changed then.
+        If the host, or every host, is missing or in a version outside the supported range, or if a routed function is
+        missing or has been replaced. Nothing is changed then.
 
     Examples
     --------
@@ -76,14 +76,14 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
 
 
 def unregister(host: str | None = None) -> None:
-    """Undo `register()`: every module of the host holds the very objects that it held before. Without it, do nothing.
+    """Undo `register()`: every module of the host holds the same objects as before. No-op if not registered.
 
-    While a block of `registered` is open, here or in another thread or task, the host stays registered until its end.
+    While a block of `registered` is open, in this or another thread or task, the host stays registered until it ends.
 
     Parameters
     ----------
     host
-        As in `register`. None: all that are registered.
+        As in `register`. None: all registered hosts.
 
     Raises
     ------
@@ -95,9 +95,9 @@ def unregister(host: str | None = None) -> None:
 
 @contextmanager
 def registered(host: str | None = None, *, masking: str = "exclude", strict: bool = True) -> Iterator[None]:
-    """Register for the block of a `with`.
+    """Context manager that registers hosts for the duration of a `with` block.
 
-    Afterwards a host is as it was, unless `register` or another block still open holds it: blocks may be nested, and
+    A host is restored at the end unless `register` or another open block still holds it: blocks may be nested, and may
     overlap in threads or tasks. All of them share one masking, that of the latest.
 
     Parameters
@@ -115,18 +115,17 @@ def registered(host: str | None = None, *, masking: str = "exclude", strict: boo
 
 @contextmanager
 def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterator[None]:
-    """Set the backend and the masking of the calls in the block of a `with` that name none.
+    """Context manager that sets the default backend and masking of the calls in a `with` block.
 
-    PyLate's scoring functions follow it too, registered or not: their other callers, in other threads or tasks, do not
-    notice.
+    PyLate's scoring functions follow it too, registered or not. Callers in other threads or tasks are not affected.
 
     Parameters
     ----------
     backend
         `"pylate_flash"`, `"torch"`, `"flash"` or `"lik"`; `"auto"` leaves the choice to `PYLATE_SCORES_BACKEND`, and
-        without it to this package. None keeps what is in force.
+        without it to this package. None keeps the backend in force.
     masking
-        `"exclude"` or `"zero"`. None keeps what is in force.
+        `"exclude"` or `"zero"`. None keeps the masking in force.
 
     Raises
     ------
@@ -148,29 +147,29 @@ def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterat
     try:
         yield
     finally:
-        # First: a generator that is closed in another context than it began in cannot reset this one.
+        # Release first: reset() raises if the generator is closed in another context than it started in.
         _PYLATE_ROUTES.release()
         _config.default.reset(token)
 
 
 def _hold(holder: object, host: str | None, masking: str, strict: bool) -> list[str]:
-    """Let somebody hold this host, or all that are installed; returns their names."""
+    """Add `holder` to this host, or to all installed hosts, and route them if needed; return their names."""
     _config.check_masking(masking)
     with _lock:
         hosts = _hosts(host)
-        for found in hosts:
-            found.check(f'{"register" if holder is _REGISTER else "registered"}("{found.name}")', strict)
+        for entry in hosts:
+            entry.check(f'{"register" if holder is _REGISTER else "registered"}("{entry.name}")', strict)
         routed: list[Host] = []
         try:
-            for found in hosts:
-                if not _holders[found.name]:
-                    _route(found)
-                    routed.append(found)
+            for entry in hosts:
+                if not _holders[entry.name]:
+                    _route(entry)
+                    routed.append(entry)
         except BaseException:
-            for found in routed:
-                found.routes.release()
+            for entry in routed:
+                entry.routes.release()
             raise
-        names = [found.name for found in hosts]
+        names = [entry.name for entry in hosts]
         for name in names:
             _holders[name].pop(holder, None)
             _holders[name][holder] = masking
@@ -179,7 +178,7 @@ def _hold(holder: object, host: str | None, masking: str, strict: bool) -> list[
 
 
 def _let_go(holder: object, names: list[str]) -> None:
-    """Undo `_hold` of these hosts, of which the last holder gives back what was routed."""
+    """Undo `_hold` for these hosts; the routes of a host are released with its last holder."""
     with _lock:
         for name in names:
             if _holders[name].pop(holder, None) is not None and not _holders[name]:
@@ -195,25 +194,25 @@ def _route(host: Host) -> None:
     try:
         host.routes.hold()
     except (AttributeError, ImportError) as error:
-        # What a newer version has not, or not any more as it was.
+        # A newer version has removed or changed a routed object.
         raise ImportError(f"{host.about.title} {host.version()} cannot be registered: {error}") from error
 
 
 def _known(host: str) -> Host:
-    """The host of this name, or whose extra has this name."""
-    for known in HOSTS.values():
-        if host in (known.name, known.about.extra):
-            return known
+    """Return the host of this name, or whose extra has this name."""
+    for candidate in HOSTS.values():
+        if host in (candidate.name, candidate.about.extra):
+            return candidate
     raise ValueError(f"host must be one of {', '.join(map(repr, HOSTS))}, or None, got {host!r}")
 
 
 def _hosts(host: str | None) -> list[Host]:
-    """The host of this name, or all that are installed."""
+    """Return the host of this name, or all installed hosts that need not be named explicitly."""
     if host is not None:
         return [_known(host)]
-    unnamed = [known for known in HOSTS.values() if not known.about.by_name]
-    found = [known for known in unnamed if known.is_there()]
-    if not found:
-        extras = " or ".join(f'"pylate-flash[{known.about.extra}]"' for known in unnamed)
+    default_hosts = [candidate for candidate in HOSTS.values() if not candidate.about.by_name]
+    installed = [candidate for candidate in default_hosts if candidate.is_there()]
+    if not installed:
+        extras = " or ".join(f'"pylate-flash[{candidate.about.extra}]"' for candidate in default_hosts)
         raise ImportError(f"there is nothing to register: install a host, with pip install {extras}")
-    return found
+    return installed

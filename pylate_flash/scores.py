@@ -5,13 +5,13 @@
     scores.colbert_scores(queries, documents)            # fused
     scores.colbert_scores(queries, documents, backend="torch")  # PyLate's own
 
-The arguments, the shapes and the meaning of the scores are PyLate's; what is computed is `pylate_flash.ops`. Scores
-are float32, or float64 for float64 embeddings, and a masked document token does not take part (see `masking`).
+Arguments, shapes and the meaning of the scores are PyLate's; the computation is that of `pylate_flash.ops`. Scores are
+float32, or float64 for float64 embeddings, and masked document tokens are ignored (see `masking`).
 
 `backend` is one of
 
 - `"pylate_flash"`: this package. An input that it cannot take is an error.
-- `"torch"`, `"flash"`, `"lik"`: PyLate's own code with that backend, its masking included; `masking` has no say there.
+- `"torch"`, `"flash"`, `"lik"`: PyLate's own code with that backend, including its masking; `masking` is ignored.
 - `"auto"`: this package, on any device. Embeddings of an integer type are left to PyLate's `"auto"`.
 - None: what `use_scorer` set, else the environment variable `PYLATE_SCORES_BACKEND`, else `"auto"`.
 """
@@ -94,7 +94,7 @@ def colbert_scores(
     Raises
     ------
     ValueError, TypeError
-        If a shape, a device or a type does not fit, or `backend` or `masking` is unknown.
+        If a shape, a device or a type does not match, or `backend` or `masking` is unknown.
 
     Examples
     --------
@@ -104,8 +104,8 @@ def colbert_scores(
     >>> colbert_scores(queries, documents)
     tensor([[ 9., -3.]])
     """
-    given = queries_embeddings, documents_embeddings, queries_mask, documents_mask
-    return _scores("colbert_scores", "[Nd, Ld, d]", given, backend, masking)
+    inputs = queries_embeddings, documents_embeddings, queries_mask, documents_mask
+    return _scores("colbert_scores", "[Nd, Ld, d]", inputs, backend, masking)
 
 
 def colbert_scores_pairwise(
@@ -115,18 +115,18 @@ def colbert_scores_pairwise(
     *,
     masking: str | None = None,
 ) -> Tensor:
-    """Score query i against document i, for each i. Padded batches and lists of different lengths are one call alike.
+    """Score query i against document i, for each i, in one call, for padded batches and for lists of varying lengths.
 
     Parameters
     ----------
     queries_embeddings
-        [N, Lq, d], or a list of N [Lq_i, d]: tensors, arrays or nested lists. An iterator is gone through.
+        [N, Lq, d], or a list of N [Lq_i, d]: tensors, arrays or nested lists. An iterator is consumed.
     documents_embeddings
         [N, Ld, d], or a list of N [Ld_i, d], likewise. A document without tokens scores 0.
     backend
         See the module's description.
     masking
-        Accepted as by the other scoring functions. Pairs have no masks, so that both maskings agree.
+        Accepted as by the other scoring functions. Pairs have no masks, so both values are equivalent.
 
     Returns
     -------
@@ -136,7 +136,7 @@ def colbert_scores_pairwise(
     Raises
     ------
     ValueError, TypeError
-        If a shape, a device or a type does not fit, or `backend` or `masking` is unknown.
+        If a shape, a device or a type does not match, or `backend` or `masking` is unknown.
 
     Examples
     --------
@@ -185,11 +185,11 @@ def colbert_kd_scores(
 ) -> Tensor:
     """Score every query against its own candidates, as knowledge distillation does.
 
-    Arguments, types and errors are those of `colbert_scores`, but for documents [Nq, K, Ld, d], the K candidates of
+    Arguments, types and errors are those of `colbert_scores`, except for documents [Nq, K, Ld, d], the K candidates of
     each query, and their mask [Nq, K, Ld]; the scores are [Nq, K].
     """
-    given = queries_embeddings, documents_embeddings, queries_mask, documents_mask
-    return _scores("colbert_kd_scores", "[Nq, K, Ld, d]", given, backend, masking)
+    inputs = queries_embeddings, documents_embeddings, queries_mask, documents_mask
+    return _scores("colbert_kd_scores", "[Nq, K, Ld, d]", inputs, backend, masking)
 
 
 class ColBERTScores(pylate_scores.ColBERTScores):
@@ -227,7 +227,7 @@ class ColBERTScores(pylate_scores.ColBERTScores):
         """
         backend = backend_in_force(self.backend if backend is None else backend)
         if backend not in ("auto", "pylate_flash"):
-            # PyLate walks the groups, which keeps the memory of its torch scorer down.
+            # PyLate iterates over the groups, which limits the memory of its torch scorer.
             return super().__call__(
                 queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
             )
@@ -243,19 +243,19 @@ class ColBERTScores(pylate_scores.ColBERTScores):
 
 
 class XTRScores(pylate_scores.XTRScores):
-    """XTR's scores as the score metric of PyLate's contrastive losses, without the grid of all similarities.
+    """XTR's scores as the score metric of PyLate's contrastive losses, without materializing all similarities.
 
     Each query token retrieves its k best document tokens of the whole batch, and documents score by these alone
-    (`pylate_flash.xtr_scores`). Values are PyLate's. Of equally similar tokens, the first are retrieved, as on PyLate's
-    GPUs; where there are fewer than k, all are, which PyLate refuses. Half embeddings are accumulated in float32.
+    (`pylate_flash.xtr_scores`). Values are PyLate's. Of equally similar tokens, the first are retrieved, as by PyLate
+    on a GPU; if there are fewer than k, all are, which PyLate refuses. Half embeddings are accumulated in float32.
 
     Parameters
     ----------
     k
         How many document tokens each query token retrieves.
     document_chunk_size
-        Accepted for PyLate's sake: similarities are not kept. Where PyLate's own code scores, because another backend
-        is in force, so many documents at a time.
+        Accepted for compatibility with PyLate; unused, as similarities are not stored. If another backend is in force,
+        PyLate's own code scores this many documents at a time.
 
     Examples
     --------
@@ -272,7 +272,7 @@ class XTRScores(pylate_scores.XTRScores):
         queries_mask: Tensor | None,
         documents_mask: Tensor | None,
     ) -> Tensor:
-        # PyLate's own instances come here too, while they are registered.
+        # While registered, PyLate's own instances call this, too.
         backend = backend_in_force(None)
         queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
         documents = tensor_of("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
@@ -285,7 +285,7 @@ class XTRScores(pylate_scores.XTRScores):
             queries_mask=expanded(queries_mask, queries),
             documents_mask=flat_mask(documents_mask, documents),
         )
-        # As PyLate's own are, of float64 too.
+        # As in PyLate, float32 even for float64 embeddings.
         return scores.float()
 
 
@@ -296,30 +296,30 @@ class XTRKDScores(pylate_scores.XTRKDScores, XTRScores):
     """
 
 
-# The instances that PyLate has under these names.
+# Instances, as PyLate defines under these names.
 xtr_scores = XTRScores()
 xtr_kd_scores = XTRKDScores()
 
 
 def scorer_of(model: Any) -> tuple[str, str]:
-    """Backend and masking by a model's flags: `models.ColBERT` has them, also inside DDP and other wrappers.
+    """Return backend and masking from the flags of a `models.ColBERT`, also inside DDP and other wrappers.
 
-    Any other model, or None, gives `"auto"` and the masking in force.
+    For any other model, or None: `"auto"` and the masking in force.
     """
     model = unwrapped(model)
     return getattr(model, "scorer", "auto"), masking_in_force(getattr(model, "masking", None))
 
 
 def _scores(
-    name: str, documents_shape: str, given: tuple[Any, Any, Any, Any], backend: str | None, masking: str | None
+    name: str, documents_shape: str, inputs: tuple[Any, Any, Any, Any], backend: str | None, masking: str | None
 ) -> Tensor:
-    """PyLate's function `name` of embeddings and masks, whose documents have that shape, by the backend in force."""
+    """Compute PyLate's function `name`, with documents of `documents_shape`, with the backend in force."""
     backend, masking = backend_in_force(backend), masking_in_force(masking)
     if backend not in ("auto", "pylate_flash"):
-        return original(name)(*given, backend=backend)
-    queries = tensor_of("queries_embeddings", given[0], "[Nq, Lq, d]")
-    documents = tensor_of("documents_embeddings", given[1], documents_shape)
-    queries_mask, documents_mask = mask_of("queries_mask", given[2]), mask_of("documents_mask", given[3])
+        return original(name)(*inputs, backend=backend)
+    queries = tensor_of("queries_embeddings", inputs[0], "[Nq, Lq, d]")
+    documents = tensor_of("documents_embeddings", inputs[1], documents_shape)
+    queries_mask, documents_mask = mask_of("queries_mask", inputs[2]), mask_of("documents_mask", inputs[3])
     if backend == "auto" and left_to_pylate(queries, documents):
         return original(name)(queries, documents, queries_mask, documents_mask, backend="auto")
     return maxsim(

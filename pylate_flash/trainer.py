@@ -1,8 +1,8 @@
 """sentence-transformers' trainer, set up for ColBERT models.
 
 ``ColBERTTrainer`` is ``SentenceTransformerTrainer`` with PyLate's collator, a contrastive loss by default, the flag
-``scorer`` as a training argument, and the three numbers that decide a contrastive run in every log entry: in-batch
-negatives per query, tokens per second, and peak memory.
+``scorer`` as a training argument, and the three numbers that matter most in a contrastive run in every log entry:
+in-batch negatives per query, tokens per second, and peak memory.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ logger = logging.getLogger(__name__)
 _CONTRASTIVE = (PyLateContrastive, PyLateCachedContrastive)
 _PYLATE = (*_CONTRASTIVE, PyLateDistillation)
 _FOLLOWING = (Contrastive, CachedContrastive, Distillation)
-# The arguments that are flags of the model.
+# Training arguments that are also flags of the model.
 _FLAGS = ("scorer", "masking", "fuse_projection")
 
 
 class _Default(str):
-    """A batch sampler that nobody has named: equal to the one of its name, and told from it by its type."""
+    """A batch sampler not set by the user: equal to the sampler's name as a string, but distinguishable by type."""
 
 
 @dataclass
 class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
-    """sentence-transformers' training arguments, with the scorer of the run.
+    """sentence-transformers' training arguments, plus the scorer of the run.
 
     Parameters
     ----------
     scorer
-        ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``: written to the flag of the model, and so
-        saved with it and followed by the losses and evaluators. A plain ``pylate.models.ColBERT`` has no such flag:
-        there it is given to the losses of this package, and not saved. Default: leave model and losses as they are.
+        ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``: written to the model's flag, hence saved
+        with the model and followed by the losses and evaluators. A plain ``pylate.models.ColBERT`` has no such flag:
+        then it is set on the losses of this package, and not saved. Default: leave model and losses unchanged.
     masking
-        ``"exclude"`` or ``"zero"``, written to the same place.
+        ``"exclude"`` or ``"zero"``, stored likewise.
     fuse_projection
-        Whether the losses score from the encoder's hidden states, which is no help in training (see
-        :class:`pylate_flash.losses.Contrastive`), written to the same place.
+        Whether the losses score from the encoder's hidden states, which does not help in training (see
+        :class:`pylate_flash.losses.Contrastive`), stored likewise.
     batch_sampler
-        Default: ``"batch_sampler"``, sentence-transformers' own, in place of which :class:`ColBERTTrainer` takes
+        Default: ``"batch_sampler"``, as in sentence-transformers, which :class:`ColBERTTrainer` replaces by
         ``"no_duplicates"`` if every loss uses in-batch negatives, because a text that occurs twice in a batch would be
         its own negative. An ``IterableDataset`` keeps its order.
 
@@ -91,19 +91,19 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
     def __post_init__(self) -> None:
         if self.fuse_projection is not None and not isinstance(self.fuse_projection, bool):
             raise TypeError(f"fuse_projection: {self.fuse_projection!r}; expected True, False or None")
-        named = self.batch_sampler is not None and not isinstance(self.batch_sampler, _Default)
+        is_set = self.batch_sampler is not None and not isinstance(self.batch_sampler, _Default)
         if self.scorer is not None:
             self.scorer = check_backend(self.scorer, name="scorer")
         if self.masking is not None:
             check_masking(self.masking)
         super().__post_init__()
-        if not named:
-            # Other trainers know nothing of a choice that is left open: they would make batches of one line.
+        if not is_set:
+            # Other trainers do not handle None: they would make batches of one row.
             self.batch_sampler = _Default(BatchSamplers.BATCH_SAMPLER.value)
 
 
 class _Meter(Meter):
-    """Counts the time of this package's losses too."""
+    """Meter that also measures the time of this package's losses."""
 
     def reset(self) -> None:
         super().reset()
@@ -111,7 +111,7 @@ class _Meter(Meter):
 
 
 class _Collator(ColBERTCollator):
-    """PyLate's collator, for lists of candidates that have one length."""
+    """PyLate's collator, with a check that all candidate lists of a batch have the same length."""
 
     def __call__(self, features: list[dict]) -> dict[str, Tensor]:
         """Collate rows into a batch."""
@@ -133,41 +133,41 @@ class _Collator(ColBERTCollator):
 
 
 class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
-    """sentence-transformers' trainer with the defaults of a ColBERT model.
+    """sentence-transformers' trainer with defaults for ColBERT models.
 
     Columns are what PyLate's collator expects: the query first, in a column with ``query`` or ``anchor`` in its name,
     then the positive and any hard negatives; or, for :class:`~pylate_flash.losses.Distillation`, what PyLate's
     ``KDProcessing`` makes of ``query_id``, ``document_ids`` and ``scores``. Several data sets in a dictionary, with a
     loss each, work as in sentence-transformers; so does an ``IterableDataset``, with ``max_steps``.
 
-    Each log entry of the training also has
+    Each training log entry also has
 
     - ``in_batch_negatives_per_query``: documents a query's positive competes with, over all document columns and, for a
       loss that gathers, all ranks (the mean over the batches since the last entry; contrastive losses only),
-    - ``tokens_per_second``: tokens of queries and documents that are not padding, all ranks together, by the time since
-      the last entry without evaluation and saving,
-    - ``loss_time_share``: how much of that time this package's scores, loss and their gradients took, on this rank
-      (of a loss of this package; without the backward of the encoder, and without that of ``fuse_projection`` and of
-      ``gather="ring"`` where the embeddings are not cached),
-    - ``peak_memory_mib``: most memory that torch had allocated on the GPU so far, or, without a GPU, most resident
-      memory of the process; the highest of the ranks.
+    - ``tokens_per_second``: query and document tokens without padding, summed over the ranks, divided by the time since
+      the last entry, excluding evaluation and saving,
+    - ``loss_time_share``: fraction of that time spent on this package's scores, loss and their gradients, on this rank
+      (for losses of this package; excludes the backward of the encoder, and that of ``fuse_projection`` and of
+      ``gather="ring"`` when the embeddings are not cached),
+    - ``peak_memory_mib``: peak memory allocated by torch on the GPU so far, or, without a GPU, peak resident memory of
+      the process; the maximum over the ranks.
 
-    Under ``bf16`` and ``fp16``, the losses of this package are computed in autocast, as the model is.
+    Under ``bf16`` and ``fp16``, the losses of this package are computed in autocast, like the model.
 
-    A loss that is not finite ends the training at the next log entry or checkpoint, because every weight has become NaN
-    by then; under ``fp16``, whose loss scaler leaves such steps out, it does not. A run that resumes from a checkpoint
-    continues, on a CPU to the bit, as if it had not been interrupted; over an ``IterableDataset``, whose length nobody
-    knows, it can do so within the first pass only.
+    A non-finite loss ends the training at the next log entry or checkpoint, because every weight has become NaN by
+    then, but not under ``fp16``, whose loss scaler skips such steps. A run that resumes from a checkpoint continues as
+    if it had not been interrupted (bitwise on a CPU); over an ``IterableDataset``, whose length is unknown, only within
+    the first pass.
 
-    Parameters of a loss, such as a learned ``temperature``, are trained as the model's are, on several GPUs too. They
-    are saved with each checkpoint, in ``losses.safetensors``, and not with the model.
+    Parameters of a loss, such as a learned ``temperature``, are trained like the model's, on several GPUs too. They are
+    saved with each checkpoint, in ``losses.safetensors``, and not with the model.
 
     Parameters
     ----------
     model
         ColBERT model, ours or PyLate's.
     args
-        :class:`ColBERTTrainingArguments`, or those of sentence-transformers.
+        :class:`ColBERTTrainingArguments`, or sentence-transformers' training arguments.
     train_dataset, eval_dataset, evaluator, tokenizer, model_init
         As in sentence-transformers.
     loss
@@ -180,13 +180,13 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
     Raises
     ------
     ValueError
-        If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it; if there are several ranks, and
-        losses of a dictionary that do not gather documents alike. While it trains, if lists of candidates or scores
-        differ in length within a batch; when it resumes, if the checkpoint lies beyond the first pass over an
-        ``IterableDataset``, lacks weights of the model (as those of LoRA adapters do, which transformers 5.3 cannot
-        load), or holds parameters that the losses do not have.
+        If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it; if there are several ranks and the
+        losses of a dictionary gather documents differently. During training, if lists of candidates or scores differ in
+        length within a batch; when resuming, if the checkpoint lies beyond the first pass over an ``IterableDataset``,
+        lacks weights of the model (as LoRA checkpoints do, which transformers 5.3 cannot load), or holds parameters
+        that the losses do not have.
     FloatingPointError
-        While it trains, if the loss is not finite.
+        During training, if the loss is not finite.
     """
 
     contrastive = _CONTRASTIVE
@@ -219,7 +219,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
             **kwargs,
         )
         if data_collator is None:
-            # sentence-transformers has put its own here: with a model_init, there is no model to ask any earlier.
+            # Replace sentence-transformers' collator here: with a model_init, the model does not exist any earlier.
             collator: Any = _Collator(
                 tokenize_fn=self.model.tokenize,
                 router_mapping=args.router_mapping,  # type: ignore[arg-type]
@@ -233,11 +233,11 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
         self._resolve_batch_sampler()
         self._warn_about_accumulation()
         if self.accelerator.dataloader_config.dispatch_batches is None:
-            # By default one rank reads an IterableDataset for all, and can hand on nothing but tensors.
+            # By default one rank reads an IterableDataset for all ranks, and can send only tensors to them.
             self.accelerator.dataloader_config.dispatch_batches = False
         self.measure(_Meter())
 
-    # Setting up
+    # Setup
 
     def _apply_scorer(self) -> None:
         """Write ``args.scorer``, ``args.masking`` and ``args.fuse_projection`` where the losses read them."""
@@ -246,10 +246,10 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
         if not flags:
             return
         model_has_flags = hasattr(self.model, "scorer")
-        following = [loss for loss in self.losses() if isinstance(loss, _FOLLOWING)]
+        flag_losses = [loss for loss in self.losses() if isinstance(loss, _FOLLOWING)]
         for loss in self.losses():
-            # A loss from elsewhere may read the model's flags; PyLate's never do.
-            if loss not in following and (not model_has_flags or isinstance(loss, _PYLATE)):
+            # A third-party loss may read the model's flags; PyLate's never do.
+            if loss not in flag_losses and (not model_has_flags or isinstance(loss, _PYLATE)):
                 raise ValueError(
                     f"args: {', '.join(f'{name}={value!r}' for name, value in flags.items())} has no effect on "
                     f"{type(loss).__module__}.{type(loss).__name__}, which does not read it; use a loss of "
@@ -259,15 +259,15 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
             if model_has_flags:
                 setattr(self.model, name, value)
                 continue
-            for loss in following:
+            for loss in flag_losses:
                 if getattr(loss, name) is None:
                     setattr(loss, name, value)
 
     def _resolve_batch_sampler(self) -> None:
         in_batch_negatives = all(isinstance(loss, _CONTRASTIVE) for loss in self.losses())
-        indexed = hasattr(self.train_dataset, "__len__")
-        if isinstance(self.args.batch_sampler, _Default) and in_batch_negatives and indexed:
-            # In a copy: the same arguments may serve another trainer, with another loss.
+        has_length = hasattr(self.train_dataset, "__len__")
+        if isinstance(self.args.batch_sampler, _Default) and in_batch_negatives and has_length:
+            # Copy: the same arguments may be used by another trainer with another loss.
             self.args = copy.copy(self.args)
             self.args.batch_sampler = BatchSamplers.NO_DUPLICATES
 
@@ -287,7 +287,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
         warnings.warn(message, stacklevel=3)
 
     def _warn_about_query_column(self) -> None:
-        """PyLate's collator knows queries by the column's name: any other first column is encoded as documents."""
+        """Warn about a first column that PyLate's collator, which detects queries by name, encodes as documents."""
         datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"train": self.train_dataset}
         for dataset in datasets.values():
             columns = [
@@ -304,7 +304,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
                 )
 
     def call_model_init(self, trial: Any = None) -> SentenceTransformer:
-        """Make the model of a run, and give it the flags of the arguments."""
+        """Create the model of a run and set its flags from the arguments."""
         model = super().call_model_init(trial=trial)
         if hasattr(self, "loss"):
             self.model = model
@@ -312,23 +312,23 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
         return model
 
     def _load_from_checkpoint(self, checkpoint_path: str) -> None:  # type: ignore[override]
-        """Load the weights, and the saved flags that neither the arguments nor the model of this run name."""
+        """Load the weights, and those saved flags that neither the arguments nor the model of this run set."""
         super()._load_from_checkpoint(checkpoint_path)
         if not hasattr(self.model, "scorer"):
             return
         saved = json.loads((Path(checkpoint_path) / "config_sentence_transformers.json").read_text(encoding="utf-8"))
         for name in _FLAGS:
-            named = getattr(self.args, name, None) is not None or self.model._model_config.get(name, "auto") != "auto"
-            if not named and name in saved:
+            is_set = getattr(self.args, name, None) is not None or self.model._model_config.get(name, "auto") != "auto"
+            if not is_set and name in saved:
                 setattr(self.model, name, saved[name])
 
-    # Running
+    # Training
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Any:
-        """The loss of a batch: under ``bf16`` and ``fp16``, what this package computes of it in autocast too.
+        """Compute the loss of a batch; under ``bf16`` and ``fp16``, this package's losses run in autocast too.
 
-        accelerate ends autocast after the model's forward, and makes its output float32. Embeddings that a layer has
-        computed in half precision are such numbers still: multiplied as such, their products are the same, and faster.
+        accelerate ends autocast after the model's forward and converts its output to float32. Embeddings computed in
+        half precision still hold half-precision values: half-precision multiplication gives the same products, faster.
         """
         loss = self.loss_of(inputs)
         autocast = isinstance(loss, _FOLLOWING) and options_of(loss) is not None
@@ -336,9 +336,9 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[arg-type]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Tensor:
-        """One forward and backward of a batch, counted."""
+        """Run the forward and backward of a batch, and time its loss."""
         loss: Any = self.loss_of(inputs)
-        # Not in evaluations, which take none of the time that is measured.
+        # Only while training: evaluations do not count towards the measured time.
         loss.stopwatch = self._stopwatch
         try:
             return super().training_step(model, inputs, *args, **kwargs)
@@ -346,7 +346,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
             loss.stopwatch = None
 
     def measurements(self, tokens_here: int | Tensor) -> dict[str, float]:
-        """What has been counted since the last entry of the log, with the share of time of this package's losses."""
+        """Return the measurements since the last log entry, with the share of time of this package's losses."""
         measured = super().measurements(tokens_here)
         if any(isinstance(loss, _FOLLOWING) for loss in self.losses()):
             measured["loss_time_share"] = round(self._stopwatch.read() / self._meter.seconds, 4)

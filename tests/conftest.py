@@ -1,4 +1,4 @@
-"""What the tests share: real weights and a tiny model, without a network; what is left out without a host."""
+"""Shared fixtures: real weights and a tiny model, without a network; tests of a missing host are skipped."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from typing import Any
 
 import pytest
 
-# Before transformers is imported: no test may reach a model hub, or leave anything in the user's cache.
+# Set before transformers is imported: no test may reach a model hub or write to the user's cache.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "HF_HOME" not in os.environ:
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="pylate-flash-hf-")
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# ranx, when it is imported, makes a folder of ir_datasets in the user's home, if there is one.
+# Importing ranx creates the folder of ir_datasets in the user's home directory, if there is one.
 if "IR_DATASETS_HOME" not in os.environ:
     os.environ["IR_DATASETS_HOME"] = tempfile.mkdtemp(prefix="pylate-flash-ir-datasets-")
     atexit.register(shutil.rmtree, os.environ["IR_DATASETS_HOME"], ignore_errors=True)
-# mteb keeps results there.
+# mteb caches results there.
 if "MTEB_CACHE" not in os.environ:
     os.environ["MTEB_CACHE"] = tempfile.mkdtemp(prefix="pylate-flash-mteb-")
     atexit.register(shutil.rmtree, os.environ["MTEB_CACHE"], ignore_errors=True)
-# Kernels that Inductor has compiled, and keeps, for another processor's instructions give NaN.
+# Inductor kernels cached from a CPU with another instruction set give NaN.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="pylate-flash-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
-# Commands print as into a pipe of 80 columns, whatever the terminal or the service that runs the tests asks for: typer
-# and rich read these when they are imported.
+# Commands print as if into a pipe of 80 columns, whatever the terminal or the CI service asks for: typer and rich read
+# these variables when they are imported.
 os.environ["COLUMNS"] = "80"
 os.environ.pop("FORCE_COLOR", None)
 os.environ.pop("PY_COLORS", None)
 os.environ.pop("TTY_COMPATIBLE", None)
 os.environ.pop("GITHUB_ACTIONS", None)
 
-# A shell lets its background jobs ignore it, and tests interrupt a training run.
+# Shells start background jobs with SIGINT ignored, but tests interrupt a training run.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -67,21 +67,21 @@ settings.register_profile(
 )
 settings.load_profile("pylate_flash")
 
-# The hosts that are not installed: tests of an environment with PyLate, and of one with sentence-transformers 6, which
-# PyLate does not allow, are the same files. tests/test_extras.py says what has to work without any.
+# Hosts that are not installed: the same test files run in an environment with PyLate and in one with
+# sentence-transformers 6, which PyLate does not allow. tests/test_extras.py covers what has to work without any host.
 ABSENT = {name for name in HOSTS if importlib.util.find_spec(name) is None}
 
 
 def absent_host(error: BaseException | None) -> str | None:
-    """The host that an error names, if it says that one is missing which is not installed."""
+    """Return the host that is not installed and whose import raised this error, else None."""
     return error.name if isinstance(error, ModuleNotFoundError) and error.name in ABSENT else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep from the garbage collector what is there until the tests end: thousands of them, and all libraries.
+    """Freeze all objects that exist after collection (thousands of tests and all libraries) until the tests end.
 
-    To look at it again and again took a fifth of the time in which Triton compiles.
+    Scanning them in every garbage collection took a fifth of the time in which Triton compiles.
     """
     gc.disable()
     try:
@@ -93,7 +93,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 class HostModule(pytest.Module):
-    """A file of tests, which is skipped as a whole where it imports a host that is not installed."""
+    """A test file, skipped as a whole if it imports a host that is not installed."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
         seed(self.nodeid)
@@ -122,7 +122,7 @@ def _skipped_without_host() -> Iterator[None]:
         pytest.skip(f"imports {host}, which is not installed")
 
 
-# So is a single test that imports one, by a fixture or itself.
+# A single test that imports a missing host, itself or in a fixture, is skipped too.
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     with _skipped_without_host():
@@ -137,7 +137,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _forgetting(change: Callable[..., None]) -> Callable[..., None]:
-    """A method of MonkeyPatch that makes calls be worked out anew too: a test may change what they follow from."""
+    """Wrap a MonkeyPatch method to clear the cache of recorded calls too: a test may patch what they depend on."""
 
     @functools.wraps(change)
     def changed(*args: object, **kwargs: object) -> None:
@@ -153,7 +153,7 @@ for _name in ("setattr", "undo"):
 
 @pytest.fixture(scope="session")
 def pylate() -> ModuleType:
-    """PyLate; a test that asks for it is skipped without."""
+    """PyLate; tests that request it are skipped if it is missing."""
     import pylate
 
     return pylate
@@ -178,7 +178,7 @@ def tiny_colbert_path(minilm_path: str, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def tiny_demo(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """What a tiny demo left, which is to be read only; its results, and what it printed."""
+    """Output folder of a tiny demo run (read-only), its results, and what it printed."""
     from tests.tiny_demo import run_tiny_demo
 
     output = tmp_path_factory.mktemp("demo") / "demo-output"
@@ -187,7 +187,7 @@ def tiny_demo(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def pylate_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny ColBERT as PyLate saves it, which PyLate loads, and sentence-transformers 6 as well."""
+    """Folder of a tiny ColBERT in PyLate's format, which PyLate and sentence-transformers 6 both load."""
     if set(ABSENT) >= {"pylate", "sentence_transformers"}:
         pytest.skip("needs PyLate or sentence-transformers")
     from tests.pylate_checkpoint import write_checkpoint
@@ -200,7 +200,7 @@ def pylate_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cranfield() -> Path:
-    """Folder of the Cranfield collection in BEIR format, where it lies beside the project."""
+    """Folder of the Cranfield collection in BEIR format, if it exists next to the project."""
     folder = Path(__file__).parents[2] / "shared" / "data" / "cranfield"
     if not folder.is_dir():
         pytest.skip("the Cranfield collection is not here")

@@ -1,4 +1,4 @@
-"""Small models in the place of an encoder, with dropout, and watched."""
+"""Small stand-ins for an encoder; helpers that enable dropout and record forward passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WordVectors(nn.Module):
-    """A model with one given unit vector per token: similarities can be read off."""
+    """A model with one fixed unit vector per token, so that similarities can be read off."""
 
     skiplist: list[int] = []
     do_query_expansion = True
@@ -29,7 +29,7 @@ def tokens(*rows: list[int], masked: int = -1) -> dict[str, torch.Tensor]:
 
 
 class Wrapped(nn.Module):
-    """What DistributedDataParallel looks like from outside."""
+    """A wrapper with the interface of DistributedDataParallel."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Wrapped(nn.Module):
 
 @contextmanager
 def with_dropout(model: nn.Module) -> Iterator[None]:
-    """While it is trained with."""
+    """Training mode with a dropout rate of 0.3; on exit, evaluation mode with the original rates."""
     dropouts = {module: module.p for module in model.modules() if isinstance(module, nn.Dropout)}
     try:
         for dropout in dropouts:
@@ -55,7 +55,7 @@ def with_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class Watch:
-    """The token ids of each forward pass, and what came out."""
+    """Record the token ids and the output embeddings of each forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.ids: list[Tensor] = []

@@ -1,8 +1,8 @@
-"""No test depends on those that ran before it, in its process or in another.
+"""Isolation: no test depends on those that ran before it, in its process or in another.
 
-What tests share, which is the constants of their files, the fixtures of more than one test, the names of the package's
-modules and the settings of the process, stays as it is: the test that has changed it fails, and the others find it as
-it was. Random numbers are those of the file, of the fixture or of the test that draws them.
+Shared state (module constants of test files, fixtures of wider than function scope, the namespaces of the package's
+modules, process settings) must not change: a test that changes it fails, and the state is restored for the tests after
+it. Random generators are seeded by the name of the file, fixture or test that draws from them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils import _python_dispatch
 
 
 def seed(name: str) -> None:
-    """Let all generators draw what belongs to this name."""
+    """Seed all random generators from this name."""
     number = zlib.crc32(name.encode())
     random.seed(number)
     np.random.seed(number)
@@ -32,14 +32,14 @@ def seed(name: str) -> None:
 
 
 class Held(NamedTuple):
-    """A tensor or an array that tests share, and its memory as it was."""
+    """A tensor or array shared by tests, and a copy of its original memory."""
 
     name: str
     value: Tensor | np.ndarray
     memory: Tensor | np.ndarray
 
     def is_changed(self) -> bool:
-        """Whether it is, and takes the change back."""
+        """Return whether the value has changed, and restore it."""
         memory = _memory(self.value)
         if isinstance(memory, Tensor):
             changed = not torch.equal(memory, self.memory)
@@ -58,7 +58,7 @@ def _memory(value: Tensor | np.ndarray) -> Tensor | np.ndarray:
 
 
 def _held(name: str, value: Any, within: tuple[Any, ...] = ()) -> Iterator[Held]:
-    """What a value holds, unless it is one of those that it is `within`."""
+    """Yield the tensors and arrays in a value, skipping values that contain themselves (`within` are its parents)."""
     if any(value is outer for outer in within):
         return
     named: dict[str, Any] = {}
@@ -82,28 +82,28 @@ def _environment() -> dict[str, str]:
 
 
 def _set_environment(values: dict[str, str]) -> None:
-    now = _environment()
-    for name in now.keys() - values.keys():
+    current = _environment()
+    for name in current.keys() - values.keys():
         del os.environ[name]
-    os.environ.update({name: value for name, value in values.items() if now.get(name) != value})
+    os.environ.update({name: value for name, value in values.items() if current.get(name) != value})
 
 
 _PRODUCTS: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 
 
 def _float32_precision() -> list[str]:
-    """Of products; `torch.get_float32_matmul_precision` raises where newer settings were left. "none" is as "ieee"."""
+    """Matmul precision; `torch.get_float32_matmul_precision` raises if newer settings were used. "none" is "ieee"."""
     return [backend.fp32_precision.replace("none", "ieee") for backend in _PRODUCTS]
 
 
 def _set_float32_precision(precisions: list[str]) -> None:
-    # What the older setting holds beside these.
+    # Reset the older setting, which is stored separately from these.
     torch.set_float32_matmul_precision("highest")
     for backend, precision in zip(_PRODUCTS, precisions, strict=True):
         backend.fp32_precision = precision
 
 
-# Settings of the process: how each is read, and set.
+# Process settings: a getter and a setter for each.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (torch.get_default_device, torch.set_default_device),
@@ -111,7 +111,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's float32 precision": (_float32_precision, _set_float32_precision),
     "torch's determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "torch's gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    # Dynamo compiles nothing while they are set.
+    # Dynamo compiles nothing while these are set.
     "torch's flags of dispatch modes": (
         lambda: {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")},
         vars(_python_dispatch).update,
@@ -122,7 +122,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: signal.getsignal(signal.SIGINT), lambda handler: signal.signal(signal.SIGINT, handler),
     ),
 }  # fmt: skip
-# What commands and libraries set for all that follows in their process, which here is another test.
+# State that commands and libraries change for the rest of their process, which here is the next test.
 TAKEN_BACK: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_environment, _set_environment),
     (lambda: [*sys.path], lambda path: sys.path.__setitem__(slice(None), path)),
@@ -130,24 +130,24 @@ TAKEN_BACK: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 
 def _names() -> dict[str, dict[str, Any]]:
-    """What the names of the package's modules stand for."""
+    """Snapshot of the namespaces of the package's modules."""
     modules = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "pylate_flash"]
     return {name: dict(vars(module)) for name, module in modules}
 
 
 def _renamed(before: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """The names of modules that stand for something else now, and again for what they did."""
+    """Yield the module names that were rebound since the snapshot, and restore them."""
     for module, names in before.items():
-        now = vars(sys.modules[module])
+        current = vars(sys.modules[module])
         for name, value in names.items():
-            # What a compiler keeps there for a while may be gone.
-            if now.get(name, value) is not value:
-                now[name] = value
+            # A missing name is fine: compilers add temporary ones.
+            if current.get(name, value) is not value:
+                current[name] = value
                 yield f"{module}.{name}"
 
 
 def _forget_compiled() -> None:
-    """Let Dynamo compile anew: a function that was compiled for too many shapes runs uncompiled ever after."""
+    """Reset Dynamo: a function that hit the recompile limit for shapes would run uncompiled from then on."""
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is not None and convert_frame.input_codes.seen:
         torch._dynamo.reset()
@@ -172,20 +172,20 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef) -> None:
 
 @pytest.fixture(autouse=True)
 def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that changes what others read."""
+    """Fail a test that changes state which other tests read."""
     name = request.module.__name__
     if name not in _of_modules:
-        own = {key: value for key, value in vars(request.module).items() if not key.startswith("__")}
-        _of_modules[name] = [held for key, value in own.items() for held in _held(key, value)]
+        constants = {key: value for key, value in vars(request.module).items() if not key.startswith("__")}
+        _of_modules[name] = [held for key, value in constants.items() for held in _held(key, value)]
     names = _names()
-    settings, others = {name: read() for name, (read, _) in SETTINGS.items()}, [read() for read, _ in TAKEN_BACK]
+    settings, restored = {name: read() for name, (read, _) in SETTINGS.items()}, [read() for read, _ in TAKEN_BACK]
     yield
     changed = [*_renamed(names)]
     for setting, (read, write) in SETTINGS.items():
         if read() != settings[setting]:
             write(settings[setting])
             changed.append(setting)
-    for (_, write), value in zip(TAKEN_BACK, others, strict=True):
+    for (_, write), value in zip(TAKEN_BACK, restored, strict=True):
         write(value)
     _forget_compiled()
     changed += [held.name for some in (_of_modules[name], *_of_fixtures.values()) for held in some if held.is_changed()]

@@ -1,4 +1,4 @@
-"""Tasks of mteb that need no network."""
+"""mteb tasks that need no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mteb.abstasks import AbsTaskRetrieval
 
 
 def local_task(collections, candidates=None, name="Local"):
-    """A task of one collection, "default", or of one for each language."""
+    """A task on a single collection, "default", or on one collection per language."""
     languages = ["eng-Latn"] if "default" in collections else {subset: [f"{subset}-Latn"] for subset in collections}
 
     class Task(AbsTaskRetrieval):
@@ -42,7 +42,7 @@ def local_task(collections, candidates=None, name="Local"):
 
 
 def take_offline(monkeypatch, collection, get_model=None):
-    """Let mteb find one task, of a collection, whatever it is asked for, and keep no results."""
+    """Make mteb return one task on this collection for any task name, and cache no results."""
     monkeypatch.setattr(mteb, "get_tasks", lambda tasks: [local_task({"default": collection}, name=tasks[0])])
     monkeypatch.setattr(mteb, "evaluate", functools.partial(mteb.evaluate, cache=None, show_progress_bar=False))
     if get_model is not None:

@@ -1,4 +1,4 @@
-"""A ColBERT model in a folder as PyLate saves it, written without PyLate: what both libraries load; small encoders."""
+"""Small encoders, and a ColBERT checkpoint in PyLate's format written without PyLate, which both libraries load."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ QUERY_LENGTH, DOCUMENT_LENGTH = 8, 12
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["cats", "dogs", "planes", "trains", "bread", "butter", "and", "a", "old", "new", "red", "blue", "."]
 _VOCABULARY = {word: number for number, word in enumerate([*_SPECIAL, *WORDS])}
-# PyLate adds these to the tokenizer, spaces and all.
+# PyLate adds these to the tokenizer, including the spaces.
 _PREFIXES = {"[Q] ": len(_VOCABULARY), "[D] ": len(_VOCABULARY) + 1}
 
 
 def save_bert(
     folder: Path, tokenizer: Any, hidden_size: int, positions: int = 128, layers: int = 2, wider: int = 2
 ) -> None:
-    """A BERT of random weights without dropout, and its tokenizer."""
+    """Save a BERT with random weights and no dropout, and its tokenizer."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -31,7 +31,7 @@ def save_bert(
         num_attention_heads=2,
         intermediate_size=wider * hidden_size,
         max_position_embeddings=positions,
-        # Scaled up from BERT's 0.02, so that different tokens get clearly different embeddings.
+        # Larger than BERT's 0.02, so that different tokens get clearly different embeddings.
         initializer_range=0.2,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
@@ -41,7 +41,7 @@ def save_bert(
 
 
 def save_colbert(folder: Path, tokenizer: Any, size: int, query_length: int, document_length: int) -> str:
-    """A ColBERT of PyLate, whose embeddings have as many dimensions as its encoder's states; beside it, the encoder."""
+    """Save a PyLate ColBERT with embedding size = hidden size, next to its encoder; return its path."""
     from pylate import models
 
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def save_colbert(folder: Path, tokenizer: Any, size: int, query_length: int, doc
 
 
 def write_checkpoint(folder: Path, words: Sequence[str] = WORDS) -> None:
-    """Random weights: one BERT layer, words as tokens, d = 8. Full stops are not kept of documents."""
+    """Random weights: one BERT layer, one token per word, d = 8. The skiplist drops full stops from documents."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -105,7 +105,7 @@ def write_checkpoint(folder: Path, words: Sequence[str] = WORDS) -> None:
 
 
 def embeddings_by_hand(folder: Path, text: str, is_query: bool) -> torch.Tensor:
-    """What the model in the folder is meant to make of a text of WORDS: unit vectors [L, 8]."""
+    """Reference embeddings of a text of WORDS by the model in the folder: unit vectors [L, 8]."""
     from safetensors.torch import load_file
     from transformers import BertModel
 
@@ -114,13 +114,13 @@ def embeddings_by_hand(folder: Path, text: str, is_query: bool) -> torch.Tensor:
     length = QUERY_LENGTH if is_query else DOCUMENT_LENGTH
     words = [_VOCABULARY[word] for word in text.split()][: length - 3]
     tokens = [_VOCABULARY["[CLS]"], _PREFIXES["[Q] " if is_query else "[D] "], *words, _VOCABULARY["[SEP]"]]
-    seen = len(tokens)
+    attended = len(tokens)
     if is_query:
-        # Filled up, and no other token looks at what fills it up.
-        tokens += [_VOCABULARY["[MASK]"]] * (length - seen)
-    mask = torch.arange(len(tokens)) < seen
+        # Query expansion: padded with [MASK], which no token attends to.
+        tokens += [_VOCABULARY["[MASK]"]] * (length - attended)
+    mask = torch.arange(len(tokens)) < attended
     with torch.no_grad():
         states = encoder(torch.tensor([tokens]), attention_mask=mask[None].long()).last_hidden_state[0]
     result = F.normalize(states @ weight.T, dim=-1)
-    kept = torch.tensor([is_query or token != _VOCABULARY["."] for token in tokens])
-    return result[kept]
+    keep = torch.tensor([is_query or token != _VOCABULARY["."] for token in tokens])
+    return result[keep]

@@ -1,4 +1,4 @@
-"""Processes of one group, as torchrun would start them, and what they train on."""
+"""Process groups as torchrun would start them, and the texts they train on."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim s
 POSITIVES = ["Sort it, in place.", "Open; then read!", "Maps keys to values.", "x*x + y*y", "Strip it...", "Join: a, b"]
 NEGATIVES = ["Reverse it?", "Close.", "A heap, a tree.", "The product", "Split on a comma.", "Repeat (n)", "No"]
 
-# They are forked of a process that has imported the hosts, which takes longer than what they do.
+# Ranks are forked from a server that has imported the hosts: the imports take longer than the work itself.
 multiprocessing.set_forkserver_preload(["pylate_flash.trainer", "pylate_flash.hosts.sentence_transformers.trainer"])
 
 
 def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int, method: str = "forkserver") -> None:
-    """Run `work(rank, *arguments)` on so many ranks, each in a process of its own, until all have returned.
+    """Run `work(rank, *arguments)` on `world` ranks, each in its own process, and wait for all of them.
 
-    CUDA, which imports may have initialized, takes processes that are spawned.
+    CUDA needs spawned processes, as imports may have initialized it.
     """
     mp.start_processes(work, arguments, nprocs=world, start_method=method)
 
 
 def join_group(rank: int, world: int, folder: Path, name: str = "rendezvous") -> None:
-    """Over gloo; a rank that waits for what another one never sends ends with an error."""
+    """Initialize gloo with a timeout: a rank that waits for a message that is never sent fails."""
     torch.set_num_threads(1)
     os.environ.update(HF_HUB_OFFLINE="1")
     rendezvous = f"file://{folder / name}"
@@ -40,7 +40,7 @@ def join_group(rank: int, world: int, folder: Path, name: str = "rendezvous") ->
 
 
 def join_gpus(rank: int, world: int, folder: Path, seconds: int = 120) -> None:
-    """Over NCCL, each rank with a GPU of its own."""
+    """Initialize NCCL, with one GPU per rank."""
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", f"file://{folder / 'rendezvous'}", timeout=timedelta(seconds=seconds), rank=rank, world_size=world,
@@ -49,7 +49,7 @@ def join_gpus(rank: int, world: int, folder: Path, seconds: int = 120) -> None:
 
 
 def free_port() -> int:
-    """Of this machine, for processes to meet at."""
+    """A free port on this machine, as a rendezvous for processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -67,13 +67,13 @@ def value_and_gradient(loss: nn.Module, model: nn.Module, columns: list) -> tupl
 
 
 def mean_over_ranks(result: tuple[Tensor, ...]) -> list[Tensor]:
-    """What DistributedDataParallel makes of gradients."""
+    """Average over ranks, as DistributedDataParallel does with gradients."""
     for tensor in result:
         dist.all_reduce(tensor)
     return [tensor / dist.get_world_size() for tensor in result]
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    """Two values with their gradients."""
+    """Compare two (value, gradient) pairs."""
     torch.testing.assert_close(actual[0].double(), expected[0].double(), rtol=tolerance, atol=1e-7)
     assert (actual[1] - expected[1]).norm() <= tolerance * expected[1].norm()

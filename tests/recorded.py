@@ -1,4 +1,4 @@
-"""Calls of a function, recorded while it does what it does."""
+"""Record the calls of a function without changing what it does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def recorded(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[tuple, dict[str, Any]]]:
-    """The arguments of each of its calls, by position and by name, which grow as it is called."""
+    """Patch a function to append the (args, kwargs) of each call to the returned list."""
     calls: list[tuple[tuple, dict[str, Any]]] = []
     function = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **options: calls.append((args, options)) or function(*args, **options))

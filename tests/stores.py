@@ -1,4 +1,4 @@
-"""Small stores on disk, and what they hold."""
+"""Small stores on disk, and checks of their content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pylate_flash.index.catalog import Catalog
 from pylate_flash.index.store import PackedStore
 from pylate_flash.indexes import Flat
 
-# Residual codes need fastkmeans, which PyLate brings; of 16 bits beside fewer, one pair of each kind.
+# Residual codes need fastkmeans, a dependency of PyLate; of the combined dtypes, one pair of each kind.
 EACH_DTYPE = pytest.mark.parametrize(
     "dtype",
     sorted(
@@ -39,7 +39,7 @@ def documents_of(lengths: list[int], size: int = 4, seed: int = 0) -> list[torch
 
 
 def integers_of(lengths: list[int], size: int = 8, seed: int = 0, most: int = 2) -> list[torch.Tensor]:
-    """Small integers, whose sums are exact in whatever order, and often equal."""
+    """Small integers, whose sums are exact in any order, and often tie."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-most, most + 1, (length, size), generator=generator).float() for length in lengths]
 
@@ -50,7 +50,7 @@ def small(folder: Path | None, memory: int | str = "auto", **options) -> Flat:
 
 
 def run_python(code: str, *arguments: object, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh process that finds this package."""
+    """Run code in a fresh process that can import this package."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [*before, sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -74,7 +74,7 @@ def assert_content(path: Path, ids: list[str], documents: list[torch.Tensor]) ->
 
 
 def change_state(path: Path, **changes: object) -> None:
-    """Change what the catalog says of the index, checksums and all, as only another program would."""
+    """Change the state of the index in the catalog with valid checksums, as only another program would."""
     catalog = Catalog(path, "float32")
     catalog.read()
     with closing(sqlite3.connect(catalog.path)) as connection:
@@ -84,7 +84,7 @@ def change_state(path: Path, **changes: object) -> None:
 
 @contextmanager
 def written_by_another(path: Path) -> Iterator[None]:
-    """While another process writes to the index in a folder."""
+    """Hold the write lock of the index in a folder, as another writing process does."""
     with closing(sqlite3.connect(path / "catalog.sqlite", isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
@@ -107,7 +107,7 @@ def store_of_two_segments(path: Path) -> Path:
 
 @contextmanager
 def blocks_of_bytes(nbytes: int) -> Iterator[None]:
-    """While a search on a CPU takes so many bytes of rows at a time."""
+    """Limit a search on a CPU to this many bytes of rows at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resident, "STREAMED_BYTES_CPU", nbytes)
         patch.setattr(search, "_GATHERED_BYTES_CPU", nbytes)

@@ -1,4 +1,4 @@
-"""Indexes that keep residual codes: their codec, what is found, and what damage and kills leave."""
+"""Indexes that store residual codes: their codec, search results, and recovery from damage and kills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unit_documents(lengths: list[int], size: int = 32, seed: int = 0) -> list[to
 
 
 def kept(store: PackedStore, positions: np.ndarray) -> ResidualCodes:
-    """Documents of a store as codes."""
+    """Documents of a store as residual codes."""
     codec, rows = store.layout.codec, store.read(positions)
     assert codec is not None
     bounds = torch.from_numpy(np.concatenate([[0], store.documents.lengths[positions].cumsum()]))
@@ -50,16 +50,16 @@ def kept(store: PackedStore, positions: np.ndarray) -> ResidualCodes:
     )
 
 
-def assert_finds(index: Flat, queries: list[torch.Tensor], among: list[list[int]], **call) -> None:
-    """The best of these documents, by what decompressed codes score."""
-    for query, positions, result in zip(queries, among, index(queries, k=200, **call), strict=True):
+def assert_finds(index: Flat, queries: list[torch.Tensor], candidates: list[list[int]], **call) -> None:
+    """Check results against a ranking of these documents by the scores of their decompressed codes."""
+    for query, positions, result in zip(queries, candidates, index(queries, k=200, **call), strict=True):
         documents = kept(index._store, index._store.documents.live[np.array(positions, dtype=np.int64)])
         scores = maxsim_residual_reference(query.half().unsqueeze(0), documents, empty_score=EMPTY_SCORE)[0]
         ids = index.documents_ids
-        wanted = {ids[place]: score for place, score in zip(positions, scores.tolist(), strict=True)}
-        assert [hit["id"] for hit in result] == sorted(wanted, key=lambda id_: -wanted[id_])
+        expected = {ids[position]: score for position, score in zip(positions, scores.tolist(), strict=True)}
+        assert [hit["id"] for hit in result] == sorted(expected, key=lambda id_: -expected[id_])
         for hit in result:
-            assert hit["score"] == pytest.approx(wanted[hit["id"]], rel=1e-5, abs=1e-6)
+            assert hit["score"] == pytest.approx(expected[hit["id"]], rel=1e-5, abs=1e-6)
 
 
 @EACH
@@ -69,10 +69,10 @@ def test_every_road_finds_what_decompressed_codes_score(tmp_path: Path, dtype: s
     memory, writer = small(None, dtype=dtype), small(tmp_path, dtype=dtype)
     for index in (memory, writer):
         for start in range(0, 90, 40):
-            some = slice(start, start + 40)
-            index.add_documents(IDS[some], documents[some], metadata=metadata[some])
+            selected = slice(start, start + 40)
+            index.add_documents(IDS[selected], documents[selected], metadata=metadata[selected])
     half = writer._store.tokens * writer._store.layout.nbytes // 2
-    own = [IDS[:30], [], ["d5", "unknown", "d89", "d5"], IDS[40:]]
+    subset_ids = [IDS[:30], [], ["d5", "unknown", "d89", "d5"], IDS[40:]]
     for state in ("whole", "removed", "compact", "erased"):
         if state in ("removed", "erased"):
             for index in (memory, writer):
@@ -80,25 +80,25 @@ def test_every_road_finds_what_decompressed_codes_score(tmp_path: Path, dtype: s
         if state == "compact":
             writer.compact()
         with blocks_of_bytes(500):
-            opened = [memory, writer, *(small(tmp_path, there) for there in (0, half + 1500, 1 << 30))]
+            opened = [memory, writer, *(small(tmp_path, nbytes) for nbytes in (0, half + 1500, 1 << 30))]
             ids = writer.documents_ids
             everything = range(len(ids))
             for index in opened:
                 assert_finds(index, queries, [list(everything)] * 4)
-                some = [i for i in everything if 20 <= int(ids[i][1:]) < 70]
-                assert_finds(index, queries, [some] * 4, where="place >= 20 and place < 70")
-                subsets = [[i for i in everything if ids[i] in subset] for subset in own]
-                assert_finds(index, queries, subsets, subset=own)
+                selected = [i for i in everything if 20 <= int(ids[i][1:]) < 70]
+                assert_finds(index, queries, [selected] * 4, where="place >= 20 and place < 70")
+                subsets = [[i for i in everything if ids[i] in subset] for subset in subset_ids]
+                assert_finds(index, queries, subsets, subset=subset_ids)
                 with pytest.MonkeyPatch.context() as patch:
-                    # As on a GPU, if all rows stay there.
+                    # As on a GPU that holds all rows.
                     patch.setattr(Scorer, "in_place", lambda self, device, owned: owned)
-                    assert_finds(index, queries, subsets, subset=own)
-                    assert_finds(index, queries[:1], [some], where="place >= 20 and place < 70")
-                    assert_finds(index, queries[:1], subsets[-1:], subset=own[-1])
+                    assert_finds(index, queries, subsets, subset=subset_ids)
+                    assert_finds(index, queries[:1], [selected], where="place >= 20 and place < 70")
+                    assert_finds(index, queries[:1], subsets[-1:], subset=subset_ids[-1])
                 (hit,) = index(queries[:1], k=1, matches=True)[0]
                 assert sum(similarity for _, similarity in hit["matches"]) == pytest.approx(hit["score"], rel=1e-3)
-            partly = opened[3]._search.rows
-            assert 0 < partly.kept < partly.documents
+            partial_rows = opened[3]._search.rows
+            assert 0 < partial_rows.n_resident < partial_rows.documents
         small(tmp_path).verify()
 
 
@@ -113,7 +113,7 @@ def test_embeddings_come_back_with_their_norms(tmp_path: Path, dtype: str) -> No
     torch.testing.assert_close(result.norm(dim=1, keepdim=True), norms, rtol=2e-3, atol=1e-6)
     least = 0.98 if dtype == "residual4" else 0.85
     assert F.cosine_similarity(result, units)[norms[:, 0] > 0].mean() > least
-    # 8 bytes and the bits of a token, in words.
+    # 8 bytes, plus the bits of a token rounded up to words.
     assert index._store.layout.nbytes == 8 + {"residual4": 12, "residual2": 8}[dtype]
 
 
@@ -126,17 +126,17 @@ def test_the_codec_is_trained_once_and_kept(tmp_path: Path) -> None:
     assert np.array_equal(np.random.get_state()[1], state[1])
     codec = index._store.layout.codec
     assert codec is not None
-    # 16 tokens for each centroid, of which there is a power of two.
+    # At least 16 tokens per centroid; the number of centroids is a power of two.
     assert len(codec.on(torch.device("cpu")).centroids) == 16
     index.add_documents(["c"], documents[2:3])
     opened = small(tmp_path)
     assert opened._store.layout.codec.content == codec.content  # type: ignore[union-attr]
     opened.add_documents(["d"], documents[3:4]).compact()
-    # The same documents give the same codec, and the same codes.
+    # The same documents give the same codec and the same codes.
     again = small(None, dtype="residual4").add_documents(["a", "b"], documents[:2])
     again.add_documents(["c", "d"], documents[2:4])
     assert again(documents[:2]) == small(tmp_path)(documents[:2])
-    # Where nothing is left, and where all is dropped, documents of another size train anew.
+    # An emptied or overridden index trains a new codec, for documents of another size.
     opened.remove_documents(list("abcd"))
     opened.add_documents(["e"], unit_documents([40], 16))
     assert small(tmp_path)._store.layout.codec.size == 16  # type: ignore[union-attr]
@@ -190,15 +190,15 @@ def test_a_damaged_codec_is_an_error_that_names_the_catalog(tmp_path: Path) -> N
     content = index._store.layout.codec.content  # type: ignore[union-attr]
     index._store.close()
     damaged = [content[:-1], content[:3], b"", bytes([content[0] ^ 1]) + content[1:]]
-    damaged += [content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :] for place in (4, 13, 100, 400)]
-    for some in damaged:
-        change_codec(tmp_path, "UPDATE codec SET content = ?", some)
+    damaged += [content[:byte] + bytes([content[byte] ^ 16]) + content[byte + 1 :] for byte in (4, 13, 100, 400)]
+    for damaged_content in damaged:
+        change_codec(tmp_path, "UPDATE codec SET content = ?", damaged_content)
         with pytest.raises(ValueError, match="catalog.sqlite is damaged: its codec"):
             small(tmp_path)
     change_codec(tmp_path, "DELETE FROM codec")
     with pytest.raises(ValueError, match="catalog.sqlite is damaged: the codec of its residual codes is missing"):
         small(tmp_path)
-    # It can be started anew.
+    # The index can be overridden.
     Flat(tmp_path, "index", override=True, dtype="residual4", device="cpu").add_documents(["a"], unit_documents([50]))
     small(tmp_path).verify()
 
@@ -206,8 +206,8 @@ def test_a_damaged_codec_is_an_error_that_names_the_catalog(tmp_path: Path) -> N
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_killed_first_addition_leaves_the_codec_and_the_documents_or_neither(tmp_path: Path) -> None:
     documents = unit_documents([20] * 8)
-    wanted = small(None, dtype="residual4").add_documents(IDS[:8], documents)(documents[:2])
-    left = []
+    expected = small(None, dtype="residual4").add_documents(IDS[:8], documents)(documents[:2])
+    counts = []
     for step in range(60):
         child = os.fork()
         if not child:
@@ -217,28 +217,28 @@ def test_a_killed_first_addition_leaves_the_codec_and_the_documents_or_neither(t
         status = os.waitpid(child, 0)[1]
         index = small(tmp_path / str(step), dtype="residual4")
         index.verify()
-        left.append(len(index))
-        assert left[-1] in (0, 8)
-        if not left[-1]:
+        counts.append(len(index))
+        assert counts[-1] in (0, 8)
+        if not counts[-1]:
             index.add_documents(IDS[:8], documents)
-        assert small(tmp_path / str(step))(documents[:2]) == wanted
+        assert small(tmp_path / str(step))(documents[:2]) == expected
         if not os.WIFSIGNALED(status):
             break
-    # Both happen, and at last none is killed.
+    # Both outcomes occur, and the last child is not killed.
     assert os.WIFEXITED(status)
-    assert left[0] == 0
-    assert 8 in left[:-1]
+    assert counts[0] == 0
+    assert 8 in counts[:-1]
 
 
 def _die_at(step: int) -> None:
-    """Be killed before what comes after so many statements of SQLite and changes of files."""
+    """Kill this process after `step` SQLite statements, file writes and fsyncs."""
     import sqlite3
 
-    left = [step]
+    remaining = [step]
 
     def count() -> None:
-        left[0] -= 1
-        if left[0] < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     class Connection(sqlite3.Connection):
@@ -257,29 +257,29 @@ def _die_at(step: int) -> None:
 def test_the_best_hundred_of_cranfield(cranfield: Path, dtype: str, least: float) -> None:
     texts, queries, _ = load_beir_folder(cranfield)
     words = [[*document["text"].lower().split(), "."][:60] for document in texts]
-    asked = [text.lower().split() for text in list(queries.values())[::9]]
-    number = {word: i for i, word in enumerate(sorted({word for own in [*words, *asked] for word in own}))}
+    query_words = [text.lower().split() for text in list(queries.values())[::9]]
+    number = {word: i for i, word in enumerate(sorted({word for tokens in [*words, *query_words] for word in tokens}))}
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(len(number), 32, generator=generator)
 
-    def embedded(own: list[str]) -> torch.Tensor:
-        # A word is not the same everywhere.
-        plain = vectors[[number[word] for word in own]]
+    def embedded(tokens: list[str]) -> torch.Tensor:
+        # The same word gets different embeddings, as in context.
+        plain = vectors[[number[word] for word in tokens]]
         return F.normalize(plain + 0.5 * torch.randn(plain.shape, generator=generator), dim=1)
 
-    documents, asking = [embedded(own) for own in words], [embedded(own) for own in asked]
+    documents, query_embeddings = [embedded(tokens) for tokens in words], [embedded(tokens) for tokens in query_words]
     ids = [document["id"] for document in texts]
     index = small(None, dtype=dtype).add_documents(ids, documents)
-    results = [[hit["id"] for hit in own] for own in index(asking, k=100)]
+    results = [[hit["id"] for hit in tokens] for tokens in index(query_embeddings, k=100)]
     (decompressed,) = index.get_documents_embeddings([ids])
     for scored, share in ((decompressed, 0.99), (documents, least)):
         padded = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(own)) for own in scored], batch_first=True).bool()
-        both = 0
-        for query, own in zip(asking, results, strict=True):
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(tokens)) for tokens in scored], batch_first=True).bool()
+        overlap = 0
+        for query, tokens in zip(query_embeddings, results, strict=True):
             best = maxsim(query.unsqueeze(0), padded, documents_mask=mask)[0].topk(100).indices
-            both += len({ids[i] for i in best.tolist()} & set(own))
-        assert both >= share * 100 * len(results)
+            overlap += len({ids[i] for i in best.tolist()} & set(tokens))
+        assert overlap >= share * 100 * len(results)
 
 
 def test_a_codec_is_trained_on_a_sample_and_kept_before_any_document(tmp_path: Path) -> None:

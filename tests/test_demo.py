@@ -76,7 +76,7 @@ def test_read_package_finds_what_is_public_without_running_it(tmp_path: Path, mo
     }
     assert all(entry.text.isascii() for entry in read_package("fakedocs"))
     assert read_package("there_is_no_such_package") == []
-    # Files are read whole, and no more of them than are needed.
+    # Whole files are read, and only as many as needed.
     assert 1 <= len(read_package("fakedocs", enough=1)) <= 3
 
 
@@ -125,7 +125,7 @@ def test_corpus_refuses_a_package_on_both_sides_and_sides_without_text() -> None
 
 @pytest.fixture
 def finished(tiny_demo: tuple[Path, dict[str, Any], str], tmp_path: Path) -> tuple[Path, dict[str, Any], str]:
-    """What the demo left, for a test of its own."""
+    """A copy of the demo's output folder, its results and printed output, for a single test."""
     return shutil.copytree(tiny_demo[0], tmp_path / "finished"), *tiny_demo[1:]
 
 
@@ -192,9 +192,9 @@ def test_the_time_that_is_left_follows_the_pace_of_this_machine() -> None:
     total = sum(expected)
     assert 90 < total < 300
     assert time_left(expected, 0, 1.0) == f"about {total / 60:.1f} min left"
-    # Loading took ten times as long, which says nothing of the rest.
+    # Loading took ten times as long, which says nothing about the remaining steps.
     assert time_left(expected, 1, 10 * expected[0]) == f"about {sum(expected[1:]) / 60:.1f} min left"
-    # All took twice what was expected: so will the rest.
+    # Each step took twice the expected time: so will the remaining ones.
     assert time_left(expected, 2, 2 * sum(expected[:2])) == f"about {2 * sum(expected[2:]) / 60:.1f} min left"
     assert time_left(expected, 4, 2 * sum(expected[:4])) == "about 5 s left"
 
@@ -221,7 +221,7 @@ def test_data_and_model_folders_are_those_of_the_demo(
     output, _, _ = finished
     assert demo.data_folder(output) == output / "data"
     assert demo.model_folder(output) == str(output / "model")
-    # Without a demo: a small collection, and the encoder that the demo starts from.
+    # Without a demo: a small collection, and the demo's initial encoder.
     monkeypatch.setattr("pylate_flash.demo.job.QUICK", TINY)
     documents, _, _ = evaluation.load_beir_folder(demo.data_folder(tmp_path / "new"))
     assert len(documents) == TINY.documents
@@ -232,12 +232,12 @@ def test_data_whose_writing_was_interrupted_is_built_again(tmp_path: Path, monke
     monkeypatch.setattr("pylate_flash.demo.job.QUICK", TINY)
     replace = os.replace
     for number in range(4):
-        left = [number]
+        remaining = [number]
 
-        def interrupted(source: str, target: Path, left: list[int] = left) -> None:
-            if not left[0]:
+        def interrupted(source: str, target: Path, remaining: list[int] = remaining) -> None:
+            if not remaining[0]:
                 raise KeyboardInterrupt
-            left[0] -= 1
+            remaining[0] -= 1
             replace(source, target)
 
         with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ def test_data_whose_writing_was_interrupted_is_built_again(tmp_path: Path, monke
 
 
 def test_training_improves_a_real_encoder(minilm_path: str) -> None:
-    """The claim of the demo at a size for tests: nDCG@10 after training is above the one before."""
+    """The demo's claim at test size: nDCG@10 is higher after training than before."""
     settings = demo.Settings(
         documents=60,
         queries=60,

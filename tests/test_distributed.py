@@ -1,6 +1,6 @@
-"""Two processes over gloo: gathered negatives against PyLate's, and the trainer.
+"""Two processes over gloo: gathered negatives compared with PyLate's, and the trainer.
 
-That ranks together are one process with the whole batch is claimed in `tests/training`.
+`tests/training` checks that all ranks together match one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def batch(model: models.ColBERT, rows: slice) -> list[dict[str, torch.Tensor]]:
 
 
 def train(model: models.ColBERT, folder: Path) -> list[dict[str, float]]:
-    """Two steps of two pairs per process, with gathered negatives; returns what was logged."""
+    """Two steps of two pairs per process, with gathered negatives; returns the log history."""
     args = arguments(
         folder, logging_steps=2, per_device_train_batch_size=2, ddp_backend="gloo", dataloader_drop_last=True
     )
@@ -64,7 +64,7 @@ def train(model: models.ColBERT, folder: Path) -> list[dict[str, float]]:
 def learn(path: str, folder: Path, start: float, batch_size: int, together: bool) -> torch.Tensor:
     """Three steps of gradient descent; returns the temperature, then the weights.
 
-    With `together`, one loss that gathers; otherwise a loss for each of two data sets, of which one has a temperature.
+    With `together`, one loss that gathers; otherwise one loss for each of two data sets, one with a temperature.
     """
     model = load(path)
     temperature = torch.nn.Parameter(torch.tensor([start]))
@@ -72,9 +72,9 @@ def learn(path: str, folder: Path, start: float, batch_size: int, together: bool
     loss: Any = losses.Contrastive(model, temperature=temperature, size_average=False, gather_across_devices=together)
     if not together:
         data, loss = DatasetDict(a=data, b=data.select(range(len(data)))), {"a": loss, "b": losses.Contrastive(model)}
-    how = {"optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant", "batch_sampler": "batch_sampler"}
+    sgd = {"optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant", "batch_sampler": "batch_sampler"}
     args = arguments(
-        folder, max_steps=3, per_device_train_batch_size=batch_size, multi_dataset_batch_sampler="round_robin", **how,
+        folder, max_steps=3, per_device_train_batch_size=batch_size, multi_dataset_batch_sampler="round_robin", **sgd,
         ddp_backend="gloo" if dist.is_initialized() else None,
     )  # fmt: skip
     ColBERTTrainer(model=model, args=args, train_dataset=data, loss=loss).train()
@@ -82,12 +82,12 @@ def learn(path: str, folder: Path, start: float, batch_size: int, together: bool
 
 
 def refusal(path: str, folder: Path, **second: Any) -> str:
-    """What is said of a dictionary of losses of which the first one gathers at once."""
+    """Error message for a dictionary of losses of which the first one uses all_gather."""
     model = load(path)
     data = Dataset.from_dict({"query": QUERIES[:6], "positive": POSITIVES})
     args = arguments(folder, max_steps=1)
     loss = {"a": losses.Contrastive(model, gather_across_devices=True), "b": losses.CachedContrastive(model, **second)}
-    # Where no batch of the training is of the other one, there is nothing to wait for.
+    # A loss whose data set is not trained on never makes another rank wait.
     ColBERTTrainer(model=model, args=args, train_dataset=DatasetDict(a=data), loss=loss)
     with pytest.raises(ValueError, match="loss: ") as raised:
         ColBERTTrainer(model=model, args=args, train_dataset=DatasetDict(a=data, b=data), loss=loss)
@@ -95,42 +95,42 @@ def refusal(path: str, folder: Path, **second: Any) -> str:
 
 
 def work(rank: int, path: str, folder: Path) -> None:
-    """What each process does; the results go to a file, to be compared by the tests."""
-    # What torchrun would set: the trainer finds its place in the group below by these.
+    """Work of each process; saves its results to a file, which the tests compare."""
+    # As set by torchrun: the trainer reads its rank in the group below from these.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     join_group(rank, WORLD, folder)
     model, size = load(path), len(POSITIVES) // WORLD
-    own = batch(model, slice(rank * size, (rank + 1) * size))
+    inputs = batch(model, slice(rank * size, (rank + 1) * size))
     results = {}
     for case, options in CASES.items():
         for who, classes in (("ours", vars(losses)), ("pylate", PYLATE)):
             loss = loss_class(case, classes)(model, gather_across_devices=True, **options)
-            value, gradient = value_and_gradient(loss, model, own)
+            value, gradient = value_and_gradient(loss, model, inputs)
             if who == "pylate" and case == "CachedContrastive":
-                # Which is that of the sum.
+                # PyLate's is the gradient of the sum.
                 gradient /= size
             dist.all_reduce(gradient)
             results[case, who] = value, gradient / WORLD
     model.zero_grad()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
     loss = losses.Contrastive(wrapped, gather_across_devices=True)
-    results["DDP"] = value_and_gradient(loss, model, own)
+    results["DDP"] = value_and_gradient(loss, model, inputs)
     del loss, wrapped
-    # Without gathered negatives DDP's average is that of the ranks' own gradients.
-    _, gradient = value_and_gradient(losses.Contrastive(model), model, own)
+    # Without gathered negatives, DDP averages the ranks' own gradients.
+    _, gradient = value_and_gradient(losses.Contrastive(model), model, inputs)
     dist.all_reduce(gradient)
     results["own negatives"] = gradient / WORLD
     for unused in (False, True):
         model = load(path)
-        # BERT's pooler leads nowhere, for which DDP would wait unless it looks for such parameters.
+        # BERT's pooler is unused: DDP would wait for its gradient unless it finds unused parameters.
         model[0].auto_model.pooler.requires_grad_(False)
         wrapped = DistributedDataParallel(model, find_unused_parameters=unused, broadcast_buffers=False)
         for name, loss in (
             ("Contrastive", losses.Contrastive(wrapped, fuse_projection=True)),
             ("CachedContrastive", losses.CachedContrastive(wrapped, mini_batch_size=2, fuse_projection=True)),
         ):
-            results["DDP, fused", name, unused] = value_and_gradient(loss, model, own)[1]
+            results["DDP, fused", name, unused] = value_and_gradient(loss, model, inputs)[1]
         del loss, wrapped
     results["logs"] = train(load(path), folder / f"run-{rank}")
     for together in (True, False):
@@ -153,7 +153,7 @@ def ranks(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> l
 def test_every_rank_has_pylates_value_and_gradient(ranks: list[dict], case: str) -> None:
     for results in ranks:
         assert_same(results[case, "ours"], results[case, "pylate"])
-    # The ranks have different queries: the comparison is not one of a rank with itself.
+    # The ranks have different queries, so no rank is compared with itself.
     assert ranks[0][case, "ours"][0] != ranks[1][case, "ours"][0]
 
 
@@ -167,7 +167,7 @@ def test_a_model_in_distributed_data_parallel(ranks: list[dict]) -> None:
 def test_ddp_waits_for_the_projection_of_hidden_states(
     ranks: list[dict], name: str, find_unused_parameters: bool
 ) -> None:
-    """Its gradient comes from outside the model's forward, and is averaged as every other one."""
+    """Its gradient comes from outside the model's forward, and is averaged like any other."""
     for results in ranks:
         gradient, expected = results["DDP, fused", name, find_unused_parameters], results["own negatives"]
         assert (gradient - expected).norm() <= 1e-5 * expected.norm()
@@ -184,7 +184,7 @@ def test_the_trainer_counts_all_ranks(ranks: list[dict]) -> None:
 def test_a_learned_temperature_is_that_of_one_process(
     ranks: list[dict], tiny_colbert_path: str, tmp_path: Path
 ) -> None:
-    """It begins as the first rank's, and its gradient is the mean of the ranks', as the model's is."""
+    """It starts from the first rank's value, and its gradient is averaged over ranks, as the model's is."""
     first, second = (results["learned", True] for results in ranks)
     assert torch.equal(first, second)
     expected = learn(tiny_colbert_path, tmp_path, 2.0, 2 * WORLD, together=True)
@@ -193,7 +193,7 @@ def test_a_learned_temperature_is_that_of_one_process(
 
 
 def test_a_temperature_of_one_data_set_is_the_same_on_all_ranks(ranks: list[dict]) -> None:
-    """The batches of the first rank are of one data set, and those of the second are of the other one."""
+    """The first rank's batches come from one data set, the second rank's from the other."""
     first, second = (results["learned", False] for results in ranks)
     assert torch.equal(first, second)
     assert first[0].item() != 2.0

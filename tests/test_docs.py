@@ -1,4 +1,4 @@
-"""The site builds without a warning, and its reference has all that users import."""
+"""The docs build without warnings, and the reference lists everything that users import."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_the_reference_has_what_a_module_defines(module) -> None:
 
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
-    how = ["-W", "--keep-going", "-q", "-b", "html"]
-    command = [sys.executable, "-m", "sphinx", *how, str(ROOT / "docs"), str(tmp_path)]
+    options = ["-W", "--keep-going", "-q", "-b", "html"]
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    built = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-    assert built.returncode == 0, built.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert completed.returncode == 0, completed.stderr
     assert "maxsim_cross_entropy" in (tmp_path / "reference" / "operations.html").read_text(encoding="utf-8")
     assert "maxsim_kl_divergence" in (tmp_path / "guides" / "train.html").read_text(encoding="utf-8")

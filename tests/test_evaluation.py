@@ -1,4 +1,4 @@
-"""BEIR folders, retrieval metrics, and evaluators that follow the model's flag."""
+"""BEIR folders, retrieval metrics, and evaluators that follow the model's scorer flag."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_cranfield_loads(cranfield: Path) -> None:
 
 
 class OneHot:
-    """A model whose text is the numbers of the dimensions that its tokens point to: scores are set by hand."""
+    """A model whose texts list the dimension of each one-hot token, so that scores are chosen by hand."""
 
     def __init__(self, **flags: str) -> None:
         self.encoded: list[str] = []
@@ -236,7 +236,7 @@ def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("run", "qrels", "metrics", "message"),
     [
-        # Two of the one relevant document would be a recall of 2.
+        # Counting the only relevant document twice would give a recall of 2.
         ({"q": ["d", "e", "d"]}, {"q": {"d": 1}}, ["recall@10"], "run: query 'q' has document 'd' more than once"),
         ({"p": ["d"]}, {"q": {"d": 1}}, ["map"], "run has nothing for query 'q' of qrels"),
         ({"q": ["d"]}, {}, ["map"], "qrels must hold at least one query"),
@@ -257,7 +257,7 @@ def test_a_run_that_cannot_be_evaluated_is_an_error(run, qrels, metrics, message
 def test_where_ranx_can_keep_nothing_the_error_says_what_to_set(
     error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for a user without a home, where packages may not be written to: by Numba, and by ir_datasets."""
+    """As for a user without a home directory and with read-only packages; raised by Numba and by ir_datasets."""
     (tmp_path / "ranx.py").write_text(f"raise {error}\n")
     for name in [name for name in sys.modules if name.partition(".")[0] == "ranx"]:
         monkeypatch.delitem(sys.modules, name)
@@ -292,7 +292,7 @@ def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.Mo
     index = small(tmp_path)
     with mock.patch.object(index, "add_documents", wraps=index.add_documents) as add:
         evaluated(index=index, batch_size=1)
-    # 32 bytes a token: 1 + 2 tokens are not 100 bytes yet, 1 + 2 + 3 are.
+    # 32 bytes per token: 1 + 2 tokens are below 100 bytes, 1 + 2 + 3 are not.
     assert [call.args[0] for call in add.call_args_list] == [["a", "b", "c"], ["d"]]
 
 
@@ -328,7 +328,7 @@ def test_a_real_model_gives_the_same_metrics_by_both_scorers(tiny_colbert_path: 
     results = [evaluated(*arguments, index=index, scorer=scorer, k=100) for scorer in ("torch", "pylate_flash")]
     rounded = [{name: round(value, 4) for name, value in result.metrics.items()} for result in results]
     assert rounded[0] == rounded[1]
-    # An index with a projection gets hidden states, and finds the same in them.
+    # An index with a projection stores hidden states, and returns the same results.
     index = small(tmp_path / "states", projection=model)
     results.append(evaluated(*arguments, index=index, k=100))
     assert results[2].metrics == pytest.approx(results[0].metrics, abs=1e-4)
@@ -395,7 +395,7 @@ class Spy:
 def test_evaluators_follow_the_flag_of_each_model(make, model: models.ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, result = make(evaluation), {}
     spy = Spy(monkeypatch)
-    # One evaluator meets one flag after the other: what it remembers of the first must not decide for the second.
+    # One evaluator sees one flag after the other: state cached for the first must not affect the second.
     for flag in ("torch", "pylate_flash", "torch"):
         monkeypatch.setitem(model._model_config, "scorer", flag)
         spy.ours = spy.theirs = 0
@@ -409,23 +409,23 @@ def test_evaluators_score_a_plain_pylate_model_by_this_package(
     make, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = pylate.models.ColBERT(tiny_colbert_path, device="cpu")
-    wanted = make(pylate.evaluation)(plain)
+    expected = make(pylate.evaluation)(plain)
     spy = Spy(monkeypatch)
-    assert make(evaluation)(plain) == pytest.approx(wanted, abs=1e-5)
+    assert make(evaluation)(plain) == pytest.approx(expected, abs=1e-5)
     assert spy.ours > 0
     assert spy.theirs == 0
 
 
 @pytest.mark.parametrize("make", EVALUATORS)
 def test_registered_evaluators_do_not_call_themselves(make, model: models.ColBERT) -> None:
-    wanted = make(evaluation)(model)
+    expected = make(evaluation)(model)
     with registered():
         evaluator = make(pylate.evaluation)
         assert type(evaluator).__module__ == "pylate_flash.evaluation"
-        assert evaluator(model) == pytest.approx(wanted)
+        assert evaluator(model) == pytest.approx(expected)
     register()
     try:
-        assert make(evaluation)(model) == pytest.approx(wanted)
+        assert make(evaluation)(model) == pytest.approx(expected)
     finally:
         unregister()
 

@@ -1,4 +1,4 @@
-"""The examples, the snippets of README and guides, and the notebook run as they stand, on what a tiny demo left."""
+"""Examples, README and guide snippets, and notebooks run unchanged on the output of a tiny demo."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def snippets_of(text: str) -> list[str]:
 
 
 SNIPPETS = snippets_of(README)
-# What the notebook's settings become in the test.
+# Replaces the notebook's parameters cell in the test.
 TINY_PARAMETERS = """
 from pathlib import Path
 from tests.tiny_demo import TINY as settings
@@ -83,7 +83,7 @@ def test_evaluate_beir(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     variables = run_example("evaluate_beir.py", monkeypatch)
     assert variables["metrics"]["ndcg@10"] == pytest.approx(variables["result"].metrics["ndcg@10"], abs=1e-6)
     assert "finds" in capsys.readouterr().out
-    # The same with a folder and a model of one's own.
+    # The same, with a user's folder and model.
     again = run_example(
         "evaluate_beir.py", monkeypatch, str(folder / "demo-output" / "data"), str(folder / "demo-output" / "model")
     )
@@ -140,7 +140,7 @@ def test_the_readmes_first_snippet_registers() -> None:
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_the_snippets_of_a_guide(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, but for those that the README has too, and those of sentence-transformers 6."""
+    """Run them in order, except those also in the README and those for sentence-transformers 6."""
     if guide.stem == "evaluate":
         _find_offline(monkeypatch)
     variables: dict[str, object] = {}
@@ -153,7 +153,7 @@ def test_the_snippets_of_a_guide(guide: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _find_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let mteb find what the demo left, by whatever name."""
+    """Make mteb return the demo's collection and model for any name."""
     from mteb.models import ModelMeta
     from mteb.models.model_implementations.pylate_models import MultiVectorModel
 
@@ -186,9 +186,9 @@ def test_readme_snippet(folder: Path, snippet: str, capsys: pytest.CaptureFixtur
 
 
 def executed(path: Path, parameters: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """A notebook with other parameters in a folder: how many pictures it draws, and what it prints."""
+    """Run a notebook with these parameters in a folder; return its number of images and its printed text."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # It would take the place of the notebook's own backend, which shows the pictures.
+    # It would override the notebook's inline backend, which shows the figures.
     monkeypatch.delenv("MPLBACKEND", raising=False)
     notebook = nbformat.read(path, as_version=4)
     (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
@@ -223,7 +223,7 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timed = {"status": "ok", "error": 1e-3, "iqr_ms": 0.1, "host_ms": 0.1, "repetitions": 3, "over_floor": 2.0}
-    kwargs = {
+    record = {
         "schema": 1, "suite": "losses", "date": "2026-03-01T12:00:00+00:00", "complete": True, "quick": False,
         "machine": {"device": "cuda", "name": "Test Card", "compute_capability": "9.0", "memory_bytes": 10**11,
                     "driver": None, "cuda": "13.0"},
@@ -244,14 +244,14 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
             for name, size in (("batch-1024", 1024), ("batch-65536", 65536), ("given-128", 128))
         ],
     }  # fmt: skip
-    (tmp_path / "losses-test-card.json").write_text(json.dumps(kwargs), encoding="utf-8")
-    of_another = json.loads(json.dumps({**kwargs, "complete": False, "date": "2026-03-03T12:00:00+00:00"}))
-    of_another["rows"] = of_another["rows"][:1]
-    of_another["rows"][0]["systems"] = {
+    (tmp_path / "losses-test-card.json").write_text(json.dumps(record), encoding="utf-8")
+    other_result = json.loads(json.dumps({**record, "complete": False, "date": "2026-03-03T12:00:00+00:00"}))
+    other_result["rows"] = other_result["rows"][:1]
+    other_result["rows"][0]["systems"] = {
         "pylate_flash": {**timed, "variant": "maxsim_cross_entropy", "median_ms": 9.9},
         "sentence_transformers": {**timed, "variant": "32 queries at a time", "median_ms": 150.0},
     }
-    (tmp_path / "losses-of-another-environment.json").write_text(json.dumps(of_another), encoding="utf-8")
+    (tmp_path / "losses-of-another-environment.json").write_text(json.dumps(other_result), encoding="utf-8")
     runs = [
         {"batch_size": size, "steps": steps, "examples": size * steps, "ndcg@10": 0.5 + size / 1000 + seed / 100}
         for size, steps in ((64, 8), (64, 32), (256, 8))
@@ -307,7 +307,7 @@ def test_the_notebook_is_committed_with_outputs_and_without_machine_paths(path: 
 
 
 def test_the_notebook_about_large_batches_shows_what_is_committed() -> None:
-    """Executed again with every new result."""
+    """The notebook must be executed again whenever a new result is committed."""
     notebook = nbformat.read(LARGE_BATCHES, as_version=4)
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     for content in (RESULTS.glob("losses-*.json"), RESULTS.glob("batches/sizes.json")):

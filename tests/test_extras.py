@@ -1,4 +1,4 @@
-"""What works without PyLate, sentence-transformers and colpali-engine, and what says that it needs one, and which."""
+"""What works without PyLate, sentence-transformers and colpali-engine, and the errors of what needs one of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pylate_flash._extras import HOSTS, MissingExtraError, check_host
 from tests.stores import run_python
 
 ROOT = Path(__file__).parents[1]
-# What comes with a host, or with an extra, and never with the package alone.
+# Installed by a host or an extra, never by the package alone.
 BLOCKED = (*HOSTS, "transformers", "datasets", "ranx", "beir", "matplotlib")
 PYLATE = "evaluation", "losses", "models", "rank", "retrieve", "scores", "trainer"
-# What the losses of all hosts share.
+# Modules shared by the losses of all hosts.
 SHARED = (
     *(f"training.{name}" for name in ("options", "contrast", "grad_cache", "mini_batches", "distributed")),
     *("encoding.texts", "encoding.projection", "data.files", "demo.agreement"),
@@ -30,12 +30,12 @@ NEEDS_EITHER = (
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """In a fresh process, where nothing of BLOCKED can be imported."""
+    """Run code in a fresh process in which no module of BLOCKED can be imported."""
     return run_python(f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}))\n{code}", *arguments)
 
 
 def test_every_operation_computes_without_a_host() -> None:
-    done = run(
+    process = run(
         """
 import torch, pylate_flash
 from pylate_flash import explain, maxsim, maxsim_cross_entropy, maxsim_from_hidden, maxsim_pairwise, maxsim_varlen, pack
@@ -53,11 +53,11 @@ assert queries.grad.abs().sum() > 0
 print(explain(queries, documents))
 """
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def test_what_needs_no_host_imports_without_one() -> None:
-    """`ops` and `kernels`, the store, the command line but for what trains, the benchmark, and what losses share."""
+    """`ops`, `kernels`, the store, the command line except training, the benchmark, and what losses share."""
     modules = [
         module.name
         for package in ("ops", "kernels", "index", "cli", "bench")
@@ -67,12 +67,12 @@ def test_what_needs_no_host_imports_without_one() -> None:
     modules += [f"pylate_flash.{name}" for name in SHARED]
     modules += ["pylate_flash.beir", "pylate_flash.negatives"]
     assert {"pylate_flash.ops.maxsim", "pylate_flash.kernels.backward.lists", "pylate_flash.index.store"} <= {*modules}
-    done = run(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
-    assert done.returncode == 0, done.stderr
+    process = run(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
+    assert process.returncode == 0, process.stderr
 
 
 def test_an_index_needs_no_host(tmp_path: Path) -> None:
-    done = run(
+    process = run(
         f"""
 import torch
 from pylate_flash import indexes
@@ -87,16 +87,16 @@ except ImportError as error:
     print(error)
 """
     )
-    assert done.stdout.splitlines() == [
+    assert process.stdout.splitlines() == [
         "[[{'id': 'b', 'score': 2.0}, {'id': 'a', 'score': 1.0}]]",
         "2",
         f"this part of pylate_flash {NEEDS_PYLATE}",
-    ], done.stderr
+    ], process.stderr
 
 
 def test_a_module_that_needs_pylate_says_which_extra_installs_it() -> None:
-    """Also the second time, and as what can be caught as a module that is missing."""
-    done = run(
+    """Also on the second import, and as a ModuleNotFoundError."""
+    process = run(
         f"""
 import importlib
 for name in {PYLATE * 2!r}:
@@ -107,7 +107,7 @@ for name in {PYLATE * 2!r}:
 """
     )
     expected = [f"{name} pylate this part of pylate_flash {NEEDS_PYLATE}" for name in PYLATE * 2]
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert process.stdout.splitlines() == expected, process.stderr
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,16 @@ for name in {PYLATE * 2!r}:
 def test_a_command_that_needs_a_host_says_which_extra_installs_it(
     command: tuple[str, ...], needs: str, tmp_path: Path
 ) -> None:
-    done = run(f"import os; os.chdir({str(tmp_path)!r})\nfrom pylate_flash.cli import main; main()", *command)
+    process = run(f"import os; os.chdir({str(tmp_path)!r})\nfrom pylate_flash.cli import main; main()", *command)
     name = " ".join(command[: 2 if command[0] == "index" else 1])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"pylate-flash: pylate-flash {name} {needs}\n"
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"pylate-flash: pylate-flash {name} {needs}\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_commands_that_need_no_host_work_without_one(tmp_path: Path) -> None:
-    """What looks after an index, and doctor, which names the extra and says that there is nothing to register."""
-    done = run(
+    """Index maintenance, and `doctor`, which names the extras and says that there is nothing to register."""
+    process = run(
         """
 import torch
 from pathlib import Path
@@ -148,10 +148,10 @@ app(["doctor"])
 """,
         tmp_path / "index",
     )
-    assert done.returncode == 1, done.stderr
+    assert process.returncode == 1, process.stderr
     for host in HOSTS.values():
-        assert f"pip install 'pylate-flash[{host.extra}]'" in done.stdout
-    assert 'register(): no host is installed; for PyLate: pip install "pylate-flash[pylate]"' in done.stdout
+        assert f"pip install 'pylate-flash[{host.extra}]'" in process.stdout
+    assert 'register(): no host is installed; for PyLate: pip install "pylate-flash[pylate]"' in process.stdout
 
 
 @pytest.mark.parametrize("module", HOSTS)
@@ -164,10 +164,10 @@ def test_each_host_has_an_extra(module: str, monkeypatch: pytest.MonkeyPatch) ->
     assert str(raised.value) == (
         f'this test needs {host.title}, which is not installed: pip install "pylate-flash[{host.extra}]"'
     )
-    # It installs the versions that are served.
+    # The extra installs the supported versions.
     project = (ROOT / "pyproject.toml").read_text()
     assert re.search(rf'^{host.extra} = \["{host.distribution}(\[\w+\])?{re.escape(host.supported)}"\]$', project, re.M)
-    # So do the other extras that name it, with a marker of their own.
+    # So do the other extras that list the host, with their own markers.
     versions = re.findall(rf'"{host.distribution}(?:\[\w+\])?([<>=][^;"]*)', project)
     assert set(versions) == {host.supported}
 
@@ -180,7 +180,7 @@ def test_the_package_alone_installs_no_host() -> None:
 
 
 def test_the_scores_of_hosts_need_no_host_and_registering_one_does() -> None:
-    done = run("""
+    process = run("""
 import torch
 import pylate_flash
 from pylate_flash.hosts import colpali, sentence_transformers
@@ -196,8 +196,8 @@ try:
 except ImportError as error:
     print(error)
 """)
-    assert done.returncode == 0, done.stderr
-    nothing, pylate, transformers, colpali, model = done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    nothing, pylate, transformers, colpali, model = process.stdout.splitlines()
     assert nothing.startswith('there is nothing to register: install a host, with pip install "pylate-flash[pylate]"')
     for line, extra in ((pylate, "pylate"), (transformers, "sentence-transformers"), (colpali, "colpali")):
         assert line.endswith(f'which is not installed: pip install "pylate-flash[{extra}]"')
@@ -206,8 +206,8 @@ except ImportError as error:
 
 
 def test_what_needs_a_host_is_named_as_it_was_called() -> None:
-    """Not as `register`, where nobody called that; a host by the name of its extra too."""
-    done = run("""
+    """The error names the function called, not `register`; a host may be given by the name of its extra."""
+    process = run("""
 import pylate_flash
 from pylate_flash.register import use_scorer
 for call in (lambda: pylate_flash.register("colpali"), lambda: pylate_flash.registered("colpali"), use_scorer):
@@ -216,14 +216,14 @@ for call in (lambda: pylate_flash.register("colpali"), lambda: pylate_flash.regi
     except ImportError as error:
         print(error)
 """)
-    lines = [line.partition(" needs ") for line in done.stdout.splitlines()]
+    lines = [line.partition(" needs ") for line in process.stdout.splitlines()]
     called = ['register("colpali-engine")', 'registered("colpali-engine")', "use_scorer"]
-    assert [line[0] for line in lines] == called, done.stderr
+    assert [line[0] for line in lines] == called, process.stderr
     assert [line[2].partition(",")[0] for line in lines] == ["colpali-engine", "colpali-engine", "PyLate"]
 
 
 def test_what_comes_with_an_extra_names_it() -> None:
-    done = run("""
+    process = run("""
 from pylate_flash.beir import evaluate_retrieval
 def load():
     import pylate_flash.data.training
@@ -240,4 +240,4 @@ for call in (load, load, lambda: evaluate_retrieval(None, [], {}, {})):
     metrics = (
         'MissingExtraError ranx evaluate_retrieval needs ranx, which is not installed: pip install "pylate-flash[eval]"'
     )
-    assert done.stdout.splitlines() == [data, data, metrics], done.stderr
+    assert process.stdout.splitlines() == [data, data, metrics], process.stderr

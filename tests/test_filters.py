@@ -1,4 +1,4 @@
-"""Metadata and `where`: which documents a filter keeps, and that it reads metadata and nothing else."""
+"""Metadata and `where`: which documents a filter selects, and that it can read only metadata."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def kept(index: Flat, where: Any, **options: Any) -> str:
 def test_a_filter_keeps_what_fulfils_it(index: Flat, where: Any, ids: str) -> None:
     for _ in range(2):
         assert kept(index, where) == ids
-    # As a list of ids does.
+    # Same results as with a list of ids.
     query = documents_of([3], seed=9)
     assert index(query, where=where) == index(query, subset=list(ids))
 
@@ -75,7 +75,7 @@ def test_a_filter_goes_with_a_subset(index: Flat) -> None:
     assert kept(index, "year >= 2020", subset=["a", "b", "f", "nothing"]) == "bf"
     queries = documents_of([3, 2], seed=9)
     results = index(queries, where="year >= 2020", subset=[["f", "a"], ["c"]])
-    assert [[result["id"] for result in own] for own in results] == [["f"], []]
+    assert [[result["id"] for result in hits] for hits in results] == [["f"], []]
 
 
 def test_a_filter_follows_the_index(index: Flat) -> None:
@@ -117,7 +117,7 @@ def test_what_another_process_removed_is_left_out(tmp_path: Path) -> None:
         (("year = :year", {"year": math.inf}), "parameter 'year' is inf, expected a finite number"),
         ("year; DROP TABLE documents", "syntax error"),
         ("lang REGEXP 'x'", "no such function"),
-        # Of the catalog, and of SQLite's own.
+        # Columns of the catalog, and SQLite's own tables.
         ("`#id` IS NOT NULL", "may read metadata and call plain functions, and nothing else"),
         ("documents.`#crc` > 0", "and nothing else"),
         ("year IN (SELECT record FROM state)", "and nothing else"),
@@ -148,7 +148,7 @@ def test_a_wrong_filter_is_one_sentence(index: Flat, where: Any, said: str) -> N
 
 
 def test_many_parentheses_are_a_filter_or_none(index: Flat) -> None:
-    """SQLite has room for a hundred of them, or since 3.46 for any number."""
+    """SQLite's parser stack holds a hundred of them, or any number since 3.46."""
     where = "(" * 4000 + "year = 2019" + ")" * 4000
     try:
         result = kept(index, where)
@@ -175,7 +175,7 @@ def test_few_filters_are_kept_in_mind(index: Flat) -> None:
     for year in range(2000, 2100):
         assert kept(index, ("year = ?", [year])) == {2019: "a", 2020: "b", 2021: "d", 2022: "f"}.get(year, "")
     assert len(index._store._filtered) <= 16
-    # A parameter of another type is another one, equal as it may be.
+    # Equal parameters of different types are cached separately.
     assert kept(index, ("typeof(?) = 'integer'", [1])) == "abcdef"
     assert kept(index, ("typeof(?) = 'integer'", [1.0])) == ""
 
@@ -189,7 +189,7 @@ def test_a_filter_ends(index: Flat, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python cannot tell SQLite how long strings may be")
 def test_a_filter_looks_at_no_long_strings(index: Flat) -> None:
-    """To find one in the other takes SQLite a step, in which it does not look at the time."""
+    """Searching one string in another is a single SQLite step, which the time limit cannot interrupt."""
     for where in (("instr(?, ?)", ["a" * 300_000, "b"]), ("instr(:a || :a, :a || 'b')", {"a": "a" * 200_000})):
         with pytest.raises(ValueError, match="looks at a string of more than 262144 bytes"):
             kept(index, where)

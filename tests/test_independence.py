@@ -1,4 +1,4 @@
-"""No test depends on another: what changes what others read fails, and random numbers are those of what draws them."""
+"""Test isolation: a test that changes shared state fails, and random numbers depend only on who draws them."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ TESTS = """
 
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], pytest.RunResult]:
-    """Runs the tests of a source, in a process of their own: one that shared this one's would import torch's modules
-    that are not imported here yet, and take them out again."""
+    """Run the tests of a source in a subprocess: in this process, pytester would import further torch modules and then
+    remove them again."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     pytester.makeconftest(
         "from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, unchanged"
@@ -127,8 +127,8 @@ def test_a_test_that_changes_what_others_read_fails(run: Callable[[str], pytest.
         ("folder", "the working folder"),
         ("name", "pylate_flash.ops.products._BLOCK_CPU"),
     ):
-        place = next(n for n, line in enumerate(result.outlines) if f"ERROR at teardown of test_{test} " in line)
-        assert result.outlines[place + 1] == f"the test has changed {name}, which other tests read"
+        line_index = next(n for n, line in enumerate(result.outlines) if f"ERROR at teardown of test_{test} " in line)
+        assert result.outlines[line_index + 1] == f"the test has changed {name}, which other tests read"
 
 
 COMPILES = """

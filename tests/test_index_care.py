@@ -1,4 +1,4 @@
-"""`Flat`: what it refuses, how documents are added and replaced, and the care of an index."""
+"""`Flat`: refused arguments, adding and replacing documents, and index maintenance."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.
     commits = recorded(monkeypatch, Catalog, "turn")
     assert index.add_documents(["b", "d"], new, replace=True) is index
     assert len(commits) == 1
-    for seen in (index, small(tmp_path)):
-        assert seen.documents_ids == ["a", "c", "b", "d"]
-        for actual, expected in zip(seen.get_documents_embeddings([["b", "d"]])[0], new, strict=True):
+    for view in (index, small(tmp_path)):
+        assert view.documents_ids == ["a", "c", "b", "d"]
+        for actual, expected in zip(view.get_documents_embeddings([["b", "d"]])[0], new, strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-        assert [result["id"] for result in seen([new[0]], k=1)[0]] == ["b"]
+        assert [result["id"] for result in view([new[0]], k=1)[0]] == ["b"]
     with pytest.raises(ValueError, match="documents_ids: 'd' is given twice"):
         index.add_documents(["d", "d"], new, replace=True)
     bad = [new[0], torch.full((1, 4), torch.nan)]
     with pytest.raises(ValueError, match="document 'c' hold NaN"):
         index.add_documents(["a", "c"], bad, replace=True)
     assert index.documents_ids == ["a", "c", "b", "d"]
-    # All of them, and without any that are there, to the catalog.
+    # Replacing all documents at once, and `replace=True` with only new ids.
     index.add_documents(index.documents_ids, documents_of([1, 2, 3, 4]), replace=True)
     index.add_documents(["e"], documents_of([2]), replace=True)
     assert index.verify().documents == 5
@@ -140,7 +140,7 @@ def test_other_errors_name_what_is_wrong(tmp_path: Path) -> None:
         index.add_documents(["a"], documents_of([1])).get_documents_embeddings([["a"], ["z"]])
 
 
-# The care of an index
+# Index maintenance
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_verify_reads_the_files_as_they_are_now(tmp_path: Path) -> None:
     (segment,) = index.index_path.glob("segment-*")
     changed = bytearray(segment.read_bytes())
     changed[-60] ^= 1
-    # Another file in the place of the one that is open.
+    # Replace the file that is open by another one.
     segment.unlink()
     segment.write_bytes(changed)
     with pytest.raises(ValueError, match="is damaged: its bytes 0 to 80 have another checksum") as caught:
@@ -229,21 +229,21 @@ def test_a_search_that_meets_nan_says_so(
 def test_batches_of_an_iterator_are_added_one_by_one(tmp_path: Path) -> None:
     documents = documents_of([3, 2, 0, 4, 1])
     index = small(tmp_path)
-    held: list[int] = []
+    counts: list[int] = []
 
     def batches() -> Iterator[tuple]:
         yield ["a", "b"], documents[:2]
-        held.append(len(small(tmp_path)))
+        counts.append(len(small(tmp_path)))
         yield "c", documents[2]
-        held.append(len(small(tmp_path)))
+        counts.append(len(small(tmp_path)))
         yield ["d", "e"], documents[3:], [{"x": 1}, None]
 
     assert index.add_documents(batches()) is index
-    assert (held, index.documents_ids) == ([2, 3], list("abcde"))
+    assert (counts, index.documents_ids) == ([2, 3], list("abcde"))
     assert [r["id"] for r in index(documents[:1], where="x = 1")[0]] == ["d"]
-    for one, other in zip(index.get_documents_embeddings([list("abcde")])[0], documents, strict=True):
-        assert torch.equal(one, other)
-    # What was added stays.
+    for actual, expected in zip(index.get_documents_embeddings([list("abcde")])[0], documents, strict=True):
+        assert torch.equal(actual, expected)
+    # Batches added before the error stay.
     with pytest.raises(ValueError, match="'a' is already in the index"):
         index.add_documents(iter([(["f"], documents[:1]), (["a"], documents[:1])]))
     assert small(tmp_path).documents_ids == list("abcdef")

@@ -1,4 +1,4 @@
-"""An index that several processes search together, over gloo, against one process."""
+"""An index searched jointly by several processes over gloo, compared with one process."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def queries() -> list[torch.Tensor]:
 
 
 def calls() -> list[dict]:
-    own = [IDS[:30], [], ["d5", "unknown", "d59", "d5"], IDS[50:]]
-    return [{}, {"k": 3}, {"k": 100}, {"subset": IDS[10:25]}, {"subset": own, "k": 4}, {"subset": own, "matches": True}]
+    ids = [IDS[:30], [], ["d5", "unknown", "d59", "d5"], IDS[50:]]
+    return [{}, {"k": 3}, {"k": 100}, {"subset": IDS[10:25]}, {"subset": ids, "k": 4}, {"subset": ids, "matches": True}]
 
 
 def search(rank: int, world: int, folder: Path, name: str) -> None:
     join_group(rank, world, folder, name)
-    wanted = [small(folder).search(queries(), **call) for call in calls()]
+    expected = [small(folder).search(queries(), **call) for call in calls()]
     for memory in (0, 1 << 20):
         index = small(folder, memory, group=dist.group.WORLD)
-        # What the others ask for does not count.
-        own = [index.search(queries() if rank == 0 else [], **(call if rank == 0 else {})) for call in calls()]
-        assert own == wanted
+        # The arguments of the other ranks are ignored.
+        actual = [index.search(queries() if rank == 0 else [], **(call if rank == 0 else {})) for call in calls()]
+        assert actual == expected
         share = index._search.rows.documents
         assert 0 < share < len(IDS)
-    # An error of the first is one of all.
+    # An error on rank 0 is raised on all ranks.
     with pytest.raises(ValueError, match="k must be"):
         index.search(queries(), k=0 if rank == 0 else 5)
-    assert index.search(queries()) == wanted[0]
-    # So is one of another, which says who it was.
+    assert index.search(queries()) == expected[0]
+    # So is an error on another rank, and it names that rank.
     index = small(folder, group=dist.group.WORLD)
     if rank == world - 1:
         index._search.rows.follow = lambda *_: (_ for _ in ()).throw(OSError("no such disk"))  # type: ignore[method-assign]
@@ -80,26 +80,26 @@ def test_ranks_have_the_lists_of_one_process(folder: Path, world: int) -> None:
 def exchange(rank: int, world: int, folder: Path) -> None:
     join_group(rank, world, folder)
     ranks = Ranks(dist.group.WORLD)
-    around = _EAGER_BYTES - len(pickle.dumps(bytes(_EAGER_BYTES), pickle.HIGHEST_PROTOCOL)) + _EAGER_BYTES
-    for size in (0, *range(around - 20, around + 3), 3 * _EAGER_BYTES):
-        # One of them has more than all others.
+    eager_size = _EAGER_BYTES - len(pickle.dumps(bytes(_EAGER_BYTES), pickle.HIGHEST_PROTOCOL)) + _EAGER_BYTES
+    for size in (0, *range(eager_size - 20, eager_size + 3), 3 * _EAGER_BYTES):
+        # One rank has a larger value than the others.
         values = [bytes([of_rank]) * (size if of_rank == size % world else 10) for of_rank in range(world)]
         assert ranks.gather(values[rank]) == values
-        own = [bytes([rank]) * size]
-        agreed = ranks.agreed(lambda own=own: own)  # type: ignore[misc]
+        value = [bytes([rank]) * size]
+        agreed = ranks.agreed(lambda value=value: value)  # type: ignore[misc]
         assert agreed == [bytes(size)]
-        assert (agreed is own) == (rank == 0)
+        assert (agreed is value) == (rank == 0)
     dist.destroy_process_group()
 
 
 def test_values_of_all_sizes_reach_all_ranks(tmp_path: Path) -> None:
-    """What takes one collective, two, and just either; of the first rank, which keeps what it made, and of all."""
+    """Sizes that need one collective, two, and around the limit; rank 0 gets back its own object from `agreed`."""
     run_ranks(exchange, (3, tmp_path), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_are_pickled_once(dtype: torch.dtype) -> None:
-    """Though they are views of one tensor, which each would bring along."""
+    """They are views of one tensor, of which each view would pickle the full storage."""
     drawn = torch.randn(100, 4, 8)
     queries = Queries([drawn[0, :0], *drawn], torch.device("cpu"), dtype)
     pickled = pickle.dumps(queries)
@@ -129,7 +129,7 @@ def test_every_segment_has_one_rank(rows: list[int], world: int, monkeypatch: py
 
 
 class Together(Ranks):
-    """Ranks in one process, whose `gather` answers with what each of them has."""
+    """Simulate ranks in one process: `gather` returns the next value of each rank."""
 
     def __init__(self, of_ranks: list[list[Hits]]) -> None:
         self.rank, self.size = 0, len(of_ranks)
@@ -141,16 +141,16 @@ class Together(Ranks):
 
 @given(st.data())
 def test_what_ranks_have_found_is_merged_whatever_each_has_at_a_time(data: st.DataObject) -> None:
-    """With ties, of which the first slots come first, and fewer documents than are asked for."""
+    """With ties, which the lower slot wins, and with fewer documents than k."""
     n_queries, k, world = (data.draw(st.integers(1, most)) for most in (7, 5, 3))
-    of_ranks, wanted = [], [[] for _ in range(n_queries)]
+    of_ranks, expected = [], [[] for _ in range(n_queries)]
     for rank in range(world):
         counts = data.draw(st.lists(st.integers(0, k), min_size=n_queries, max_size=n_queries))
         results = []
         for query, count in enumerate(counts):
             scores = sorted(data.draw(st.lists(st.integers(-2, 2), min_size=count, max_size=count)), reverse=True)
             slots = [100 * rank + i for i in range(count)]
-            wanted[query] += zip(scores, slots, strict=True)
+            expected[query] += zip(scores, slots, strict=True)
             width = data.draw(st.integers(count, k))
             rows = (np.pad(np.array([row]), ((0, 0), (0, width - count))) for row in (scores, slots))
             scores, slots = rows
@@ -158,10 +158,10 @@ def test_what_ranks_have_found_is_merged_whatever_each_has_at_a_time(data: st.Da
         edges = sorted({0, n_queries, *data.draw(st.lists(st.integers(0, n_queries), max_size=4))})
         of_ranks.append([_padded(results[start:stop]) for start, stop in pairwise(edges)])
     merged = [*Together(of_ranks).merged(of_ranks[0], n_queries, k)]
-    assert sum(len(some.scores) for some in merged) == n_queries
+    assert sum(len(hits.scores) for hits in merged) == n_queries
     lists = [
         [*zip(scores[:count].tolist(), slots[:count].tolist(), strict=True)]
-        for some in merged
-        for scores, slots, count in zip(*some, strict=True)
+        for hits in merged
+        for scores, slots, count in zip(*hits, strict=True)
     ]
-    assert lists == [sorted(own, key=lambda hit: (-hit[0], hit[1]))[:k] for own in wanted]
+    assert lists == [sorted(pairs, key=lambda hit: (-hit[0], hit[1]))[:k] for pairs in expected]

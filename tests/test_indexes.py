@@ -1,4 +1,4 @@
-"""`Flat`: exactness, subsets, ties, scorers, and its place behind PyLate's retriever."""
+"""`Flat`: exactness, subsets, ties, scorers, and its use by PyLate's retriever."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def flat(path: Path, ids: list[str], documents: list, **options) -> Flat:
 
 
 def score(query: torch.Tensor, document: torch.Tensor) -> float:
-    """The definition, in float64, one token at a time."""
+    """Definition of MaxSim in float64, one token at a time."""
     if not len(document):
         return EMPTY_SCORE
     return sum(max(float(q.double() @ d.double()) for d in document) for q in query)
 
 
 def expected(queries, documents, ids, k, allowed=None) -> list[list[tuple[str, float]]]:
-    """Best first, equal scores in the order of insertion, by Python's stable sort."""
+    """Top k by Python's stable sort: best first, ties in insertion order."""
     results = []
     for i, query in enumerate(queries):
         named = zip(ids, documents, strict=True)
@@ -43,13 +43,13 @@ def expected(queries, documents, ids, k, allowed=None) -> list[list[tuple[str, f
 
 
 def ids_of(results: list) -> list[list[str]]:
-    return [[result["id"] for result in own] for own in results]
+    return [[result["id"] for result in hits] for hits in results]
 
 
-def assert_same(results, wanted) -> None:
-    assert ids_of(results) == [[id_ for id_, _ in want] for want in wanted]
-    for result, want in zip(results, wanted, strict=True):
-        np.testing.assert_allclose([r["score"] for r in result], [s for _, s in want], rtol=2e-6, atol=1e-5)
+def assert_same(results, reference) -> None:
+    assert ids_of(results) == [[id_ for id_, _ in ranking] for ranking in reference]
+    for result, ranking in zip(results, reference, strict=True):
+        np.testing.assert_allclose([r["score"] for r in result], [s for _, s in ranking], rtol=2e-6, atol=1e-5)
 
 
 @settings(max_examples=50)
@@ -67,11 +67,11 @@ def test_search_is_exact_for_ragged_shapes_blocks_and_subsets(
     queries, documents = integers_of(query_lengths, 2, 1, most=1), integers_of(document_lengths, 2, 2, most=1)
     ids = [f"d{i}" for i in range(len(documents))]
     index = flat(tmp_path_factory.mktemp("flat"), ids, documents, scorer=scorer)
-    some = st.lists(st.sampled_from(ids), max_size=8)
-    shared = data.draw(some)
-    own = data.draw(st.lists(some, min_size=len(queries), max_size=len(queries)))
+    id_lists = st.lists(st.sampled_from(ids), max_size=8)
+    shared = data.draw(id_lists)
+    per_query = data.draw(st.lists(id_lists, min_size=len(queries), max_size=len(queries)))
     with blocks_of_bytes(at_once[0] * 2 * 4), mock.patch.object(search, "_QUERY_TOKENS", at_once[1]):
-        for subset, allowed in ((None, None), (shared, [shared] * len(queries)), (own, own)):
+        for subset, allowed in ((None, None), (shared, [shared] * len(queries)), (per_query, per_query)):
             assert_same(index(queries, k=k, subset=subset), expected(queries, documents, ids, k, allowed))
 
 
@@ -141,7 +141,7 @@ def test_no_more_than_a_block_is_scored_at_once(tmp_path: Path) -> None:
     assert max(call.args[0].shape[0] for call in scored.call_args_list) <= 4
 
 
-# What comes back
+# Results
 
 
 def test_equal_scores_come_in_the_order_of_insertion(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_equal_scores_come_in_the_order_of_insertion(tmp_path: Path) -> None:
 
 
 def test_documents_without_tokens_come_last(tmp_path: Path) -> None:
-    """However low the other's score, and for each way to search."""
+    """However low the other document's score, and for every search path."""
     index = flat(tmp_path, ["empty", "far"], [torch.empty(0, 2), torch.full((1, 2), -1e6)])
     for subset in (None, ["empty", "far"], ["empty"]):
         far = [] if subset == ["empty"] else [{"id": "far", "score": -8e6}]
@@ -260,22 +260,22 @@ def test_an_index_of_hidden_states_searches_their_embeddings(
     queries = [normalize(query, dim=-1) for query in documents_of(query_lengths, seed=1)]
     projected = [normalize(linear(state, weight, offset), dim=-1) for state in states]
     ids, folder = [f"d{i}" for i in range(len(states))], tmp_path_factory.mktemp("states")
-    of_embeddings = flat(folder / "embeddings", ids, projected)
+    embedding_index = flat(folder / "embeddings", ids, projected)
     flat(folder / "states", ids, states, projection=(weight, offset))
-    # Opened again, from what is on the disk.
-    of_states = small(folder / "states", projection=(weight, offset), scorer=scorer)
-    some = st.lists(st.sampled_from(ids), max_size=8)
-    subsets = [None, data.draw(some), data.draw(st.lists(some, min_size=len(queries), max_size=len(queries)))]
+    # Reopened from disk.
+    state_index = small(folder / "states", projection=(weight, offset), scorer=scorer)
+    id_lists = st.lists(st.sampled_from(ids), max_size=8)
+    subsets = [None, data.draw(id_lists), data.draw(st.lists(id_lists, min_size=len(queries), max_size=len(queries)))]
     with blocks_of_bytes(block_tokens * 6 * 4):
         for subset in subsets:
-            results, wanted = (index(queries, k=25, subset=subset) for index in (of_states, of_embeddings))
-            for result, want in zip(results, wanted, strict=True):
-                np.testing.assert_allclose([r["score"] for r in result], [r["score"] for r in want], atol=1e-5)
-                scores = {r["id"]: r["score"] for r in want}
+            results, references = (index(queries, k=25, subset=subset) for index in (state_index, embedding_index))
+            for result, reference in zip(results, references, strict=True):
+                np.testing.assert_allclose([r["score"] for r in result], [r["score"] for r in reference], atol=1e-5)
+                scores = {r["id"]: r["score"] for r in reference}
                 assert {r["id"]: r["score"] for r in result} == pytest.approx(scores, abs=1e-5)
-    (results,), (wanted,) = (index.get_documents_embeddings([ids]) for index in (of_states, of_embeddings))
-    for embeddings, want in zip(results, wanted, strict=True):
-        torch.testing.assert_close(embeddings, want)
+    (results,), (references,) = (index.get_documents_embeddings([ids]) for index in (state_index, embedding_index))
+    for embeddings, reference in zip(results, references, strict=True):
+        torch.testing.assert_close(embeddings, reference)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

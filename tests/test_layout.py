@@ -1,4 +1,4 @@
-"""How the package is laid out: what users import stands on its top floor, and imports go down only, in no circle."""
+"""Package layout: public modules are at the top level, imports only go downwards, and none are circular."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import pylate_flash
 
 PACKAGE = Path(pylate_flash.__file__).parent
-# What README, docs and examples say that users import.
+# Public modules, as named in README, docs and examples.
 PUBLIC = {
     *("losses", "models", "rank", "scores", "retrieve", "indexes", "evaluation", "trainer"),
     *("beir", "matches", "negatives", "register"),
@@ -20,7 +20,7 @@ PUBLIC = {
 
 
 def name_of(path: Path) -> str:
-    """A file's module, by its dotted name within the package; "" is the package itself."""
+    """Dotted module name of a file within the package; "" is the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -29,19 +29,19 @@ MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def executed(node: ast.AST, in_functions: bool, for_types: bool) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported, with `in_functions` later, and with `for_types` never."""
+    """Yield nodes executed on import; `in_functions` adds function bodies, `for_types` TYPE_CHECKING blocks."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-            wanted = for_types
+            included = for_types
         else:
-            wanted = in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if wanted:
+            included = in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if included:
             yield child
             yield from executed(child, in_functions, for_types)
 
 
 def imported(path: Path, in_functions: bool = True, for_types: bool = False) -> set[str]:
-    """The modules of this package that a file imports, by their dotted names within it."""
+    """Modules of this package that a file imports, as dotted names within the package."""
     result, parents = set(), path.relative_to(PACKAGE).parent.parts
     for node in executed(ast.parse(path.read_text(encoding="utf-8")), in_functions, for_types):
         names = []
@@ -53,7 +53,7 @@ def imported(path: Path, in_functions: bool = True, for_types: bool = False) -> 
             names = [f"{base}.{name.name}".lstrip(".") for name in node.names]
         elif isinstance(node, ast.Import):
             names = [name.name.partition(".")[2] for name in node.names if name.name.startswith("pylate_flash.")]
-        # A name is a module, or one of a module's.
+        # An imported name is a module, or is defined in one.
         result |= {name if name in MODULES else name.rpartition(".")[0] for name in names}
     return result - {name_of(path)}
 
@@ -62,8 +62,8 @@ def test_kernels_import_nothing_of_the_operations() -> None:
     files = sorted((PACKAGE / "kernels").rglob("*.py"))
     assert any("kernels.tables" in imported(path) for path in files)
     for path in files:
-        others = {name.partition(".")[0] for name in imported(path)} - {"", "kernels", "problem"}
-        assert others <= {"_extras"}, path
+        dependencies = {name.partition(".")[0] for name in imported(path)} - {"", "kernels", "problem"}
+        assert dependencies <= {"_extras"}, path
 
 
 def test_the_problem_imports_nothing_of_the_package() -> None:
@@ -77,8 +77,8 @@ def test_what_serves_users_imports_nothing_of_the_top_floor_or_of_a_host(folder:
 
 
 def test_the_top_floor_holds_what_users_import_and_what_a_call_is_made_of() -> None:
-    behind = {"problem", "_config", "_extras", "__init__", "__main__"}
-    assert {path.stem for path in PACKAGE.glob("*.py")} == PUBLIC | behind
+    internal = {"problem", "_config", "_extras", "__init__", "__main__"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == PUBLIC | internal
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["of modules", "of functions and for types too"])

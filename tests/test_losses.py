@@ -1,8 +1,7 @@
-"""The losses against PyLate's own, scored by PyLate's torch scorer (which is what PyLate does on a CPU).
+"""The losses compared with PyLate's own, scored by PyLate's torch scorer (PyLate's default on a CPU).
 
-In float64: two float32 computations differ by what their sums' orders and a conditioning of unknown size make of a
-rounding, which is another on every processor; in float64 a difference is a mistake. What float32 adds is measured on
-its own, against float64.
+In float64: two float32 results differ by rounding, whose size depends on summation order, conditioning and the
+processor, whereas in float64 any difference is a bug. The rounding of float32 is measured separately, against float64.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def encoder(tiny_colbert_path: str) -> ColBERT:
 
 @pytest.fixture
 def model(encoder: ColBERT, monkeypatch: pytest.MonkeyPatch) -> ColBERT:
-    """The encoder with no gradients, its flags restored after the test."""
+    """The encoder with gradients cleared; its flags are restored after the test."""
     encoder.zero_grad()
     monkeypatch.setattr(encoder, "do_query_expansion", True)
     return encoder
@@ -69,7 +68,7 @@ def contrastive_batch(model: ColBERT, columns: int = 3, size: int = 5) -> list[d
 
 
 def least_spread(model: ColBERT, features: list[dict[str, torch.Tensor]]) -> float:
-    """Smallest difference of a query's highest and lowest score, by which min-max normalisation divides."""
+    """Smallest range of scores over queries (max - min), by which min-max normalisation divides."""
     masks = extract_skiplist_mask(features, model.skiplist)
     with torch.no_grad():
         queries, documents = (nn.functional.normalize(model(dict(f))["token_embeddings"], dim=-1) for f in features)
@@ -103,7 +102,7 @@ def value_and_gradients(loss: nn.Module, features: list, labels: torch.Tensor | 
 
 
 def pylates(name: str, model: nn.Module, features: list, labels: torch.Tensor | None = None, **arguments) -> tuple:
-    """Value and gradients of PyLate's loss; of the averaged cached one, whose gradient is the sum's, divided."""
+    """Value and gradients of PyLate's loss; its averaged cached loss has the sum's gradient, which is divided here."""
     value, gradients = value_and_gradients(PYLATE[name](model, **arguments), features, labels)
     if name == "CachedContrastive" and arguments.get("size_average", True):
         size = len(features[0]["input_ids"])
@@ -117,7 +116,7 @@ def assert_same_value(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float
 
 
 def assert_same(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
-    """Values and every parameter's gradient agree; gradients that cancel to rounding noise by that noise's size."""
+    """Values and all parameter gradients agree; gradients that cancel to rounding noise agree within that noise."""
     assert_same_value(ours[0], theirs[0], tolerance)
     assert ours[1].keys() == theirs[1].keys()
     noise = 0.01 * tolerance * torch.stack([g.norm() for g in theirs[1].values()]).norm()
@@ -157,7 +156,7 @@ def test_value_and_gradients_are_pylates(model: ColBERT, name: str, arguments: d
     model.do_query_expansion = expansion
     features, labels = batch_for(name, model)
     assert not all(mask.all() for mask in extract_skiplist_mask(features, model.skiplist)[1:])
-    # Ours are rounded to float32, by up to 2^-21 of a score of 8 to 16: a 2^19th of this.
+    # Our scores are rounded to float32, by up to 2^-21 for scores of 8 to 16: 2^-19 of this range.
     assert name != "Distillation" or least_spread(model, features) > 0.25
     theirs = pylates(name, model, features, labels, **arguments)
 
@@ -178,7 +177,7 @@ def test_without_hard_negatives(model: ColBERT, name: str) -> None:
 
 @pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
 def test_pylates_cached_gradient_is_that_of_the_sum(model: ColBERT, scorer: str) -> None:
-    """What the docstring says: ours is the average's, and the sum's while it is PyLate's class."""
+    """As documented: our gradient is that of the mean, and that of the sum when registered as PyLate's class."""
     features = contrastive_batch(model)
     arguments = {"masking": "zero", "scorer": scorer}
     mean, total = (value_and_gradients(losses.Contrastive(model, size_average=s), features) for s in (True, False))
@@ -192,7 +191,7 @@ def test_pylates_cached_gradient_is_that_of_the_sum(model: ColBERT, scorer: str)
 
 @pytest.mark.parametrize("name", PYLATE)
 def test_the_skiplist_matters(model: ColBERT, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A skiplist of a common word changes the loss, to PyLate's value: the tests above do not pass without it."""
+    """Adding common words to the skiplist changes the loss to PyLate's value: the tests above depend on it."""
     features, labels = batch_for(name, model)
     before = getattr(losses, name)(model, masking="zero")(copy.deepcopy(features), labels)
     monkeypatch.setattr(model, "skiplist", [*model.skiplist, *features[1]["input_ids"][:, 2::3].unique().tolist()])
@@ -251,7 +250,7 @@ def test_masking_decides_in_distillation() -> None:
 
 @pytest.mark.parametrize("name", PYLATE)
 def test_the_models_flags_are_followed_when_the_loss_is_called(name: str) -> None:
-    """The flag changes after the loss is made, and the model gets wrapped; the loss's own keywords come first."""
+    """Flags may change after construction, and the model may be wrapped; the loss's own keywords take precedence."""
     (model, batch), labels = two_documents(), None
     if name == "Distillation":
         batch[1] = {key: value.repeat(2, 1) for key, value in batch[1].items()}
@@ -267,18 +266,18 @@ def test_the_models_flags_are_followed_when_the_loss_is_called(name: str) -> Non
     loss.masking = "exclude"
     assert loss(batch, labels).item() == excluded
 
-    # "torch" is PyLate's own code, whose masked tokens count as 0 whatever the masking says.
+    # "torch" is PyLate's own code, which scores masked tokens as 0 whatever `masking` is.
     model.scorer = "torch"
     assert math.isclose(loss(batch, labels).item(), zeroed, rel_tol=1e-6)
     loss.scorer = "pylate_flash"
     assert loss(batch, labels).item() == excluded
 
-    # Asked for by name, a scorer that cannot run here is an error, not another scorer.
+    # A scorer requested by name that cannot run here raises, with no fallback.
     loss.scorer = None
     model.scorer = "flash"
     with pytest.raises(RuntimeError, match="flash"):
         loss(batch, labels)
-    # "auto" names none: what is in force for the block decides.
+    # "auto" names no scorer: the enclosing `use_scorer` block decides.
     model.scorer = "auto"
     with use_scorer("torch"):
         assert math.isclose(loss(batch, labels).item(), zeroed, rel_tol=1e-6)
@@ -311,10 +310,10 @@ def test_own_score_metric_is_called_as_pylate_calls_it(model: ColBERT) -> None:
 @pytest.mark.parametrize("name", PYLATE)
 def test_in_bfloat16_autocast(model: ColBERT, name: str, scorer: str) -> None:
     """The loss is a finite float32 near float32's, also where the second pass of GradCache runs outside autocast."""
-    # Which leaves float64 as it is.
+    # Autocast leaves float64 unchanged, so use float32.
     model = copy.deepcopy(model).float()
     features, labels = batch_for(name, model)
-    # Without min-max normalisation, which divides by small differences of scores and so enlarges their rounding.
+    # Without min-max normalisation, which divides by small score ranges and amplifies their rounding.
     arguments = {"CachedContrastive": {"mini_batch_size": 2}, "Distillation": {"normalize_scores": False}}
     loss = getattr(losses, name)(model, **arguments.get(name, {}), scorer=scorer)
     expected, gradients = value_and_gradients(loss, features, labels)
@@ -332,7 +331,7 @@ def test_in_bfloat16_autocast(model: ColBERT, name: str, scorer: str) -> None:
 @pytest.mark.parametrize("name", PYLATE)
 def test_batch_of_one(model: ColBERT, name: str) -> None:
     if name == "Distillation":
-        # The query whose scores are furthest apart.
+        # The query with the largest range of scores.
         features, labels = distillation_batch(model)
         features = [{k: v[-size:] for k, v in f.items()} for f, size in zip(features, (1, 3), strict=True)]
         labels = labels[-1:]
@@ -348,7 +347,7 @@ def test_batch_of_one(model: ColBERT, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_columns_of_different_padded_lengths(model: ColBERT, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyLate's collator never makes them, tokenizing without `pad` does: padding does not change the loss."""
+    """They come from tokenizing without `pad`, not from PyLate's collator; padding does not change the loss."""
     monkeypatch.setattr(model, "tokenizer", copy.deepcopy(model.tokenizer))
     model.tokenizer.pad_token = "[unused5]"
     texts = (DOCUMENTS[1:3], NEGATIVES[2:4])
@@ -358,11 +357,11 @@ def test_columns_of_different_padded_lengths(model: ColBERT, name: str, monkeypa
     assert len({column["input_ids"].shape for column in (*ragged, padded[0])}) == 3
     theirs = pylates(name, model, [queries, *padded])
     assert_same(value_and_gradients(getattr(losses, name)(model), [queries, *ragged]), theirs)
-    # What PyLate's code encodes is padded with the padding token.
-    met: list[dict] = []
-    with model[0].register_forward_pre_hook(lambda _, arguments: met.append(arguments[0])):
+    # The features that PyLate's code encodes are padded with the padding token.
+    encoded: list[dict] = []
+    with model[0].register_forward_pre_hook(lambda _, arguments: encoded.append(arguments[0])):
         value_and_gradients(getattr(losses, name)(model, scorer="torch"), [queries, *ragged])
-    padding = [column["input_ids"][column["attention_mask"] == 0] for column in met]
+    padding = [column["input_ids"][column["attention_mask"] == 0] for column in encoded]
     assert torch.cat(padding).unique().tolist() == [model.tokenizer.pad_token_id] != [0]
 
 
@@ -408,7 +407,7 @@ def test_wrong_batches(model: ColBERT) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """The names of the operations that compute something."""
+    """Record the names of dispatched ops, except views and detach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +423,7 @@ class Launches(TorchDispatchMode):
 def test_between_embeddings_and_operation_there_is_the_mask_of_the_documents(
     model: ColBERT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else is launched: neither labels, nor a copy, a cast or a normalisation of the embeddings."""
+    """No other op is launched: no labels, and no copy, cast or normalisation of the embeddings."""
     columns = contrastive_batch(model, columns=2)
     columns = [{**features, "attention_mask": features["attention_mask"].bool()} for features in columns]
     embeddings = [model(dict(features))["token_embeddings"].detach() for features in columns]

@@ -1,4 +1,4 @@
-"""Which tokens match, in words: of a model that both libraries load, by whichever is here."""
+"""Matching tokens as words, for a checkpoint that both libraries load, with whichever is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUERIES = ["red trains", "cats and a dog"]
 
 @pytest.fixture(scope="module")
 def model(pylate_checkpoint):
-    """The model, which makes 8 tokens of a query, skips full stops of documents, and reads 12 tokens of these."""
+    """The model: 8 tokens per query, at most 12 per document, full stops of documents skipped."""
     if HOSTS["sentence-transformers"].is_there():
         from sentence_transformers import MultiVectorEncoder
 
@@ -64,7 +64,7 @@ def test_tokens_are_those_that_have_embeddings_with_their_places_in_the_text(mod
             assert starts == sorted(set(starts))
     words = [token.word for token in tokens_of(model, ["red trains"], is_query=True)[0]]
     assert words == ["[CLS]", "[Q] ", "red", "trains", "[SEP]", *["[MASK]"] * 3]
-    # A word that the tokenizer does not know stands where it stands all the same.
+    # An unknown word keeps its text and its position.
     assert tokens_of(model, ["red zebras"], is_query=False)[0][3] == Token("zebras", 4, 10)
     assert tokens_of(model, [], is_query=False) == []
 
@@ -90,9 +90,9 @@ def test_a_text_that_is_not_known_has_numbers_for_words(model):
 
 def test_what_cannot_be_explained_is_said(model):
     hits = search(model)
-    with pytest.raises(ValueError, match="found must have results of 1 queries, got those of 2"):
+    with pytest.raises(ValueError, match="results must be those of 1 queries, got those of 2"):
         explain(model, QUERIES[:1], hits, TEXTS)
-    with pytest.raises(ValueError, match="results of a search with matches=True, got some without"):
+    with pytest.raises(ValueError, match="results must be those of a search with matches=True, got some without"):
         explain(model, QUERIES, search(model, matches=False), TEXTS)
     with pytest.raises(ValueError, match="texts: 'long' is not the text that was encoded: it has 3 tokens"):
         explain(model, QUERIES, hits, {**TEXTS, "long": ""})

@@ -1,4 +1,4 @@
-"""Indexes in memory: what one on the disk does, and nothing on the disk."""
+"""Indexes in memory behave as those on disk, and write no files."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def test_two_of_them_are_two() -> None:
 
 
 def test_embeddings_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the meta device, whose tensors have no values to be copied to the host."""
+    """On the meta device, whose tensors have no values to copy to the host."""
     index = Flat(None, device="cpu")
     index._store._device = torch.device("meta")
-    # Of what is looked at to find NaN.
+    # The NaN check calls `item`.
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: 0.0)
     index.add_documents(["a", "b"], torch.empty(2, 3, 4, device="meta"))
     (part,) = index._store.documents.parts
     assert part.memory is not None
     assert (part.memory.device.type, tuple(part.memory.shape)) == ("meta", (6, 4))
-    # Nor on their way to a search.
+    # Loading for a search does not copy them to the host either.
     values = torch.empty(6, 4, device="meta")
     Loader(Documents([part]), torch.device("cpu")).start([(0, 6)], values).wait()

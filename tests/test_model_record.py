@@ -1,4 +1,4 @@
-"""Which model an index was built with: remembered, found again, and another one refused."""
+"""The model an index was built with is recorded and located again, and other models are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_model_of_an_index_is_remembered_with_all_that_changes_embeddings(
     assert record.settings["do_query_expansion"] is model.do_query_expansion
     small(tmp_path).check_model(models.ColBERT(tiny_colbert_path, device="cpu"))
     small(tmp_path).check_model(torch.nn.parallel.DataParallel(model))
-    # A change of the documents leaves it.
+    # Changing documents leaves the record unchanged.
     index = small(tmp_path).add_documents(["b"], [np.ones((1, 4), dtype=np.float32)])
     assert index.remove_documents("a").compact().model == small(tmp_path).model == record
 
@@ -128,14 +128,14 @@ def test_an_index_of_hidden_states_may_be_searched_with_another_projection(
 
 def test_a_fingerprint_is_of_names_types_shapes_and_values() -> None:
     def module(**weights: torch.Tensor) -> torch.nn.Module:
-        made = torch.nn.Module()
+        created = torch.nn.Module()
         for name, value in weights.items():
-            made.register_buffer(name, value)
-        return made
+            created.register_buffer(name, value)
+        return created
 
     ones = torch.ones(2, 3)
     same = [module(a=ones), module(a=ones.clone()), module(a=torch.ones(3, 2).T)]
-    others = [
+    different = [
         module(b=ones),
         module(a=ones.half()),
         module(a=ones.int()),
@@ -145,7 +145,7 @@ def test_a_fingerprint_is_of_names_types_shapes_and_values() -> None:
         module(a=torch.ones(6)),
     ]
     assert len({fingerprint(one) for one in same}) == 1
-    assert len({fingerprint(one) for one in [same[0], *others]}) == 1 + len(others)
+    assert len({fingerprint(one) for one in [same[0], *different]}) == 1 + len(different)
     with pytest.raises(ValueError, match="its weight a is on the device 'meta'"):
         fingerprint(module(a=torch.ones(2, device="meta")))
 

@@ -1,4 +1,4 @@
-"""models.ColBERT: the flags are validated, saved, loaded and followed, here and in plain PyLate."""
+"""models.ColBERT: flags are validated, saved, loaded and followed, here and in plain PyLate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pylate_flash.models import ColBERT
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import scorer_of
 
-# Query token 0 prefers the masked token, and without it has only negative similarities: the maskings differ.
+# Query token 0 prefers the masked token, and its other similarities are negative, so that the maskings differ.
 QUERIES = torch.tensor([[[1.0, 2.0], [0.5, -1.0]]])
 DOCUMENTS = torch.tensor([[[-1.0, -2.0], [-3.0, 0.5], [9.0, 9.0]]])
 MASK = torch.tensor([[True, True, False]])
@@ -43,7 +43,7 @@ def shared(tiny_colbert_path: str) -> ColBERT:
 
 @pytest.fixture
 def model(shared: ColBERT) -> ColBERT:
-    """A model that a test may set the flags of."""
+    """A copy of the model whose flags a test may set."""
     copied = copy.copy(shared)
     copied._model_config = dict(shared._model_config)
     return copied
@@ -69,7 +69,7 @@ def test_defaults(model: ColBERT) -> None:
     ],
 )
 def test_unknown_flags(model: ColBERT, flags: dict, message: str) -> None:
-    # Before anything is loaded, so that the missing folder is not even noticed.
+    # Raised before anything is loaded, so the missing folder does not matter.
     with pytest.raises(ValueError, match=message):
         ColBERT("/no/such/model", **flags)
     [(name, value)] = flags.items()
@@ -92,7 +92,7 @@ def test_flags_survive_saving_in_ours_and_in_pylate(tiny_colbert_path: str, tmp_
     assert (config["scorer"], config["masking"]) == ("torch", "zero")
     assert (config["model_type"], config["similarity_fn_name"]) == ("ColBERT", "MaxSim")
 
-    # Plain PyLate loads it as it is, and keeps what it does not know.
+    # Plain PyLate loads it unchanged, and keeps the keys that it does not know.
     plain = pylate.models.ColBERT(str(tmp_path / "ours"), device="cpu")
     assert type(plain) is pylate.models.ColBERT
     assert same_weights(plain, ours)
@@ -164,7 +164,7 @@ def test_similarity_follows_the_flags(model: ColBERT, monkeypatch: pytest.Monkey
     model.masking = "zero"
     assert model.similarity(QUERIES, DOCUMENTS, documents_mask=MASK).item() == 1.5
 
-    # "auto" is no choice, a name is.
+    # A named scorer overrides the environment variable, "auto" does not.
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
     assert model.similarity(*half).dtype == torch.float32
     model.scorer = "auto"
@@ -174,7 +174,7 @@ def test_similarity_follows_the_flags(model: ColBERT, monkeypatch: pytest.Monkey
 
 
 def test_similarity_has_pylates_values(model: ColBERT) -> None:
-    # Of multiples of 1/16, float32 holds products and sums without rounding.
+    # With multiples of 1/16, products and sums are exact in float32.
     embeddings = torch.randint(-16, 16, (3, 6, 8), generator=torch.Generator().manual_seed(0)) / 16
     model.scorer = "pylate_flash"
     scores = model.similarity(embeddings.numpy(), embeddings)
@@ -210,7 +210,7 @@ def test_a_projection_drawn_at_loading_is_random_until_it_is_trained_replaced_or
     assert copy.deepcopy(model).projection_is_random
     model.save_pretrained(str(tmp_path / "saved"))
     assert not ColBERT(str(tmp_path / "saved"), device="cpu").projection_is_random
-    # In half precision, it is no less random.
+    # Casting to half precision does not change that.
     assert copy.deepcopy(model).half().projection_is_random
     replaced = copy.deepcopy(model)
     replaced[1] = models.Dense(32, 4)
@@ -219,7 +219,7 @@ def test_a_projection_drawn_at_loading_is_random_until_it_is_trained_replaced_or
         model[1].linear.weight.add_(1e-3)
     assert not model.projection_is_random
     assert not ColBERT(tiny_colbert_path, device="cpu").projection_is_random
-    # A layer that is added for another embedding size.
+    # A layer added for another embedding size is random.
     wider = ColBERT(tiny_colbert_path, embedding_size=8, device="cpu")
     assert len(wider) == 3
     assert wider.projection_is_random

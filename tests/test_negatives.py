@@ -1,4 +1,4 @@
-"""Hard negatives by a model of whichever library is installed, against all scores sorted."""
+"""Hard negatives mined with a model of the installed library, compared with a full sort of all scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def texts(seed: int, count: int, longest: int = 9) -> list[str]:
 
 
 def all_scores(model: Any, queries: list[str], documents: list[str]) -> dict[str, dict[str, float]]:
-    """The definition, in float64: of each query, the score of each document."""
+    """Definition of MaxSim in float64: scores of all documents, per query."""
     results = {}
     documents_embeddings = [torch.as_tensor(one).double() for one in encode(model, documents, is_query=False)]
     for query, tokens in zip(queries, encode(model, queries, is_query=True), strict=True):
@@ -50,10 +50,10 @@ def all_scores(model: Any, queries: list[str], documents: list[str]) -> dict[str
 def test_they_are_the_best_that_the_bounds_allow(
     own_corpus: bool, options: dict, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Several blocks, the last of them not full.
+    # Several blocks, the last one partial.
     monkeypatch.setattr("pylate_flash.negatives._QUERIES", 4)
     anchors = texts(1, 10)
-    # One anchor has two answers, and neither is a negative of the other.
+    # One anchor has two positives, and neither is a negative for the other.
     anchors[4] = anchors[2]
     positives = list(dict.fromkeys(texts(2, 20, 12)))[:10]
     corpus = list(dict.fromkeys([*texts(3, 25, 12), *positives[:5]])) if own_corpus else None
@@ -64,11 +64,11 @@ def test_they_are_the_best_that_the_bounds_allow(
     for anchor, positive in zip(anchors, positives, strict=True):
         answers = {other for query, other in zip(anchors, positives, strict=True) if query == anchor}
         ranked = sorted((-scores[anchor][text], text) for text in corpus or positives if text not in answers)
-        of_positive = scores[anchor][positive]
+        positive_score = scores[anchor][positive]
         bound = min(
             options.get("max_score", torch.inf),
-            of_positive - options.get("absolute_margin", -torch.inf),
-            of_positive * (1 - options["relative_margin"]) if "relative_margin" in options else torch.inf,
+            positive_score - options.get("absolute_margin", -torch.inf),
+            positive_score * (1 - options["relative_margin"]) if "relative_margin" in options else torch.inf,
         )
         allowed = [(-value, text) for value, text in ranked[skipped:] if -value <= bound][:count]
         if len(allowed) == count:
@@ -78,7 +78,7 @@ def test_they_are_the_best_that_the_bounds_allow(
     for row, (anchor, positive, allowed) in zip(actual, expected, strict=True):
         names = [f"negative_{n}" for n in range(1, count + 1)]
         assert list(row) == ["anchor", "positive", *names]
-        # Texts that score the same may come in any order.
+        # Texts with equal scores may come in any order.
         values = [scores[anchor][row[name]] for name in names]
         assert values == pytest.approx([value for value, _ in allowed], abs=1e-4)
         assert positive not in [row[name] for name in names]
@@ -98,7 +98,7 @@ def test_the_mean_over_query_tokens_where_that_is_the_similarity(model: Any) -> 
 
 
 def test_a_positive_with_other_whitespace_is_no_negative(model: Any) -> None:
-    """Whichever of the two has it."""
+    """In either direction."""
     for positive, in_the_corpus in (("red cats ", "red cats"), ("red cats", "\tred cats\n")):
         corpus = [in_the_corpus, "blue dogs", "a", "  blue dogs"]
         (row,) = mine_hard_negatives(model, ["red cats"], [positive], corpus, num_negatives=2)
@@ -120,7 +120,7 @@ def test_another_form_of_a_positive_is_no_negative(model: Any) -> None:
     options = {"other_forms": {" red cats": ["old red cats ", "red cats new", "elsewhere"], "nobody's": ["a"]}}
     rows = mine_hard_negatives(model, anchors, positives, corpus, num_negatives=2, **options)
     assert {rows[0]["negative_1"], rows[0]["negative_2"]} == {"blue dogs", "a"}
-    # They are one for the other anchor, whose positive they are not.
+    # They are negatives for the other anchor, which has another positive.
     (row,) = mine_hard_negatives(model, anchors, positives, corpus, num_negatives=3, **options)
     assert row["anchor"] == "blue dogs"
     assert {row[f"negative_{n}"] for n in (1, 2, 3)} == set(corpus[:3])

@@ -1,4 +1,4 @@
-"""Indexes that keep embeddings in 8 bits: what lies on the disk, what is found, and what is refused."""
+"""Indexes that store 8-bit embeddings: on-disk layout, search results, and refused input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors_of(embeddings: QuantizedEmbeddings) -> list[torch.Tensor]:
 
 
 def assert_keeps(store: PackedStore, documents: dict[str, torch.Tensor]) -> None:
-    """What is read is what `quantize` gives, to the bit, and lies where kernels can take it from."""
+    """Stored embeddings equal those of `quantize` bit for bit, with the alignment that kernels need."""
     assert store.ids == list(documents)
     for position, document in enumerate(documents.values()):
         stored = store.layout.embeddings(store.read(np.array([position])))
@@ -48,7 +48,7 @@ def assert_keeps(store: PackedStore, documents: dict[str, torch.Tensor]) -> None
 @settings(max_examples=30)
 @given(count=st.integers(1, 5), size=st.integers(1, 40), precision=st.sampled_from(sorted(PRECISIONS)))
 def test_columns_hold_what_rows_do(count: int, size: int, precision: str) -> None:
-    """As on a GPU: brought there, taken from there, and brought back."""
+    """As on a GPU: rows are copied there, gathered, and copied back."""
     layout, positions = Layout(precision, size), torch.arange(count).flip(0)
     rows = layout.rows(torch.randn(count, size))
     assert layout.form is not None
@@ -57,12 +57,12 @@ def test_columns_hold_what_rows_do(count: int, size: int, precision: str) -> Non
     again = torch.zeros_like(rows)
     copy_rows(again, columns)
     assert torch.equal(again.view(torch.uint8), rows.view(torch.uint8))
-    for some, of in (
+    for left, right in (
         (columns, rows),
         (taken(columns, positions), rows[positions]),
         (taken(rows, positions), rows[positions]),
     ):
-        actual, expected = layout.embeddings(some), layout.embeddings(of)
+        actual, expected = layout.embeddings(left), layout.embeddings(right)
         assert isinstance(actual, QuantizedEmbeddings)
         assert isinstance(expected, QuantizedEmbeddings)
         for tensor, other in zip(tensors_of(actual), tensors_of(expected), strict=True):
@@ -105,7 +105,7 @@ def test_a_token_takes_a_byte_for_each_element_and_sixteen(tmp_path: Path, preci
         store.add(["a"], documents)
         store.compact()
         sizes[dtype] = store.nbytes
-    # And the catalog.
+    # The size includes the catalog.
     assert 4000 * 144 < sizes[precision] < 0.6 * sizes["bfloat16"]
 
 
@@ -118,9 +118,9 @@ def test_rows_begin_with_their_scales(tmp_path: Path, precision: str) -> None:
     (file,) = tmp_path.glob("segment-*")
     rows = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).view(3, 32)
     quantized = quantize(document, precision)
-    numbers = rows[:, :16].contiguous().view(torch.float32)
+    header = rows[:, :16].contiguous().view(torch.float32)
     offsets = torch.zeros(3) if quantized.offsets is None else quantized.offsets
-    assert torch.equal(numbers, torch.stack([quantized.scales, offsets, *torch.zeros(2, 3)], dim=1))
+    assert torch.equal(header, torch.stack([quantized.scales, offsets, *torch.zeros(2, 3)], dim=1))
     assert torch.equal(rows[:, 16:21], quantized.values.view(torch.uint8))
     assert not rows[:, 21:].any()
 
@@ -129,7 +129,7 @@ def test_rows_begin_with_their_scales(tmp_path: Path, precision: str) -> None:
 
 
 def score(query: torch.Tensor, document: torch.Tensor, precision: str, quantize_queries: bool = True) -> float:
-    """The definition, in float64."""
+    """Definition of the score, in float64."""
     if not len(document):
         return EMPTY_SCORE
     stored = quantize(document.unsqueeze(0), precision)
@@ -152,12 +152,12 @@ def test_search_equals_the_definition_of_what_is_kept(
     ids = [str(i) for i in range(len(documents))]
     index = small(tmp_path_factory.mktemp("flat"), dtype=precision)
     index.add_documents(ids, documents)
-    own = [ids[i:] for i in range(len(queries))]
+    per_query = [ids[i:] for i in range(len(queries))]
     with blocks_of_bytes(block_tokens * Layout(precision, size).nbytes):
-        for subset in (None, own):
+        for subset in (None, per_query):
             for i, actual in enumerate(index(queries, k=k, subset=subset)):
-                among = ids if subset is None else subset[i]
-                expected = {id_: score(queries[i], documents[int(id_)], precision) for id_ in among}
+                candidates = ids if subset is None else subset[i]
+                expected = {id_: score(queries[i], documents[int(id_)], precision) for id_ in candidates}
                 best = sorted(expected.values(), reverse=True)[:k]
                 np.testing.assert_allclose([result["score"] for result in actual], best, rtol=1e-5, atol=1e-5)
                 for result in actual:
@@ -182,7 +182,7 @@ def test_the_scorer_of_a_host_scores_what_was_kept(tmp_path: Path, precision: st
     for query, results in zip(queries, index(queries), strict=True):
         for result in results:
             document = documents["ab".index(result["id"])]
-            # It does not quantize queries.
+            # A host's scorer does not quantize queries.
             assert result["score"] == pytest.approx(score(query, document, precision, False), rel=1e-5, abs=1e-5)
 
 
@@ -190,25 +190,25 @@ WORD = re.compile("[a-z]+")
 
 
 def embedded(texts: list[str], vectors: torch.Tensor, vocabulary: dict[str, int]) -> list[torch.Tensor]:
-    """Every word a vector of its own, moved a little towards its neighbours."""
+    """One vector per word, mixed with those of its neighbours in the text."""
     results = []
     for text in texts:
         words = [vocabulary.setdefault(word, len(vocabulary)) for word in WORD.findall(text.lower())]
         tokens = vectors[words]
-        around = tokens + 0.3 * (tokens.roll(1, 0) + tokens.roll(-1, 0))
-        results.append(torch.nn.functional.normalize(around, dim=1))
+        mixed = tokens + 0.3 * (tokens.roll(1, 0) + tokens.roll(-1, 0))
+        results.append(torch.nn.functional.normalize(mixed, dim=1))
     return results
 
 
 def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
-    """nDCG@10 and the best 20 documents of a collection of abstracts, beside embeddings that are not quantized."""
+    """nDCG@10 and the top 20 on a collection of abstracts, compared with unquantized embeddings."""
     documents, queries, qrels = load_beir_folder(cranfield)
     vectors, vocabulary = torch.randn(20000, 32, generator=torch.Generator().manual_seed(0)), {}
     judged = [id_ for id_ in queries if max(qrels.get(id_, {"": 0}).values()) > 0]
-    asked = {id_: queries[id_] for id_ in judged[::2]}
+    selected = {id_: queries[id_] for id_ in judged[::2]}
     ids = [document["id"] for document in documents]
     document_embeddings = embedded([document["text"] for document in documents], vectors, vocabulary)
-    query_embeddings = embedded(list(asked.values()), vectors, vocabulary)
+    query_embeddings = embedded(list(selected.values()), vectors, vocabulary)
 
     def gain(grades: list[float]) -> float:
         return sum(grade / math.log2(rank + 2) for rank, grade in enumerate(grades[:10]))
@@ -217,13 +217,13 @@ def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
     for dtype in ("bfloat16", *PRECISIONS):
         index = Flat(tmp_path, dtype, dtype=dtype, device="cpu", show_progress=False)
         results = index.add_documents(ids, document_embeddings)(query_embeddings, k=20)
-        output[dtype] = [{result["id"] for result in one} for one in results]
+        output[dtype] = [{result["id"] for result in hits} for hits in results]
         scores = []
-        for id_, one in zip(asked, results, strict=True):
+        for id_, hits in zip(selected, results, strict=True):
             ideal = gain(sorted(qrels[id_].values(), reverse=True))
-            scores.append(gain([qrels[id_].get(result["id"], 0) for result in one]) / ideal)
+            scores.append(gain([qrels[id_].get(result["id"], 0) for result in hits]) / ideal)
         ndcg[dtype] = sum(scores) / len(scores)
-    # Words alone find something.
+    # These word embeddings retrieve better than chance.
     assert ndcg["bfloat16"] > 0.15
     for precision in PRECISIONS:
         assert abs(ndcg[precision] - ndcg["bfloat16"]) <= 0.003
@@ -231,15 +231,15 @@ def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
         assert sum(shared) / len(shared) >= 0.95
 
 
-# What is refused
+# Refused input
 
 
 def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
     Flat(tmp_path, "eight", dtype="int8", device="cpu").add_documents(["a"], documents_of([2]))
     Flat(tmp_path, "half", dtype="bfloat16", device="cpu").add_documents(["a"], documents_of([2]))
-    for name, asked, stored in (("eight", "uint8", "int8"), ("eight", "float32", "int8"), ("half", "int8", "bfloat16")):
-        with pytest.raises(ValueError, match=f"dtype='{asked}' was asked for, but the index in .* keeps '{stored}'"):
-            Flat(tmp_path, name, dtype=asked, device="cpu")
+    for name, dtype, stored in (("eight", "uint8", "int8"), ("eight", "float32", "int8"), ("half", "int8", "bfloat16")):
+        with pytest.raises(ValueError, match=f"dtype='{dtype}' was asked for, but the index in .* keeps '{stored}'"):
+            Flat(tmp_path, name, dtype=dtype, device="cpu")
     with pytest.raises(ValueError, match="projection: the index in .* keeps 'int8', and hidden states are kept in"):
         Flat(tmp_path, "eight", device="cpu", projection=(torch.eye(4), None))
 
@@ -252,7 +252,7 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str) -> None:
     message = rf"document 'b' hold NaN or infinite values \(as {precision}\), first in token 2"
     with pytest.raises(ValueError, match=message):
         store.add(["a", "b"], documents)
-    # Float32 does not hold 1e300, nor the difference of these two, which the steps of uint8 span.
+    # float32 overflows for 1e300, and for the difference of these two, which is the range of the uint8 steps.
     wide = [document.double() for document in documents]
     wide[1][2] = 1e300 if precision != "uint8" else torch.tensor([3e38, -3e38, 0.0, 0.0])
     with pytest.raises(ValueError, match=message):
@@ -276,7 +276,7 @@ def test_a_scale_that_is_not_finite_is_found(tmp_path: Path, monkeypatch: pytest
 
 
 def test_embeddings_are_views_of_the_rows() -> None:
-    """Nothing is copied but the block that a search reads."""
+    """Only the block that a search reads is copied."""
     stored = Layout("uint8", 20)
     rows = stored.rows(torch.randn(7, 20))
     result = stored.embeddings(rows)

@@ -1,4 +1,4 @@
-"""rank.rerank against PyLate's, and what PyLate's cannot do."""
+"""rank.rerank compared with PyLate's, and features that PyLate's lacks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tests.recorded import recorded
 
 
 def flags(scorer: str = "auto", masking: str = "exclude") -> SimpleNamespace:
-    """Those of a model."""
+    """An object with the flags of a model."""
     return SimpleNamespace(scorer=scorer, masking=masking)
 
 
 def positive(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Embeddings whose similarities are all positive: there PyLate's zero padding never wins.
+    """Embeddings with only positive similarities, so that PyLate's zero padding never wins.
 
-    They are multiples of 1/256, of which float32 holds products and sums without rounding.
+    They are multiples of 1/256, whose products and sums are exact in float32.
     """
     return torch.randint(1, 256, shape, generator=generator) / 256
 
 
 @pytest.fixture
 def collection() -> tuple[list[list[str]], list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Queries and candidates of all lengths."""
+    """Queries and candidates of various lengths."""
     generator = torch.Generator().manual_seed(0)
     queries = [positive(generator, n, 12) for n in (3, 1, 7, 4)]
     lengths = [[4, 9, 1], [2], [5, 5, 3, 8, 2, 6], [1, 7]]
@@ -47,7 +47,7 @@ def collection() -> tuple[list[list[str]], list[torch.Tensor], list[list[torch.T
 
 @pytest.fixture(params=["queries together", "query by query"])
 def runs(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the CPU takes the queries."""
+    """Score queries together or one by one on the CPU."""
     if request.param == "query by query":
         monkeypatch.setattr(pylate_flash.rank, "_BLOCK_BYTES", 1)
 
@@ -110,7 +110,7 @@ def test_all_is_scored_in_one_call_without_padding(collection, monkeypatch: pyte
 
 
 def test_the_cpu_packs_few_queries_at_a_time(collection, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as fit, and a query with more candidates than fit alone; their tokens are all there once."""
+    """As many queries as fit; one whose candidates exceed the limit runs alone; every token is packed once."""
     ids, queries, documents = collection
     calls = recorded(monkeypatch, pylate_flash.rank, "maxsim_varlen")
 
@@ -153,7 +153,7 @@ def test_zero_masking_equals_pylate_on_any_lengths(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))
 
     def tokens(longest: int) -> torch.Tensor:
-        """Of multiples of 1/64: exact in float32, as all that is made of them."""
+        """Multiples of 1/64, whose scores are exact in float32."""
         return torch.randint(-64, 65, (data.draw(st.integers(1, longest)), 6), generator=generator) / 64
 
     queries = [tokens(5) for _ in counts]
@@ -234,7 +234,7 @@ def test_the_scorer_of_the_model_and_the_backend(collection, monkeypatch: pytest
     ids, queries, documents = collection
     arguments = ids, [query.half() for query in queries], [[document.half() for document in row] for row in documents]
     theirs, ours = pylate_rerank(*arguments), rerank(*arguments)
-    # PyLate's torch scorer rounds to half, so that the two can be told apart.
+    # PyLate's torch scorer rounds to half, so the two can be distinguished.
     assert theirs != ours
     assert rerank(*arguments, model=flags("torch")) == theirs
     assert rerank(*arguments, model=flags("torch"), backend="pylate_flash") == ours
@@ -298,7 +298,7 @@ def test_pylates_docstring_example_with_a_model(tiny_colbert_path: str) -> None:
         model.encode(["query A", "query B"], is_query=True, batch_size=1),
         model.encode(documents, is_query=False, batch_size=1),
     )
-    # The same lengths, and so the same tokens: PyLate pads none of them.
+    # All lengths are equal, so PyLate pads nothing.
     assert_same(rerank(*arguments, model=model), rerank(*arguments, backend="torch"))
 
 
@@ -315,9 +315,9 @@ TEXT_IDS = [[f"{i}-{j}" for j in range(len(candidates))] for i, candidates in en
 def colbert(tiny_colbert_path: str):
     from pylate_flash.models import ColBERT
 
-    # In float64, as embeddings differ by the rounding of the batch that a text is encoded in.
+    # In float64, as the rounding of an embedding depends on the batch that its text is encoded in.
     model = ColBERT(tiny_colbert_path, device="cpu", query_length=10, document_length=12).double()
-    # A prompt is one more thing that encoding texts is about.
+    # Encoding texts must also apply the prompt.
     model.prompts, model.default_prompt_name = {"search": "text: "}, "search"
     return model
 
@@ -336,7 +336,7 @@ def test_texts_are_scored_as_their_embeddings(
     actual = rerank(TEXT_IDS, TEXTS, CANDIDATES, model=colbert, fuse_projection=fuse_projection, batch_size=2)
     assert_same(actual, expected)
     assert len({result["score"] for results in actual for result in results}) == 7
-    # Every document once, beside the prompt, which PyLate tokenizes for each call.
+    # Each document is tokenized once; PyLate also tokenizes the prompt in every call.
     encoded = [text for args, options in tokenized for text in (*args, options.get("texts"))[0]]
     assert len([text for text in encoded if text != "text: "]) == len(TEXTS) + 4
     assert rerank([[]], ["a"], [[]], model=colbert, fuse_projection=fuse_projection) == [[]]
@@ -354,9 +354,9 @@ def test_texts_are_scored_from_hidden_states_where_the_model_says_so(colbert, mo
     assert calls[0][0][1].shape[-1] == 32
     calls.clear()
     assert_same(rerank(*arguments, model=colbert, fuse_projection=False), unfused)
-    # Asked for in this call, a scorer that takes no hidden states gets embeddings.
-    some = TEXT_IDS[:2], TEXTS[:2], CANDIDATES[:2]
-    rerank(*some, model=colbert, backend="torch")
+    # A backend of this call that does not support hidden states gets embeddings.
+    nonempty = TEXT_IDS[:2], TEXTS[:2], CANDIDATES[:2]
+    rerank(*nonempty, model=colbert, backend="torch")
     monkeypatch.setitem(colbert._model_config, "masking", "zero")
     rerank(*arguments, model=colbert)
     assert not calls

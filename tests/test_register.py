@@ -1,4 +1,4 @@
-"""register(): what of PyLate changes, that all of it changes back, and that nothing else does."""
+"""register(): what it changes in PyLate, that everything is restored, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def scores(**options) -> torch.Tensor:
 
 
 def pylate_state() -> dict[tuple[str, str], object]:
-    """Every object that a loaded module of PyLate holds, and the code of the scoring functions."""
+    """All objects in the namespaces of loaded PyLate modules, and the code of the scoring functions."""
     state = {
         (module_name, name): value
         for module_name, module in list(sys.modules.items())
@@ -65,7 +65,7 @@ def pylate_state() -> dict[tuple[str, str], object]:
 
 @pytest.fixture(autouse=True)
 def unchanged_pylate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins with PyLate as it is, and has to leave it so."""
+    """Each test starts with unmodified PyLate and must leave it unmodified."""
     monkeypatch.delenv("PYLATE_SCORES_BACKEND", raising=False)
     before = pylate_state()
     assert not is_fused()
@@ -94,19 +94,19 @@ import pylate_flash.losses, pylate_flash.rank, pylate_flash.models, pylate_flash
 assert all(getattr(pylate.scores, name).__code__ is value for name, value in code.items())
 assert all(getattr(getattr(pylate, m), n) is value for (m, n), value in held.items())
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+    process = run_python(code)
+    assert process.returncode == 0, process.stderr
 
 
 def test_scoring_functions_imported_before_gain_the_backend() -> None:
-    held = [
+    imported = [
         (colbert_scores, DOCUMENTS),
         (pylate.scores.SimilarityFunction.to_similarity_fn("MaxSim"), DOCUMENTS),
         (inspect.signature(Distillation).parameters["score_metric"].default, DOCUMENTS.unsqueeze(0)),
         (colbert_kd_scores, DOCUMENTS.unsqueeze(0)),
         (colbert_scores_pairwise, DOCUMENTS),
     ]
-    for function, documents in held:
+    for function, documents in imported:
         with pytest.raises(ValueError, match="got 'pylate_flash'"):
             function(QUERIES, documents, backend="pylate_flash")
         with registered():
@@ -190,8 +190,8 @@ def test_names_are_rebound_in_every_module_that_holds_them() -> None:
             ours = getattr(importlib.import_module(f"pylate_flash.{module}"), RENAMED.get(name, name))
             assert ours is not value
             assert getattr(importlib.import_module(f"pylate.{module}"), name) is ours
-            # A class keeps its name where it is defined, since its methods say super(Name, self).
-            holders = {module for (module, _), held in state.items() if held is value}
+            # A class keeps its name in its defining module, since its methods call super(Name, self).
+            holders = {module for (module, _), obj in state.items() if obj is value}
             assert holders <= ({value.__module__} if isinstance(value, type) else set())
             if isinstance(value, type):
                 assert issubclass(ours, value)
@@ -210,13 +210,13 @@ def test_names_are_rebound_in_every_module_that_holds_them() -> None:
     ],
 )  # fmt: skip
 def test_no_name_is_forgotten(module: str, names: list[str]) -> None:
-    """By their names here, and not by the list that `register` goes through."""
+    """The names are listed here, independently of the list that `register` iterates over."""
     theirs, ours = (importlib.import_module(f"{package}.{module}") for package in ("pylate", "pylate_flash"))
     with registered():
         for name in names:
-            # PyLate's gradient of the cached loss is another one than ours.
-            instead = {"CachedContrastive": "RegisteredCachedContrastive"}.get(name, name)
-            assert getattr(theirs, name) is getattr(ours, instead)
+            # PyLate's cached loss has another gradient than ours.
+            replacement = {"CachedContrastive": "RegisteredCachedContrastive"}.get(name, name)
+            assert getattr(theirs, name) is getattr(ours, replacement)
 
 
 def test_modules_loaded_while_registered_are_restored_too() -> None:
@@ -232,7 +232,7 @@ def test_modules_loaded_while_registered_are_restored_too() -> None:
 
 
 def test_pylates_and_our_losses_can_be_constructed_while_registered() -> None:
-    # PyLate's constructors say super(Contrastive, self): with that name rebound they would call themselves for ever.
+    # PyLate's constructors call super(Contrastive, self): with that name rebound they would recurse forever.
     model = torch.nn.Linear(1, 1)
     losses = {name: getattr(pylate.losses, name) for name in REBOUND["losses"]}
     with registered():
@@ -242,7 +242,7 @@ def test_pylates_and_our_losses_can_be_constructed_while_registered() -> None:
             ours = getattr(pylate.losses, name)(model)
             assert isinstance(ours, getattr(pylate_flash.losses, name))
             assert isinstance(ours, theirs)
-        # A loss of PyLate that was imported before gets the one-call score metric.
+        # A PyLate loss imported earlier gets the single-call score metric.
         assert type(Contrastive(model).score_metric) is pylate_flash.scores.ColBERTScores
     assert type(Contrastive(model).score_metric) is ColBERTScores
 
@@ -279,13 +279,13 @@ def test_registered_restores_the_state_before_it() -> None:
 
 def test_a_host_is_registered_while_anybody_holds_it() -> None:
     with registered(), registered():
-        # Undoes register() only, which has not been called.
+        # This only undoes register(), which was not called.
         unregister()
         assert is_fused()
     assert not is_fused()
     register(masking="zero")
     with registered():
-        # Again: now this is the latest.
+        # Registering again makes this the latest.
         register(masking="zero")
         assert torch.equal(scores(), ZERO)
     assert torch.equal(scores(), ZERO)
@@ -298,7 +298,7 @@ def test_a_host_is_registered_while_anybody_holds_it() -> None:
 
 
 def test_blocks_that_overlap() -> None:
-    """As those of threads and tasks do: neither ends what the other holds, nor leaves what it found behind."""
+    """As in threads and tasks: exiting one block neither ends the other nor restores stale state."""
     first, second = registered("pylate"), registered("pylate", masking="zero")
     first.__enter__()
     second.__enter__()
@@ -339,7 +339,7 @@ def test_a_name_that_pylate_lacks_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_function_that_pylate_lacks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that a newer version has renamed, which only strict=False lets in."""
+    """For example one renamed in a newer version, which is only accepted with strict=False."""
     with monkeypatch.context() as patch:
         patch.setattr(pylate, "__version__", "9.0")
         patch.delattr(pylate.rank, "rerank")
@@ -407,7 +407,7 @@ def test_use_scorer_refuses_unknown_values(arguments: dict) -> None:
 
 
 def test_a_block_that_ends_in_another_context_gives_back_what_it_held() -> None:
-    """As a generator's, which whoever closes it ends."""
+    """For example in a generator that is closed from another context."""
     block = use_scorer("pylate_flash")
     copy_context().run(block.__enter__)
     with pytest.raises(ValueError, match="was created in a different Context"):
@@ -425,7 +425,7 @@ def test_use_scorer_is_not_seen_by_other_threads() -> None:
             results[name] += [is_fused() for _ in range(20)]
             done.wait(30)
 
-    # No scorer: PyLate as it is, although its functions are routed for the other threads.
+    # "plain" sets no scorer: PyLate is unchanged there, although its functions are routed for the other threads.
     contexts = {"plain": nullcontext(), "fused": use_scorer("pylate_flash"), "torch": use_scorer("torch")}
     threads = [threading.Thread(target=run, args=item) for item in contexts.items()]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Searches in fewer bits whose best documents are scored once more in 16, which are kept beside them."""
+"""Searches in few bits whose top candidates are rescored with 16-bit embeddings stored alongside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EACH = pytest.mark.parametrize(
     "dtype", ["int8+float16", "fp8+bfloat16", *(["residual2+bfloat16"] if find_spec("fastkmeans") else [])]
 )
 IDS = [f"d{i}" for i in range(90)]
-# Their scores in 16 bits are exact, in whatever order they are summed.
+# Their 16-bit scores are exact in any summation order.
 DOCUMENTS = integers_of([(7 * i) % 13 for i in range(90)], 32)
 QUERIES = integers_of([4, 9, 9, 1], 32, seed=1)
 
@@ -27,8 +27,8 @@ QUERIES = integers_of([4, 9, 9, 1], 32, seed=1)
 def filled(folder: Path | None, dtype: str) -> Flat:
     index = small(folder, dtype=dtype)
     for start in range(0, 90, 30):
-        some = slice(start, start + 30)
-        index.add_documents(IDS[some], DOCUMENTS[some], metadata=[{"place": i} for i in range(start, start + 30)])
+        batch = slice(start, start + 30)
+        index.add_documents(IDS[batch], DOCUMENTS[batch], metadata=[{"place": i} for i in range(start, start + 30)])
     return index
 
 
@@ -40,10 +40,10 @@ def test_the_best_by_few_bits_are_ordered_by_sixteen(
     exact = filled(None, dtype.partition("+")[2])
     memory, writer = filled(None, dtype), filled(tmp_path, dtype)
     plain = filled(None, dtype.partition("+")[0])
-    # A search reads no more.
+    # The first pass reads no extra bytes.
     assert writer._store.layout.nbytes == plain._store.layout.nbytes
-    own = [IDS[:30], [], ["d5", "unknown", "d89", "d5"], IDS[40:]]
-    calls: list[dict] = [{}, {"subset": IDS[20:70]}, {"subset": own}, {"where": "place % 3 = 0"}]
+    per_query = [IDS[:30], [], ["d5", "unknown", "d89", "d5"], IDS[40:]]
+    calls: list[dict] = [{}, {"subset": IDS[20:70]}, {"subset": per_query}, {"where": "place % 3 = 0"}]
     for state in ("whole", "removed", "replaced", "compact", "erased"):
         for index in (exact, memory, writer):
             if state == "removed":
@@ -57,11 +57,11 @@ def test_the_best_by_few_bits_are_ordered_by_sixteen(
         with blocks_of_bytes(2000):
             for index in (memory, writer, small(tmp_path, 1 << 30)):
                 for call in calls:
-                    # Of all, the lists are those of 16 bits.
+                    # Rescoring all documents gives the lists of a 16-bit index.
                     assert index(QUERIES, k=9, rescore=200, **call) == exact(QUERIES, k=9, **call)
                     best = index(QUERIES, k=12, **call)
-                    among = [[hit["id"] for hit in hits] for hits in best]
-                    assert index(QUERIES, k=5, rescore=12, **call) == exact(QUERIES, k=5, subset=among)
+                    candidates = [[hit["id"] for hit in hits] for hits in best]
+                    assert index(QUERIES, k=5, rescore=12, **call) == exact(QUERIES, k=5, subset=candidates)
                 result = index(QUERIES[:3], k=4, rescore=90, matches=True)
                 assert result == exact(QUERIES[:3], k=4, matches=True)
         small(tmp_path).verify()
@@ -69,14 +69,16 @@ def test_the_best_by_few_bits_are_ordered_by_sixteen(
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_what_fills_the_places_of_fewer_hits_is_none(dtype: type) -> None:
-    """Whatever the integers' type: NumPy 2 takes that of an array for a number beside it."""
+    """For every integer dtype: NumPy 2 casts a Python scalar to the dtype of the array it is combined with."""
     index = filled(None, "int8+float16")
     index(QUERIES[:2], k=2, rescore=2)
-    beside, queries = index._again, index._asked(QUERIES[:3], 3, None, False, None, 3)["queries"]
+    rescorer, queries = index._again, index._asked(QUERIES[:3], 3, None, False, None, 3)["queries"]
     slots, counts = np.array([[7, 5, 0], [0, 0, 0], [2, 9, 4]], dtype), np.array([2, 0, 3])
     hits = Hits(np.zeros(slots.shape, np.float32), slots, counts)
     results = [
-        own for some in beside.again(queries, 3, beside.scorer(index.scorer), [hits]) for own in beside.results(some)
+        ranking
+        for rescored in rescorer.again(queries, 3, rescorer.scorer(index.scorer), [hits])
+        for ranking in rescorer.results(rescored)
     ]
     subset = [["d5", "d7"], [], ["d2", "d4", "d9"]]
     assert results == filled(None, "float16")(QUERIES[:3], k=3, subset=subset)
@@ -108,13 +110,13 @@ def test_what_cannot_be_rescored_is_refused() -> None:
 
 def search_together(rank: int, world: int, folder: Path, name: str) -> None:
     join_group(rank, world, folder, name)
-    one, both = small(folder), small(folder, group=dist.group.WORLD)
+    single, joint = small(folder), small(folder, group=dist.group.WORLD)
     for call in (
         {"k": 5, "rescore": 20},
         {"k": 3, "rescore": 9, "subset": IDS[10:60]},
         {"k": 2, "rescore": 4, "matches": True},
     ):
-        assert both(QUERIES, **call) == one(QUERIES, **call)
+        assert joint(QUERIES, **call) == single(QUERIES, **call)
     dist.destroy_process_group()
 
 

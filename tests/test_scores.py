@@ -1,4 +1,4 @@
-"""PyLate's scoring functions served by the op: PyLate's values, inputs and backends, and clear errors."""
+"""PyLate's scoring functions computed by our op: PyLate's values, inputs and backends, and clear errors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FUNCTIONS = ["colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores"]
 
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
-    """Queries, documents and candidates with scattered masks; query 1 and document 2 are masked throughout.
+    """Queries, documents and candidates with random masks; query 1 and document 2 are fully masked.
 
-    All are multiples of 1/16, of which float32 holds products and sums without rounding.
+    All are multiples of 1/16, whose products and sums are exact in float32.
     """
     generator = torch.Generator().manual_seed(0)
     queries, documents, candidates = (
@@ -52,7 +52,7 @@ def assert_parity(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 class IgnoreSpaces(doctest.OutputChecker):
-    """PyLate's docstrings print tensors with other spaces than torch does."""
+    """PyLate's docstrings print tensors with different whitespace than torch does."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
         return "".join(want.split()) == "".join(got.split())
@@ -75,10 +75,10 @@ def test_our_docstring_examples() -> None:
 
 
 def both(batch: dict, masks: dict[str, Any], **ours: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Scores by ours and by PyLate's, of every function that takes these masks."""
-    queries, of_queries = batch["queries"], masks.get("queries_mask")
+    """Yield our scores and PyLate's, for every function that takes these masks."""
+    queries, queries_mask = batch["queries"], masks.get("queries_mask")
     for name, second in (("colbert_scores", "documents"), ("colbert_kd_scores", "candidates")):
-        arguments = queries, batch[second], of_queries, masks.get(f"{second}_mask")
+        arguments = queries, batch[second], queries_mask, masks.get(f"{second}_mask")
         yield getattr(pylate_flash.scores, name)(*arguments, **ours), getattr(pylate.scores, name)(*arguments)
     yield ColBERTScores(**ours)(*arguments), pylate.scores.ColBERTScores()(*arguments, backend="torch")
 
@@ -112,7 +112,7 @@ def test_default_masking_excludes(batch: dict) -> None:
 
 
 def test_gradients_are_pylates(batch: dict) -> None:
-    """Of scores that are changed in place."""
+    """Also for scores that are modified in place."""
     gradients = []
     for scores in (pylate.scores, pylate_flash.scores):
         queries, documents, candidates = (
@@ -125,7 +125,7 @@ def test_gradients_are_pylates(batch: dict) -> None:
             + scores.colbert_scores_pairwise(queries, documents[:3]).sin_().sum()
         )
         gradients.append(torch.autograd.grad(total, (queries, documents, candidates)))
-    # Of equal scores: what is left are float32 sums of up to 20 rows, in another order.
+    # The scores are equal; the gradients differ by the order of float32 sums of up to 20 rows.
     for ours, theirs in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -166,16 +166,16 @@ def test_masks_with_axes_of_one_serve_all(batch: dict, masking: str) -> None:
         ("ColBERTScores", candidates, queries_mask[:1], candidates_mask[:1]),
         ("ColBERTScores", candidates, None, candidates_mask[..., :1]),
     ]
-    for name, values, of_queries, of_documents in cases:
+    for name, values, query_mask, document_mask in cases:
         theirs, ours = getattr(pylate.scores, name), getattr(pylate_flash.scores, name)
         if name == "ColBERTScores":
             theirs, ours = theirs(), ours()
-        whole = of_documents.expand(values.shape[:-1])
+        full_mask = document_mask.expand(values.shape[:-1])
         with use_scorer("pylate_flash", masking):
-            result = ours(queries, values, of_queries, of_documents)
-            assert torch.equal(result, ours(queries, values, of_queries, whole))
+            result = ours(queries, values, query_mask, document_mask)
+            assert torch.equal(result, ours(queries, values, query_mask, full_mask))
         if masking == "zero":
-            assert_parity(result, theirs(queries, values, of_queries, of_documents))
+            assert_parity(result, theirs(queries, values, query_mask, document_mask))
 
 
 def test_pairwise_takes_what_can_be_gone_through(batch: dict) -> None:
@@ -187,11 +187,11 @@ def test_pairwise_takes_what_can_be_gone_through(batch: dict) -> None:
     assert_parity(colbert_scores_pairwise(iter(queries), (tokens for tokens in documents)), expected)
     assert_parity(colbert_scores_pairwise(queries, iter(documents)), expected)
     assert_parity(colbert_scores_pairwise(queries, objects), pylate.scores.colbert_scores_pairwise(queries, objects))
-    # PyLate's own code gets what it can go through, too.
+    # PyLate's own code also gets inputs that it can iterate over.
     assert torch.equal(colbert_scores_pairwise(iter(queries), tuple(documents), backend="torch"), expected)
     with pytest.raises(TypeError, match="documents_embeddings must be a tensor, an array or a list of them, got int"):
         colbert_scores_pairwise(queries, 3)
-    # What numpy makes of lists of one length, asked for objects.
+    # An object array, as numpy makes of lists of equal length with dtype=object.
     padded = documents.numpy().astype(object)
     for scores in (colbert_scores, colbert_scores_pairwise):
         with pytest.raises(TypeError, match="documents_embeddings must hold numbers, got an array of object"):
@@ -200,19 +200,19 @@ def test_pairwise_takes_what_can_be_gone_through(batch: dict) -> None:
 
 def test_arrays_with_negative_strides(batch: dict) -> None:
     queries, documents = batch["queries"].numpy()[::-1], batch["documents"].numpy()[:3][::-1]
-    turned = batch["queries"].flip(0), batch["documents"][:3].flip(0)
+    flipped = batch["queries"].flip(0), batch["documents"][:3].flip(0)
     assert_parity(
         colbert_scores_pairwise(queries, documents), pylate.scores.colbert_scores_pairwise(queries, documents)
     )
-    # In the array of one query, too, where a list holds it.
-    expected = colbert_scores_pairwise(*turned)
+    # Also in the arrays of single queries and documents in a list.
+    expected = colbert_scores_pairwise(*flipped)
     assert torch.equal(colbert_scores_pairwise(list(queries[:, ::-1]), list(documents[:, ::-1])), expected)
-    assert torch.equal(colbert_scores(queries, documents), colbert_scores(*turned))
+    assert torch.equal(colbert_scores(queries, documents), colbert_scores(*flipped))
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_pairwise_scores_are_in_the_order_of_the_lists(grad: bool) -> None:
-    """Of pairs of any lengths, some without tokens, which PyLate's own does not take, with their gradients."""
+    """Pairs of any lengths, with gradients; PyLate's own code does not support those without tokens."""
     queries, documents = (
         [torch.randn(n, 4).mul(16).round().div(16).requires_grad_(grad) for n in lengths]
         for lengths in ((3, 1, 0, 6, 2, 5), (9, 2, 4, 1, 0, 7))
@@ -220,20 +220,20 @@ def test_pairwise_scores_are_in_the_order_of_the_lists(grad: bool) -> None:
     scores = colbert_scores_pairwise(queries, documents)
     expected = torch.stack([maxsim_reference(q[None], d[None])[0, 0] for q, d in zip(queries, documents, strict=True)])
     torch.testing.assert_close(scores, expected)
-    some = [0, 1, 3, 5]
-    theirs = pylate.scores.colbert_scores_pairwise([queries[i] for i in some], [documents[i] for i in some])
-    assert_parity(scores[some].detach(), theirs.detach())
+    nonempty = [0, 1, 3, 5]
+    theirs = pylate.scores.colbert_scores_pairwise([queries[i] for i in nonempty], [documents[i] for i in nonempty])
+    assert_parity(scores[nonempty].detach(), theirs.detach())
     if grad:
         leaves, weight = [*queries, *documents], torch.arange(1.0, 7.0)
-        actual, wanted = (torch.autograd.grad((values * weight).sum(), leaves) for values in (scores, expected))
-        torch.testing.assert_close(actual, wanted)
-        theirs = torch.autograd.grad((theirs * weight[some]).sum(), leaves, allow_unused=True)
-        for i in (*some, *(6 + i for i in some)):
+        actual, expected_grads = (torch.autograd.grad((values * weight).sum(), leaves) for values in (scores, expected))
+        torch.testing.assert_close(actual, expected_grads)
+        theirs = torch.autograd.grad((theirs * weight[nonempty]).sum(), leaves, allow_unused=True)
+        for i in (*nonempty, *(6 + i for i in nonempty)):
             torch.testing.assert_close(actual[i], theirs[i])
 
 
 def test_pairwise_lists_have_one_type() -> None:
-    """The common one of all, also within a list."""
+    """The promoted type of all tensors, also within a list."""
     queries = [torch.randn(2, 4).half(), torch.randn(3, 4).double()]
     documents = [torch.randn(3, 4), torch.randn(1, 4).bfloat16()]
     scores = colbert_scores_pairwise(queries, documents)

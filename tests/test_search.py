@@ -1,4 +1,4 @@
-"""How an index is searched: the best of many scores, and where the rows are that are scored."""
+"""Index search: top-k selection, and resident or streamed rows."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def sorted_best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     return values[:, :k], columns[:, :k]
 
 
-def assert_equal(result: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
-    torch.testing.assert_close(result[0], wanted[0], rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(result[1], wanted[1])
+def assert_equal(result: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.testing.assert_close(result[0], expected[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(result[1], expected[1])
 
 
 @given(
@@ -65,9 +65,9 @@ def test_the_best_are_those_of_a_stable_sort(
 
 def test_few_of_many_columns_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randint(50, (2, 100_003), generator=torch.Generator().manual_seed(0)).float()
-    wanted = sorted_best(scores, 100)
+    expected = sorted_best(scores, 100)
     sorts = recorded(monkeypatch, torch, "sort")
-    assert_equal(k_best(scores, 100), wanted)
+    assert_equal(k_best(scores, 100), expected)
     assert max(args[0].shape[1] for args, _ in sorts) <= merging._SORTED + 100
 
 
@@ -77,25 +77,25 @@ def test_the_best_of_runs_are_those_of_each(counts: list[int], k: int) -> None:
     result, positions = k_best_of_runs(scores, np.array(counts), k)
     start = 0
     for i, run in enumerate(scores.split(counts)):
-        wanted = sorted_best(run[None], k)
-        length = wanted[0].shape[1]
-        assert_equal((result[i : i + 1, :length], positions[i : i + 1, :length] - start), wanted)
+        expected = sorted_best(run[None], k)
+        length = expected[0].shape[1]
+        assert_equal((result[i : i + 1, :length], positions[i : i + 1, :length] - start), expected)
         start += len(run)
 
 
-# Where the rows are
+# Resident and streamed rows
 
 
-def assert_alike(result: list, wanted: list, error: float) -> None:
-    assert [[hit["id"] for hit in own] for own in result] == [[hit["id"] for hit in own] for own in wanted]
-    for own, want in zip(result, wanted, strict=True):
-        assert [hit["score"] for hit in own] == pytest.approx([hit["score"] for hit in want], rel=error, abs=error)
+def assert_alike(result: list, expected: list, error: float) -> None:
+    assert [[hit["id"] for hit in hits] for hits in result] == [[hit["id"] for hit in hits] for hits in expected]
+    for hits, best in zip(result, expected, strict=True):
+        assert [hit["score"] for hit in hits] == pytest.approx([hit["score"] for hit in best], rel=error, abs=error)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "fp8"])
 def test_what_stays_on_the_device_and_what_streams_are_found_alike(tmp_path: Path, dtype: str) -> None:
     lengths = torch.randint(0, 9, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    # Those of 8 bits have scales, with which sums are not exact, and no two equal.
+    # 8-bit rows have scales: their sums are not exact, and no two scores are equal.
     make, error = (integers_of, 0.0) if dtype in ("float32", "bfloat16") else (documents_of, 1e-5)
     queries = make([4, 1, 0, 7, 3], 24, seed=1)
     ids = [f"d{i}" for i in range(200)]
@@ -103,9 +103,9 @@ def test_what_stays_on_the_device_and_what_streams_are_found_alike(tmp_path: Pat
     for start in range(0, 200, 40):
         writer.add_documents(ids[start : start + 40], make(lengths[start : start + 40], 24, seed=start))
     writer.remove_documents(["d3", "d77", "d78", "d199"])
-    own = [ids[i : 60 * i + 3 : 2] for i in range(5)]
-    calls = ({}, {"subset": ids[:90]}, {"subset": own}, {"k": 500})
-    wanted = [writer(queries, **call) for call in calls]
+    per_query = [ids[i : 60 * i + 3 : 2] for i in range(5)]
+    calls = ({}, {"subset": ids[:90]}, {"subset": per_query}, {"k": 500})
+    expected = [writer(queries, **call) for call in calls]
     row = writer._store.layout.nbytes
     total = int(writer._search.rows.bounds[-1]) * row
     with blocks_of_bytes(20 * row), pytest.MonkeyPatch.context() as patch:
@@ -114,12 +114,12 @@ def test_what_stays_on_the_device_and_what_streams_are_found_alike(tmp_path: Pat
         patch.setattr(search, "_MOST_QUERIES", 2)
         for memory in (0, 70 * row, 300 * row, total, 2 * total):
             index = small(tmp_path, memory)
-            for call, want in zip(calls, wanted, strict=True):
-                assert_alike(index(queries, **call), want, error)
+            for call, lists in zip(calls, expected, strict=True):
+                assert_alike(index(queries, **call), lists, error)
             rows = index._search.rows
             assert rows.streams == (memory < total)
-            held = rows._values.nbytes if rows._values is not None else 0
-            assert held + (3 * 20 * row if rows.streams and memory else 0) <= memory
+            resident_bytes = rows._values.nbytes if rows._values is not None else 0
+            assert resident_bytes + (3 * 20 * row if rows.streams and memory else 0) <= memory
 
 
 def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: 
     result = index(query, k=60)
     assert [run for (_, runs, *_), _ in starts for run in runs] == [(0, 200), (200, 300)]
     assert result == small(tmp_path, 0)(query, k=60)
-    # What was written anew is elsewhere now.
+    # Rewritten rows are at new positions.
     index.compact()
     assert index(query, k=60) == result
     assert index(query, k=60, subset=ids[30:]) == small(tmp_path, 0)(query, k=60, subset=ids[30:])
@@ -142,7 +142,7 @@ def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: 
 
 def test_threads_that_search_first_load_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, documents, queries = [f"{i}" for i in range(50)], integers_of([4] * 50), integers_of([3, 2], seed=3)
-    wanted = small(tmp_path, 0).add_documents(ids, documents)(queries)
+    expected = small(tmp_path, 0).add_documents(ids, documents)(queries)
     index, loaded, start = small(tmp_path, 1 << 20), [], resident.Loader.start
     first = threading.Barrier(4)
 
@@ -157,7 +157,7 @@ def test_threads_that_search_first_load_once(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(resident.Loader, "start", slowly)
     with ThreadPoolExecutor(4) as threads:
-        assert [each.result() for each in [threads.submit(ask) for _ in range(4)]] == [wanted] * 4
+        assert [future.result() for future in [threads.submit(ask) for _ in range(4)]] == [expected] * 4
     assert len(loaded) == 1
 
 
@@ -178,17 +178,17 @@ def test_hits_say_which_tokens_match(tmp_path: Path, dtype: str, memory: int) ->
     documents = documents_of([i % 7 for i in range(30)], 24, seed=2)
     index = small(tmp_path, memory, dtype=dtype).add_documents(ids, documents)
     stored = dict(zip(ids, index.get_documents_embeddings([ids])[0], strict=True))
-    asked = [query.to(torch.bfloat16).float() if dtype == "bfloat16" else query for query in queries]
+    rounded = [query.to(torch.bfloat16).float() if dtype == "bfloat16" else query for query in queries]
     if dtype in PRECISIONS:
         precision = query_precision(PRECISIONS[dtype])
-        asked = [quantize(query, precision).dequantize() if len(query) else query for query in queries]
+        rounded = [quantize(query, precision).dequantize() if len(query) else query for query in queries]
     with blocks_of_bytes(7 * index._store.layout.nbytes):
         for subset in (None, ids[3:20], [ids[:9], ids[:1], ids, []]):
             plain = index(queries, k=25, subset=subset)
             result = index.search(queries, k=25, subset=subset, matches=True)
-            assert [[{name: hit[name] for name in ("id", "score")} for hit in own] for own in result] == plain
-            for query, own in zip(asked, result, strict=True):
-                for hit in own:
+            assert [[{name: hit[name] for name in ("id", "score")} for hit in hits] for hits in result] == plain
+            for query, hits in zip(rounded, result, strict=True):
+                for hit in hits:
                     document = stored[hit["id"]]
                     assert len(hit["matches"]) == (len(query) if len(document) else 0)
                     if not len(document):
@@ -211,27 +211,27 @@ def test_an_index_in_memory_is_searched_where_it_is(tmp_path: Path) -> None:
     documents, queries = integers_of([3, 0, 5, 2] * 10, seed=1), integers_of([4, 2], seed=2)
     ids = [f"{i}" for i in range(40)]
     index = Flat(None, device="cpu", show_progress=False).add_documents(ids, documents)
-    wanted = small(tmp_path, 0).add_documents(ids, documents)(queries, k=40)
-    assert index(queries, k=40) == wanted
+    expected = small(tmp_path, 0).add_documents(ids, documents)(queries, k=40)
+    assert index(queries, k=40) == expected
     assert index._search.rows._values is index._store.documents.parts[0].memory
     index.remove_documents(["4", "7"]).add_documents(["4", "new"], documents[4:6])
-    again = small(tmp_path, 0).remove_documents(["4", "7"]).add_documents(["4", "new"], documents[4:6])
-    assert index(queries, k=50) == again(queries, k=50)
-    assert index(queries, k=5, subset=ids[:9]) == again(queries, k=5, subset=ids[:9])
+    reference = small(tmp_path, 0).remove_documents(["4", "7"]).add_documents(["4", "new"], documents[4:6])
+    assert index(queries, k=50) == reference(queries, k=50)
+    assert index(queries, k=5, subset=ids[:9]) == reference(queries, k=5, subset=ids[:9])
 
 
-# Which documents have which ids
+# Lookup of ids
 
 
 CPU = torch.device("cpu")
-# Of any characters, and with those that are zeros in UTF-8, half of a pair, or as long as many words.
+# Ids with any characters, with NUL bytes, longer than several machine words, or with an unpaired surrogate.
 NAMES = st.text(st.characters(codec=None), max_size=9) | st.text("ab\0", max_size=40) | st.just("\ud800")
 
 
 def weighted(patch: pytest.MonkeyPatch, zeros: int) -> None:
-    """Have keys so many times of zeros, of which all ids have the same, and then as ever."""
-    weights, left = ids_module._weights, iter(range(zeros))
-    patch.setattr(ids_module, "_weights", lambda count: weights(count) * (next(left, None) is None))
+    """Zero the key weights for the first `zeros` calls, so that all ids get the same key."""
+    weights, remaining = ids_module._weights, iter(range(zeros))
+    patch.setattr(ids_module, "_weights", lambda count: weights(count) * (next(remaining, None) is None))
 
 
 @given(
@@ -252,23 +252,23 @@ def test_ids_are_found_whatever_their_keys(names: list[str], zeros: int, step: i
         parts = [part(7, names[:first]), part(7 + first, names[first:])]
         for known in (names[:first], names):
             documents = Documents(part for part in parts[: 1 if known is not names else 2] if part.documents)
-            asked = data.draw(st.lists(st.sampled_from([*names, "", "none", "a" * 20, "no other"]), max_size=30))
-            wanted = [known.index(id_) if id_ in known else -1 for id_ in asked]
-            assert documents.find([asked], 0, CPU)[0].tolist() == wanted
-            there = np.array([place for place in wanted if place >= 0], np.int64)
-            assert documents.ids.some(there).to_list() == [known[place] for place in there.tolist()]
-        lists = [asked[:3], [], asked[3:]]
+            requested = data.draw(st.lists(st.sampled_from([*names, "", "none", "a" * 20, "no other"]), max_size=30))
+            expected = [known.index(id_) if id_ in known else -1 for id_ in requested]
+            assert documents.find([requested], 0, CPU)[0].tolist() == expected
+            present = np.array([position for position in expected if position >= 0], np.int64)
+            assert documents.ids.some(present).to_list() == [known[position] for position in present.tolist()]
+        lists = [requested[:3], [], requested[3:]]
         result, counts = documents.find(lists, 0, CPU)
-        assert (result.tolist(), counts.tolist()) == (wanted, [len(own) for own in lists])
+        assert (result.tolist(), counts.tolist()) == (expected, [len(row) for row in lists])
 
 
 @pytest.mark.parametrize("known", ["", "a", "a" * 9])
 def test_another_id_with_the_key_of_one_is_none(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weighted(monkeypatch, 1)
-    asked = [known, "", "a", "b", "a" * 9, "a" * 8 + "b", "b" + "a" * 8, "a\0b"]
+    requested = [known, "", "a", "b", "a" * 9, "a" * 8 + "b", "b" + "a" * 8, "a\0b"]
     table = ids_module.IdTable(ids_module.Ids.encoded([known]), np.array([0]), CPU)
-    result = table.find(ids_module.Texts.of_lists([asked], CPU))
-    assert result.tolist() == [0 if id_ == known else -1 for id_ in asked]
+    result = table.find(ids_module.Texts.of_lists([requested], CPU))
+    assert result.tolist() == [0 if id_ == known else -1 for id_ in requested]
 
 
 def test_two_documents_with_one_id_are_refused() -> None:
@@ -322,10 +322,10 @@ def test_codes_are_decompressed_for_many_queries_or_for_all(
 
 
 def check_ranges(queries: int, k: int, tokens: int, sizes: list[int], dtype: str = "float32") -> None:
-    """How many queries of two tokens and four elements are scored together, of documents of so many tokens."""
-    asked = Queries([torch.ones(2, 4)] * queries, torch.device("cuda"), torch.float32)
+    """Check the numbers of queries ([2, 4] each) scored together, against documents of `tokens` tokens in total."""
+    batch = Queries([torch.ones(2, 4)] * queries, torch.device("cuda"), torch.float32)
     rows = SimpleNamespace(streams=False, bounds=np.array([0, tokens]))
-    index = SimpleNamespace(device=asked.device, rows=rows, layout=Layout(dtype, 4))
-    ranges = search.Search._ranges(index, asked, k)
+    index = SimpleNamespace(device=batch.device, rows=rows, layout=Layout(dtype, 4))
+    ranges = search.Search._ranges(index, batch, k)
     assert [stop - start for start, stop in ranges] == sizes
     assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()

@@ -1,4 +1,4 @@
-"""The losses of a smooth maximum, against torch's losses of the scores by definition."""
+"""Losses with a smooth maximum, compared with torch's losses on reference scores."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ def model() -> WordVectors:
 
 
 def columns(*rows: list[list[int]]) -> list[dict[str, Tensor]]:
-    """Tokenized columns; of the documents, token 11 is padding."""
-    first, *others = rows
-    return [tokens(*first), *(tokens(*column, masked=11) for column in others)]
+    """Tokenized columns; token 11 is padding in documents."""
+    first, *documents = rows
+    return [tokens(*first), *(tokens(*column, masked=11) for column in documents)]
 
 
 QUERIES = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 POSITIVES, NEGATIVES = [[1, 9, 11], [4, 10, 2], [8, 11, 11]], [[2, 3, 9], [7, 11, 11], [0, 1, 10]]
 
 
-def by_definition(model: WordVectors, features: list[dict[str, Tensor]], beta: Any, own: bool, masking: str) -> Tensor:
+def by_definition(
+    model: WordVectors, features: list[dict[str, Tensor]], beta: Any, per_query: bool, masking: str
+) -> Tensor:
     queries, *documents = [model(column)["token_embeddings"] for column in features]
-    together = torch.cat(documents)
+    candidates = torch.cat(documents)
     mask = torch.cat([column["attention_mask"] for column in features[1:]])
-    if own:
-        together, mask = together.unflatten(0, (len(queries), -1)), mask.unflatten(0, (len(queries), -1))
+    if per_query:
+        candidates, mask = candidates.unflatten(0, (len(queries), -1)), mask.unflatten(0, (len(queries), -1))
     options = {"documents_mask": mask, "normalize": True, "masking": masking}
-    return soft_maxsim_reference(queries, together, beta, **options)
+    return soft_maxsim_reference(queries, candidates, beta, **options)
 
 
 def check(model: WordVectors, loss: nn.Module, beta: Tensor, actual: Tensor, expected: Tensor) -> None:
-    """Value, and gradients of the model and of beta."""
+    """Compare the value and the gradients of the model and of beta."""
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
     gradients = torch.autograd.grad(actual, (model.vectors, loss.smooth))
     for gradient, reference in zip(gradients, torch.autograd.grad(expected, (model.vectors, beta)), strict=True):
@@ -105,7 +107,7 @@ def test_bad_arguments(model: WordVectors, kind: type, arguments: dict, error: t
 def test_what_has_no_smooth_maximum(tiny_colbert_path: str, model: WordVectors) -> None:
     with pytest.raises(ValueError, match='^smooth: given together with gather="ring"'):
         losses.Contrastive(model, smooth=5.0, gather="ring")
-    # Asked for in the call, by a flag that was set since.
+    # The flag was set after construction, so the call raises.
     for kind, features in (
         (losses.Contrastive, (columns(QUERIES, POSITIVES),)),
         (losses.Distillation, (columns(QUERIES, POSITIVES + NEGATIVES), LABELS)),

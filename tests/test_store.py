@@ -1,4 +1,4 @@
-"""The store on disk: round trips, interrupted writes, damaged files, writers that meet."""
+"""The store on disk: round trips, interrupted writes, damaged files, concurrent writers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.stores import (
 
 
 def one_by_one(path: Path, documents: list[torch.Tensor]) -> PackedStore:
-    """A store of documents that are named by their numbers, each an addition of its own."""
+    """A store of documents with ids "0", "1", ..., each added separately."""
     opened = PackedStore(path)
     for i, document in enumerate(documents):
         opened.add([str(i)], [document])
@@ -58,10 +58,10 @@ def test_additions_and_removals_keep_the_order_of_insertion(tmp_path: Path) -> N
 @settings(max_examples=50)
 @given(st.lists(st.text(max_size=9), min_size=1, max_size=8, unique=True), st.data())
 def test_ids_of_any_positions(ids: list[str], data: st.DataObject) -> None:
-    """Fewer than there are documents, or more."""
+    """Fewer positions than documents, or more."""
     opened = PackedStore(None)
-    for some in (ids[::2], ids[1::2]):
-        opened.add(some, documents_of([1] * len(some)))
+    for batch in (ids[::2], ids[1::2]):
+        opened.add(batch, documents_of([1] * len(batch)))
     stored = ids[::2] + ids[1::2]
     positions = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=20))
     assert opened.ids_at(np.array(positions, dtype=np.int64)) == [stored[i] for i in positions]
@@ -94,9 +94,9 @@ def test_parts_are_split_at_the_size_limit(tmp_path: Path, monkeypatch: pytest.M
 @settings(max_examples=50)
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 25))
 def test_blocks_cover_everything_within_the_limit(lengths: list[int], limit: int) -> None:
-    stretches = blocks(np.array(lengths, dtype=np.int64), limit)
-    assert [i for start, stop in stretches for i in range(start, stop)] == list(range(len(lengths)))
-    for start, stop in stretches:
+    ranges = blocks(np.array(lengths, dtype=np.int64), limit)
+    assert [i for start, stop in ranges for i in range(start, stop)] == list(range(len(lengths)))
+    for start, stop in ranges:
         assert stop - start == 1 or sum(max(1, length) for length in lengths[start:stop]) <= limit
 
 
@@ -128,7 +128,7 @@ def test_small_additions_become_one_part_and_their_rows_stay_where_they_are(
     (segment,) = segments_in(tmp_path)
     assert (tmp_path / segment).read_bytes() == torch.cat(documents).numpy().tobytes()
     PackedStore(tmp_path).verify()
-    # Not with what is removed, whose place in its part counts.
+    # Parts with removed documents are not merged, as positions within a part must not change.
     opened.remove(np.array([8]))
     opened.add(["x"], documents[:1])
     assert [part.documents for part in opened.documents.parts] == [7, 1, 1]
@@ -144,10 +144,10 @@ def test_an_addition_that_did_not_reach_the_disk_is_lost_with_a_warning(
     for id_, document in zip("abcd", documents, strict=True):
         opened.add([id_], [document])
     (name,) = segments_in(tmp_path)
-    segment, whole = tmp_path / name, (tmp_path / name).read_bytes()
-    # c begins at byte 3840.
-    for survivors, left in (("abc", whole[:-1]), ("ab", whole[:4096] + bytes(512) + whole[4608:]), ("a", whole[:1930])):
-        segment.write_bytes(left)
+    segment, full = tmp_path / name, (tmp_path / name).read_bytes()
+    # c starts at byte 3840.
+    for survivors, damaged in (("abc", full[:-1]), ("ab", full[:4096] + bytes(512) + full[4608:]), ("a", full[:1930])):
+        segment.write_bytes(damaged)
         with pytest.warns(
             UserWarning, match=f"the last {4 - len(survivors)} documents .* are lost, .* a power failure"
         ):
@@ -155,15 +155,15 @@ def test_an_addition_that_did_not_reach_the_disk_is_lost_with_a_warning(
         assert result.ids == list(survivors)
         with pytest.raises(ValueError, match="are lost"):
             result.verify()
-    # What was flushed is not lost but damaged, and so is what has other values.
-    segment.write_bytes(bytes(512) + whole[512:])
+    # Lost rows that had been flushed, and rows with other values, count as damage.
+    segment.write_bytes(bytes(512) + full[512:])
     with pytest.raises(ValueError, match="its bytes 0 to .* have another checksum"):
         PackedStore(tmp_path).verify()
-    segment.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    segment.write_bytes(full[:5000] + bytes([full[5000] ^ 1]) + full[5001:])
     with pytest.raises(ValueError, match="its bytes 0 to .* have another checksum"):
         PackedStore(tmp_path).verify()
-    # The next change takes the loss as it is.
-    segment.write_bytes(whole[:4096])
+    # The next write accepts the loss.
+    segment.write_bytes(full[:4096])
     with pytest.warns(UserWarning, match="the last 2 documents"):
         result = PackedStore(tmp_path)
     result.add(["c"], documents[3:])
@@ -193,7 +193,7 @@ def test_compact_leaves_as_few_files_as_the_size_of_a_segment_allows(
     opened.add(["last"], documents_of([2], seed=1))
     opened.compact()
     after = [segment.path.name for segment in opened.segments]
-    # What is full already is not written again.
+    # Full segments are not rewritten.
     assert after[:2] == full[:2]
     assert_content(tmp_path, [*(str(i) for i in range(7)), "last"], documents + documents_of([2], seed=1))
     opened.compact()
@@ -216,7 +216,7 @@ def test_many_removals_rewrite_a_segment(tmp_path: Path) -> None:
     assert segments_in(tmp_path) == before
     survivors = [0, 1, 2, 4, 6, 7, 8, 9, 10]
     assert_content(tmp_path, [str(i) for i in survivors], [documents[i] for i in survivors])
-    # One more, and more than a quarter is dead.
+    # After one more removal, more than a quarter of the rows is dead.
     opened.remove(np.array([0]))
     assert len(segments_in(tmp_path) - before) == len(segments_in(tmp_path)) == 1
     assert_content(tmp_path, [str(i) for i in survivors[1:]], [documents[i] for i in survivors[1:]])
@@ -235,7 +235,7 @@ def test_many_replacements_rewrite_a_segment(tmp_path: Path) -> None:
     opened = PackedStore(tmp_path)
     opened.add([str(i) for i in range(12)], documents)
     before = segments_in(tmp_path)
-    # After five, of 16 rows five are dead.
+    # After five replacements, five of 16 rows are dead.
     for i in range(5):
         assert i > 3 or segments_in(tmp_path) == before
         opened.add([str(i)], [documents[i]], replace=True)
@@ -280,16 +280,16 @@ def test_erased_documents_leave_the_disk(tmp_path: Path, compacted: bool) -> Non
 def test_nothing_is_left_of_documents_that_were_removed_before(tmp_path: Path, how: str, together: bool) -> None:
     documents = documents_of([5, 30, 4])
     index = small(tmp_path)
-    for some in [slice(0, 3)] if together else [slice(0, 1), slice(1, 2), slice(2, 3)]:
-        index.add_documents(["gone", "kept", "last"][some], documents[some])
+    for batch in [slice(0, 3)] if together else [slice(0, 1), slice(1, 2), slice(2, 3)]:
+        index.add_documents(["gone", "kept", "last"][batch], documents[batch])
     index.remove_documents(["gone"])
     if how == "compact":
         index.remove_documents(["last"]).compact()
     else:
         index.remove_documents(["last"], erase=how == "erase").remove_documents([], erase=how != "erase")
     files = b"".join(file.read_bytes() for file in (tmp_path / "index").iterdir())
-    left = [name for name, document in zip("gkl", documents, strict=True) if document.numpy().tobytes() in files]
-    assert (left, b"gone" in files, b"last" in files, index.documents_ids) == (["k"], False, False, ["kept"])
+    remaining = [name for name, document in zip("gkl", documents, strict=True) if document.numpy().tobytes() in files]
+    assert (remaining, b"gone" in files, b"last" in files, index.documents_ids) == (["k"], False, False, ["kept"])
     assert index.info().segments == 1
     index.verify()
 
@@ -393,19 +393,19 @@ def test_a_first_write_that_fails_leaves_an_empty_index(tmp_path: Path) -> None:
 
 
 def orphan(path: Path) -> Path:
-    """What a writer that was killed may leave."""
-    left = path / "segment-0123456789ab.rows"
-    left.write_bytes(b"half of a segment")
-    return left
+    """A segment file that a killed writer may leave."""
+    segment = path / "segment-0123456789ab.rows"
+    segment.write_bytes(b"half of a segment")
+    return segment
 
 
 def test_what_a_killed_writer_left_goes_with_the_first_small_addition(tmp_path: Path) -> None:
     PackedStore(tmp_path).add(["a"], documents_of([2]))
-    left = orphan(tmp_path)
+    leftover = orphan(tmp_path)
     opened = PackedStore(tmp_path)
-    assert left.exists()
+    assert leftover.exists()
     opened.add(["b"], documents_of([1]))
-    assert not left.exists()
+    assert not leftover.exists()
 
 
 def test_a_compact_that_merges_nothing_deletes_what_a_killed_writer_left(tmp_path: Path) -> None:
@@ -413,10 +413,10 @@ def test_a_compact_that_merges_nothing_deletes_what_a_killed_writer_left(tmp_pat
     opened.add(["a"], documents_of([2]))
     opened.compact()
     for ids in (["a"], []):
-        left = orphan(tmp_path)
+        leftover = orphan(tmp_path)
         generation = opened.state.generation
         opened.compact()
-        assert not left.exists()
+        assert not leftover.exists()
         assert (opened.state.generation, opened.ids) == (generation, ids)
         opened.remove(np.arange(len(opened)))
 
@@ -428,7 +428,7 @@ def test_embedding_size_must_stay_the_same(tmp_path: Path) -> None:
     opened.add(["a"], documents_of([1]))
     with pytest.raises(ValueError, match="document 'b' have size 5, those of the index in .* 4"):
         opened.add(["b"], documents_of([1], size=5))
-    # Of nothing, any size is the same.
+    # An empty index accepts any embedding size.
     opened.remove(np.array([0]))
     assert opened.embedding_size is PackedStore(tmp_path).embedding_size is None
     opened.add(["b"], documents_of([1], size=5))
@@ -446,7 +446,7 @@ def test_a_process_that_changes_its_folder_finds_its_index(tmp_path: Path, monke
     assert list(content(tmp_path / "index")) == ["a", "b"]
 
 
-# Writers and readers that meet
+# Concurrent writers and readers
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Stores with damaged files and on failing disks: one error that names the file, or all is well."""
+"""Stores with damaged files or on failing disks: either one error that names the file, or no effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.stores import (
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """a and b in a segment, c, d and e in another one."""
+    """a and b in one segment; c, d and e in another."""
     path = store_of_two_segments(tmp_path / "store")
     opened = PackedStore(path)
     opened.add(["d"], documents_of([2], seed=1))
@@ -40,7 +40,7 @@ def first_segment(path: Path) -> Path:
 
 @contextmanager
 def refused(path: Path, message: str) -> Iterator[None]:
-    """One error, which names this file."""
+    """Expect a single error that names this file."""
     with pytest.raises(ValueError, match=message) as caught:
         yield
     assert str(path) in str(caught.value)
@@ -82,8 +82,8 @@ def test_a_damaged_segment_is_one_error_that_names_it(index: Path, damage, messa
 def test_verify_finds_a_changed_value(index: Path) -> None:
     PackedStore(index).verify()
     segment = first_segment(index)
-    whole = segment.read_bytes()
-    segment.write_bytes(whole[:7] + bytes([whole[7] ^ 1]) + whole[8:])
+    original = segment.read_bytes()
+    segment.write_bytes(original[:7] + bytes([original[7] ^ 1]) + original[8:])
     with refused(segment, "is damaged: its bytes 0 to 80 have another checksum"):
         PackedStore(index).verify()
 
@@ -164,8 +164,8 @@ def test_an_id_that_its_index_has_lost_is_not_added_twice(index: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE type = 'index'").fetchone()
         (size,) = connection.execute("PRAGMA page_size").fetchone()
-    place = content.index(b"b", (page - 1) * size + 200)
-    path.write_bytes(content[:place] + b"B" + content[place + 1 :])
+    offset = content.index(b"b", (page - 1) * size + 200)
+    path.write_bytes(content[:offset] + b"B" + content[offset + 1 :])
     with pytest.raises(ValueError, match=r"catalog\.sqlite is damaged: "):
         PackedStore(index).add(["b"], documents_of([1]))
 
@@ -213,10 +213,10 @@ def test_links_that_an_index_brings_change_nothing_outside(index: Path) -> None:
         victim = index.parent / f"victim of {name}"
         (index / name).rename(victim)
         (index / name).symlink_to(victim)
-        whole = victim.read_bytes()
+        original = victim.read_bytes()
         with pytest.raises((OSError, ValueError), match="symbolic link"):
             PackedStore(index).add(["f"], documents_of([1]))
-        assert victim.read_bytes() == whole
+        assert victim.read_bytes() == original
         (index / name).unlink()
         victim.rename(index / name)
     PackedStore(index).add(["f"], documents_of([1]))
@@ -230,7 +230,7 @@ def test_dtype_must_be_known_and_agree_with_the_store(index: Path) -> None:
         PackedStore(index, dtype="float16")
 
 
-# Disks that fail
+# Failing disks
 
 
 LIMITED = """
@@ -248,21 +248,21 @@ for tokens in (100_000, 400):
 
 def test_a_file_that_may_not_grow_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     PackedStore(tmp_path / "store").add(["a"], documents_of([2], size=64))
-    done = run_python(LIMITED, tmp_path / "store")
+    process = run_python(LIMITED, tmp_path / "store")
     expected = [f"[Errno 27] cannot write to the index in {tmp_path / 'store'}: File too large"] * 2
-    assert done.stdout.splitlines() == expected, done.stderr
+    assert process.stdout.splitlines() == expected, process.stderr
     assert_content(tmp_path / "store", ["a"], documents_of([2], size=64))
 
 
 def test_what_can_be_no_folder_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
-    for path, what in ((tmp_path / "file", "a file"), (tmp_path / "nowhere", "a symbolic link to nothing")):
-        for place in (path, path / "index"):
+    for path, kind in ((tmp_path / "file", "a file"), (tmp_path / "nowhere", "a symbolic link to nothing")):
+        for folder in (path, path / "index"):
             with pytest.raises(
-                ValueError, match=f"the index cannot be in {place}: {path} is {what}, expected a folder"
+                ValueError, match=f"the index cannot be in {folder}: {path} is {kind}, expected a folder"
             ):
-                PackedStore(place)
+                PackedStore(folder)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -295,9 +295,9 @@ except OSError as error:
 
 
 def test_more_segments_than_a_process_may_open_raise_the_limit_or_name_it(tmp_path: Path) -> None:
-    done = run_python(MANY, tmp_path / "store")
-    counts, error = done.stdout.splitlines()
-    assert counts == "150 150", done.stderr
+    process = run_python(MANY, tmp_path / "store")
+    counts, error = process.stdout.splitlines()
+    assert counts == "150 150", process.stderr
     assert "Too many open files: an index has one open for each of its segments; raise `ulimit -n`" in error
     assert str(tmp_path / "store") in error
 

@@ -1,4 +1,4 @@
-"""Flipped bits and cut files: a search finds what it found before, or raises one error that names the file."""
+"""Flipped bits and truncated files: search results are unchanged, or one error names the file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.stores import EACH_DTYPE, documents_of
 
 
 def filled(path: Path, dtype: str) -> Path:
-    """An index of two segments and of two small additions, whose last 20 documents have not been flushed."""
+    """An index of two segments and two small additions, whose last 20 documents are not flushed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "_FLUSH_SECONDS", 1000)
         index = Flat(path, "index", dtype=dtype, device="cpu", show_progress=False)
@@ -35,13 +35,13 @@ def filled(path: Path, dtype: str) -> Path:
             metadata = [{"name": id_, "place": i} for i, id_ in enumerate(ids)]
             index.add_documents(ids, documents_of(lengths, 24, number), metadata=metadata)
     assert [len(index), index.info().segments] == [83, 2]
-    # As after a kill: nothing has come from SQLite's log into its file yet.
+    # As after a kill: SQLite's write-ahead log is not checkpointed yet.
     shutil.copytree(index.index_path, path / "killed")
     return path / "killed"
 
 
 def answers(path: Path) -> tuple:
-    """All that an index says: of itself, of queries, and of its documents."""
+    """All observable state of an index: its info, search results and embeddings."""
     index = Flat(path.parent, path.name, device="cpu", show_progress=False)
     queries = documents_of([3, 5], 24, seed=99)
     ids = index.documents_ids
@@ -51,7 +51,7 @@ def answers(path: Path) -> tuple:
 
 
 def filtered(path: Path) -> list[list[int]]:
-    """What filters find, if the index is found to be as it was written."""
+    """Results of filters, after verifying the index."""
     store = PackedStore(path)
     store.verify()
     return [store.positions_where(f"name like '%{digit}' and place < 30").tolist() for digit in range(10)]
@@ -62,30 +62,30 @@ def filtered(path: Path) -> list[list[int]]:
 def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
     tmp_path: Path, dtype: str, closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Several blocks for each segment, and documents that begin and end in the middle of one.
+    # Several checksum blocks per segment, and documents that start and end within a block.
     monkeypatch.setattr(checksums, "_BLOCK_BYTES", 1000)
-    whole = filled(tmp_path, dtype)
+    original = filled(tmp_path, dtype)
     if closed:
-        Flat(tmp_path, whole.name, device="cpu")
-    files = [file.name for file in sorted(whole.iterdir()) if file.name != "reserve"]
+        Flat(tmp_path, original.name, device="cpu")
+    files = [file.name for file in sorted(original.iterdir()) if file.name != "reserve"]
     assert len(files) == (4 if closed else 6)
     path = tmp_path / "index"
     shutil.rmtree(path)
-    shutil.copytree(whole, path)
-    expected, pick, errors, lost = answers(path), random.Random(dtype), 0, 0
+    shutil.copytree(original, path)
+    expected, rng, errors, lost = answers(path), random.Random(dtype), 0, 0
     expected_filtered = filtered(path)
-    for number in range(120):
+    for trial in range(120):
         shutil.rmtree(path)
-        shutil.copytree(whole, path)
-        file = path / files[number % len(files)]
+        shutil.copytree(original, path)
+        file = path / files[trial % len(files)]
         changed = bytearray(file.read_bytes())
-        place = pick.randrange(len(changed))
-        # What is small lies at the ends.
-        place = pick.choice([place, place % 700, len(changed) - 1 - place % min(700, len(changed))]) % len(changed)
-        if number % 10 < 8:
-            changed[place] ^= 1 << pick.randrange(8)
+        offset = rng.randrange(len(changed))
+        # Small structures are at the start and the end of the file.
+        offset = rng.choice([offset, offset % 700, len(changed) - 1 - offset % min(700, len(changed))]) % len(changed)
+        if trial % 10 < 8:
+            changed[offset] ^= 1 << rng.randrange(8)
         else:
-            del changed[place:]
+            del changed[offset:]
         file.write_bytes(changed)
         try:
             with warnings.catch_warnings():
@@ -95,20 +95,20 @@ def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
             assert str(path) in str(error), error  # noqa: PT017
             errors += 1
         except UserWarning as warning:
-            # What was not flushed may be gone after a power failure, which looks the same.
-            what = {".sqlite-wal": "writes to", ".rows": "documents that were added to"}[file.suffix]
-            assert re.search(f"the last .* {what} the index are lost", str(warning))  # noqa: PT017
-            assert file.suffix == ".sqlite-wal" or len(changed) < (whole / file.name).stat().st_size
+            # Unflushed data may be lost in a power failure, which looks the same.
+            kind = {".sqlite-wal": "writes to", ".rows": "documents that were added to"}[file.suffix]
+            assert re.search(f"the last .* {kind} the index are lost", str(warning))  # noqa: PT017
+            assert file.suffix == ".sqlite-wal" or len(changed) < (original / file.name).stat().st_size
             with pytest.warns(UserWarning, match="are lost"):
                 opened = PackedStore(path)
             with pytest.raises(ValueError, match="are lost"):
                 opened.verify()
             lost += 1
         else:
-            assert actual == expected, (file.name, place)
-            # Of metadata only `verify` looks at all.
+            assert actual == expected, (file.name, offset)
+            # Only `verify` reads all metadata.
             with contextlib.suppress(ValueError):
-                assert filtered(path) == expected_filtered, (file.name, place)
+                assert filtered(path) == expected_filtered, (file.name, offset)
     assert errors + lost > 40
     assert lost or closed
 
@@ -125,16 +125,16 @@ def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, m
     opened = PackedStore(tmp_path / "index")
     total = sum(lengths) * 128
     checked.clear()
-    # Of "a" are 640 bytes, of its block 64 KiB.
+    # "a" has 640 bytes, its checksum block 64 KiB.
     assert torch.equal(opened.read(np.array([0])), documents_of(lengths, 32)[0])
     assert checked == [1 << 16]
     for _ in range(2):
         assert torch.equal(opened.read(np.arange(3)), torch.cat(documents_of(lengths, 32)))
         assert sum(checked) == total
-    # A bit of "c" harms no search among the others.
+    # A flipped bit in "c" does not affect reads of the other documents.
     content = bytearray(file.read_bytes())
-    at = content.index(documents_of(lengths, 32)[2].numpy().tobytes())
-    content[at + 100] ^= 16
+    offset = content.index(documents_of(lengths, 32)[2].numpy().tobytes())
+    content[offset + 100] ^= 16
     file.write_bytes(content)
     opened = PackedStore(tmp_path / "index")
     opened.read(np.array([0]))
@@ -142,7 +142,7 @@ def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, m
         with pytest.raises(ValueError, match=r"is damaged: its bytes \d+ to \d+ have another checksum") as caught:
             opened.read(np.array(positions))
         assert str(file) in str(caught.value)
-    # Nor does what is written anew take it for what was written.
+    # A rewrite does not accept the damaged rows either.
     with pytest.raises(ValueError, match="another checksum"):
         opened.remove(np.array([0]), erase=True)
     assert opened.ids == PackedStore(tmp_path / "index").ids == list("bc")
@@ -154,7 +154,7 @@ def test_what_is_damaged_is_not_taken_for_what_was_written_by_what_is_appended(t
     content = bytearray(file.read_bytes())
     content[3] ^= 1
     file.write_bytes(content)
-    # The next rows share their checksum with these.
+    # The next rows share a checksum block with these.
     with pytest.raises(ValueError, match="another checksum"):
         PackedStore(tmp_path).add(["b"], documents_of([5]))
     assert PackedStore(tmp_path).ids == ["a"]

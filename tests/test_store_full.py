@@ -1,4 +1,4 @@
-"""Full disks: what removes documents works without room, what needs some says so, and nothing is lost."""
+"""Full disks: removals need no free space, other writes raise an error, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = list("abcdefg")
 
 
 def filled(folder: Path) -> Flat:
-    """All in a segment, by four additions."""
+    """All documents in one segment, in four additions."""
     index, documents = small(folder), documents_of(LENGTHS, 64)
     for start, stop in ((0, 3), (3, 5), (5, 6), (6, 7)):
         index.add_documents(IDS[start:stop], documents[start:stop])
@@ -30,20 +30,20 @@ def filled(folder: Path) -> Flat:
 
 
 def assert_holds(index: Flat, ids: list[str]) -> None:
-    """These documents, in this order, in whatever way one looks at them."""
-    whole = dict(zip(IDS, documents_of(LENGTHS, 64), strict=True))
-    for seen in (index, small(index.index_path.parent)):
-        assert seen.documents_ids == ids
-        for id_, embeddings in zip(ids, seen.get_documents_embeddings([ids])[0], strict=True):
-            assert torch.equal(embeddings, whole[id_]), id_
+    """Check ids, embeddings, search results and token count, in this index and in a reopened one."""
+    expected = dict(zip(IDS, documents_of(LENGTHS, 64), strict=True))
+    for opened in (index, small(index.index_path.parent)):
+        assert opened.documents_ids == ids
+        for id_, embeddings in zip(ids, opened.get_documents_embeddings([ids])[0], strict=True):
+            assert torch.equal(embeddings, expected[id_]), id_
         if ids:
-            assert sorted(result["id"] for result in seen([whole["d"]], k=100)[0]) == sorted(ids)
-        assert seen.info().tokens == sum(len(whole[id_]) for id_ in ids)
+            assert sorted(result["id"] for result in opened([expected["d"]], k=100)[0]) == sorted(ids)
+        assert opened.info().tokens == sum(len(expected[id_]) for id_ in ids)
     assert index.verify().documents == len(ids)
 
 
 class Full:
-    """A disk that is full from the n-th change on, as long as the index holds a reserve, or for ever."""
+    """Simulate a disk that is full from write `step` on, while the reserve file exists if one is given."""
 
     def __init__(self, patch: pytest.MonkeyPatch, step: int, reserve: Path | None) -> None:
         self.calls, self.step, self.reserve = 0, step, reserve
@@ -74,7 +74,7 @@ class Full:
             if not self.is_full():
                 return call(*arguments)
             if writes:
-                # Half of it still fits.
+                # Half of the data still fits.
                 descriptor, data, offset = arguments
                 call(descriptor, data[: len(data) // 2], offset)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -84,7 +84,7 @@ class Full:
 
 @pytest.mark.parametrize("operation", ["add", "replace", "remove", "erase", "compact", "override"])
 def test_wherever_the_disk_is_full_nothing_is_lost(tmp_path: Path, operation: str) -> None:
-    whole = filled(tmp_path / "whole").index_path
+    original = filled(tmp_path / "whole").index_path
     after = {
         "add": [*IDS, "new"], "replace": list("acdefgb"), "remove": list("bdeg"),
         "erase": list("bdeg"), "override": [],
@@ -105,7 +105,7 @@ def test_wherever_the_disk_is_full_nothing_is_lost(tmp_path: Path, operation: st
     errors = done = 0
     for step in range(1, 100):
         folder = tmp_path / str(step)
-        shutil.copytree(whole, folder / "index")
+        shutil.copytree(original, folder / "index")
         with pytest.MonkeyPatch.context() as patch:
             disk = Full(patch, step, None)
             try:
@@ -145,7 +145,7 @@ def test_documents_are_removed_with_what_is_held_in_reserve(
             index = small(tmp_path, override=True)
     index._store._catalog.close()
     assert_holds(index, list("abdeg") if operation == "remove" else [])
-    # It is held again as soon as there is room.
+    # The reserve is restored once there is room.
     index.add_documents(["c"], documents_of(LENGTHS, 64)[2:3])
     index.compact()
     assert reserve.stat().st_size == 256 << 10
@@ -191,10 +191,10 @@ finally:
 def test_a_real_disk_that_is_full(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]).returncode:
         pytest.skip("nothing can be mounted here")
-    # In a name space of its own, which takes the disk with it whatever happens.
-    done = run_python(TMPFS, tmp_path, before=("unshare", "-m"))
-    lines = done.stdout.splitlines()
-    assert len(lines) == 6, done.stdout + done.stderr
+    # In its own mount namespace, whose mounts disappear with it in any case.
+    process = run_python(TMPFS, tmp_path, before=("unshare", "-m"))
+    lines = process.stdout.splitlines()
+    assert len(lines) == 6, process.stdout + process.stderr
     assert "No space left on device" in lines[0]
     assert f"cannot write to the index in {tmp_path}/index: No space left" in lines[1]
     assert lines[2] == "['a', 'c', 'd', 'e'] 4"

@@ -1,4 +1,4 @@
-"""Writers that are killed: the store that they leave holds what the last finished call made of it, or the one after."""
+"""Killed writers: the store holds the result of the last finished call, or of the call in flight."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from pylate_flash.index.store import PackedStore
 from tests.stores import assert_content, documents_of, run_python, segments_in
 
-# For each of `kills` a child opens the store, writes, and is killed before the n-th change that it makes to the disk,
-# or in the middle of it where it is a write. What it was about to make of the store and what it has made, it says in a
-# file of lines. Its parent compares.
+# For each of `kills`, a child opens the store, writes, and is killed before its n-th change to the disk, or halfway
+# through it if it is a write. Before each call, the child logs the resulting ids to a file of lines, which its parent
+# compares with the store.
 WRITER = """
 import hashlib, json, os, random, signal, sys
 import numpy as np, torch
@@ -131,11 +131,11 @@ print(kills, "kills")
 def test_a_killed_writer_leaves_what_the_last_finished_call_made_or_the_one_in_flight(
     tmp_path: Path, seed: int
 ) -> None:
-    done = run_python(WRITER, tmp_path / "index", tmp_path / "said", seed, 20)
-    assert (done.returncode, done.stdout) == (0, "20 kills\n"), done.stderr
+    process = run_python(WRITER, tmp_path / "index", tmp_path / "said", seed, 20)
+    assert (process.returncode, process.stdout) == (0, "20 kills\n"), process.stderr
 
 
-# Three children add documents of their own, one at a time, and open the store anew when another one was faster.
+# Three children each add documents one at a time, and reopen the store when another one wrote first.
 RIVALS = """
 import os, sys, torch
 from pylate_flash.index import store
@@ -168,7 +168,7 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
         assert [id_ for id_ in opened.ids if id_[0] == name] == [f"{name}-{i}" for i in range(30)]
 
 
-# One child writes, and eight open the store again and again: what each finds is what one of the writes has made of it.
+# One process writes while eight children reopen the store in a loop: each must see the result of one of the writes.
 READERS = """
 import hashlib, json, os, random, sys
 import numpy as np, torch
@@ -233,11 +233,11 @@ print([os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) for reader in readers
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_eight_readers_beside_a_writer_find_what_a_write_has_made(tmp_path: Path) -> None:
-    done = run_python(READERS, tmp_path / "index", tmp_path / "said")
-    assert (done.returncode, done.stdout) == (0, f"{[0] * 8}\n"), done.stderr
+    process = run_python(READERS, tmp_path / "index", tmp_path / "said")
+    assert (process.returncode, process.stdout) == (0, f"{[0] * 8}\n"), process.stderr
 
 
-# First writes, each killed before its n-th statement.
+# First writes, each killed before its n-th SQLite statement.
 FIRST = """
 import os, signal, sys, torch
 from pylate_flash.index import catalog, checksums, store
@@ -264,14 +264,14 @@ for step in sys.argv[2:]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_first_write_that_is_killed_can_be_repeated(tmp_path: Path) -> None:
     steps, with_segments = (1, 2, 4, 6, 8, 12, 16, 19), 0
-    done = run_python(FIRST, tmp_path, *steps)
-    assert done.returncode == 0, done.stderr
+    process = run_python(FIRST, tmp_path, *steps)
+    assert process.returncode == 0, process.stderr
     for step in steps:
-        place = tmp_path / str(step)
-        with_segments += bool(segments_in(place))
-        opened = PackedStore(place)
+        path = tmp_path / str(step)
+        with_segments += bool(segments_in(path))
+        opened = PackedStore(path)
         assert opened.ids == []
         opened.add(["a"], documents_of([2]))
-        assert_content(place, ["a"], documents_of([2]))
-        assert segments_in(place) == {segment.path.name for segment in opened.segments}
+        assert_content(path, ["a"], documents_of([2]))
+        assert segments_in(path) == {segment.path.name for segment in opened.segments}
     assert with_segments

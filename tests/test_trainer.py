@@ -1,4 +1,4 @@
-"""The trainer: short runs of a tiny model, and what they log and save."""
+"""The trainer: what short runs of a tiny model log and save."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def arguments(tmp_path: Path, **overrides) -> ColBERTTrainingArguments:
 
 @pytest.fixture
 def trainer(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> Callable[..., ColBERTTrainer]:
-    """Makes a trainer of the model on the pairs, unless others are given, and of arguments with these changes."""
+    """Factory of trainers; defaults are the model, the pairs and `arguments(tmp_path)`, which `changes` override."""
 
     def make(
         loss: Any = None, data: Any = pairs, model: Any = model, own: dict | None = None, args: Any = None, **changes
@@ -84,7 +84,7 @@ def training_logs(trainer: ColBERTTrainer) -> list[dict[str, float]]:
 
 
 def trained(trainer: ColBERTTrainer) -> list[dict[str, float]]:
-    """What a whole run logs."""
+    """Train and return the logged entries."""
     trainer.train()
     return training_logs(trainer)
 
@@ -98,7 +98,7 @@ def saved_config(folder: str | Path) -> dict:
 
 
 class Clock:
-    """Stands in for the module `time`: time passes when the test says so."""
+    """Replaces the module `time`; the test advances the time."""
 
     now = 0.0
 
@@ -142,16 +142,16 @@ Make = Callable[..., ColBERTTrainer]
 
 def test_training_learns_and_saves_the_flag(trainer: Make, model: models.ColBERT, tmp_path: Path) -> None:
     flags = {"scorer": "pylate_flash", "masking": "zero"}
-    made = trainer(max_steps=5, **flags, save_strategy="steps", save_steps=5, seed=1)
-    assert isinstance(made.loss, losses.Contrastive)
-    assert isinstance(made.data_collator, ColBERTCollator)
+    instance = trainer(max_steps=5, **flags, save_strategy="steps", save_steps=5, seed=1)
+    assert isinstance(instance.loss, losses.Contrastive)
+    assert isinstance(instance.data_collator, ColBERTCollator)
     before = weights_of(model)
-    entries = trained(made)
+    entries = trained(instance)
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5]
     assert entries[-1]["loss"] < entries[0]["loss"]
     assert not torch.equal(weights_of(model), before)
 
-    made.save_model(str(tmp_path / "saved"))
+    instance.save_model(str(tmp_path / "saved"))
     for folder in (tmp_path / "run" / "checkpoint-5", tmp_path / "saved"):
         assert saved_config(folder)["scorer"] == "pylate_flash"
         loaded = models.ColBERT(str(folder), device="cpu")
@@ -160,7 +160,7 @@ def test_training_learns_and_saves_the_flag(trainer: Make, model: models.ColBERT
 
 
 def test_same_steps_as_sentence_transformers_trainer(tiny_colbert_path: str, triplets: Dataset, tmp_path: Path) -> None:
-    """Only what is logged differs: the same loss and data give the same weights."""
+    """Only the logs differ: the same loss and data give the same weights."""
     weights = []
     for trainer_class in (SentenceTransformerTrainer, ColBERTTrainer):
         model = tiny(tiny_colbert_path)
@@ -177,15 +177,15 @@ def test_same_steps_as_sentence_transformers_trainer(tiny_colbert_path: str, tri
 def test_logged_numbers(
     trainer: Make, model: models.ColBERT, triplets: Dataset, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two log entries of two steps of two batches each; evaluation after every step takes no training time."""
+    """Two log entries of two steps of two batches each; evaluation after every step does not count as training time."""
     loss = Observed(model, clock=clock)
     monkeypatch.setattr("pylate_flash.training.trainer_mixin._peak_memory", lambda device: 3 * 2**20)
     steps = {"max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}
     with pytest.warns(UserWarning, match="gradient_accumulation_steps=2"):
-        made = trainer(
+        instance = trainer(
             loss, triplets, own={"evaluator": SlowEvaluator(clock)}, **steps, eval_strategy="steps", eval_steps=1
         )
-    entries = trained(made)
+    entries = trained(instance)
     assert clock.now == 8 * 2 + 4 * 1000
     assert len(loss.tokens) == 8
     assert [entry["step"] for entry in entries] == [2, 4]
@@ -193,9 +193,9 @@ def test_logged_numbers(
         assert entry["tokens_per_second"] == round(sum(tokens) / 8, 1)
         assert entry["in_batch_negatives_per_query"] == 3 * 2 - 1
         assert entry["peak_memory_mib"] == 3.0
-    others = [entry for entry in made.state.log_history if "loss" not in entry]
-    assert others
-    assert not any("tokens_per_second" in entry for entry in others)
+    other_entries = [entry for entry in instance.state.log_history if "loss" not in entry]
+    assert other_entries
+    assert not any("tokens_per_second" in entry for entry in other_entries)
 
 
 def operation_of(name: str) -> str:
@@ -207,18 +207,22 @@ def test_the_share_of_the_loss(
     trainer: Make, model: models.ColBERT, pairs: Dataset, distillation: Dataset, name: str, passes: int, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """An operation of half a second, after and before passes of the encoder of one; evaluation does not count."""
+    """The op takes 0.5 s, each encoder pass 1 s; evaluation does not count."""
     monkeypatch.setattr("pylate_flash.training.contrast.time", clock)
     compute = getattr(contrast, operation_of(name))
 
     def pass_time(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(contrast, operation_of(name), lambda *args, **how: pass_time(0.5) or compute(*args, **how))
+    monkeypatch.setattr(
+        contrast, operation_of(name), lambda *args, **kwargs: pass_time(0.5) or compute(*args, **kwargs)
+    )
     model[0].register_forward_pre_hook(lambda *_: pass_time(1.0))
     data = distillation if name == "Distillation" else pairs
-    made = trainer(getattr(losses, name)(model), data, own={"eval_dataset": data}, eval_strategy="steps", eval_steps=1)
-    assert [entry["loss_time_share"] for entry in trained(made)] == [round(0.5 / (passes + 0.5), 4)] * 2
+    instance = trainer(
+        getattr(losses, name)(model), data, own={"eval_dataset": data}, eval_strategy="steps", eval_steps=1
+    )
+    assert [entry["loss_time_share"] for entry in trained(instance)] == [round(0.5 / (passes + 0.5), 4)] * 2
 
 
 def test_no_share_of_a_loss_from_elsewhere(trainer: Make, model: models.ColBERT) -> None:
@@ -232,7 +236,7 @@ def test_negatives_of_a_short_last_batch_are_averaged(trainer: Make, model: mode
 
 def test_peak_memory_is_this_process(trainer: Make) -> None:
     (entry,) = trained(trainer(max_steps=1))
-    # More than the weights, in MiB and not KiB, and less than a machine.
+    # More than the weights, in MiB and not KiB, and less than a machine has.
     assert 50 < entry["peak_memory_mib"] < 2**20
     assert entry["tokens_per_second"] > 0
 
@@ -263,24 +267,24 @@ def test_under_bf16_the_loss_is_computed_in_it_and_is_the_same(
     trainer: Make, model: models.ColBERT, triplets: Dataset, distillation: Dataset, name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """accelerate gives the loss float32 embeddings outside of autocast. They are bfloat16 numbers."""
+    """accelerate passes the loss float32 embeddings, outside autocast, whose values are bfloat16."""
     values, compute = [], getattr(contrast, operation_of(name))
 
     def in_float32(value: Any) -> Any:
         return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    def compared(*args, **how):
+    def compared(*args, **kwargs):
         assert torch.is_autocast_enabled("cpu")
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            exact = compute(*map(in_float32, args), **{name: in_float32(value) for name, value in how.items()})
-        value = compute(*args, **how)
+            exact = compute(*map(in_float32, args), **{name: in_float32(value) for name, value in kwargs.items()})
+        value = compute(*args, **kwargs)
         values.append((value.item(), exact.item()))
         return value
 
     monkeypatch.setattr(contrast, operation_of(name), compared)
-    own = {"temperature": 0.2} if name != "Distillation" else {}
+    options = {"temperature": 0.2} if name != "Distillation" else {}
     data = distillation if name == "Distillation" else triplets
-    trainer(getattr(losses, name)(model, **own), data, bf16=True).train()
+    trainer(getattr(losses, name)(model, **options), data, bf16=True).train()
     assert len(values) == 2
     for value, exact in values:
         assert value == pytest.approx(exact, rel=1e-5)
@@ -299,14 +303,14 @@ def test_distillation_on_kd_columns(trainer: Make, model: models.ColBERT, distil
 def test_a_loss_for_each_dataset(
     trainer: Make, model: models.ColBERT, triplets: Dataset, distillation: Dataset
 ) -> None:
-    made = trainer(
+    instance = trainer(
         {"triplets": losses.Contrastive(model), "distillation": losses.Distillation(model)},
         DatasetDict(triplets=triplets, distillation=distillation),
         max_steps=4, logging_steps=4, multi_dataset_batch_sampler="round_robin",
     )  # fmt: skip
-    assert made.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-    (entry,) = trained(made)
-    # The mean over the triplets' batches alone: a query of the other data set has no in-batch negatives.
+    assert instance.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
+    (entry,) = trained(instance)
+    # Averaged over the triplets' batches only: queries of the other data set have no in-batch negatives.
     assert entry["in_batch_negatives_per_query"] == 2 * 4 - 1
 
 
@@ -326,7 +330,7 @@ def test_default_batch_sampler(
 
 
 def test_a_batch_sampler_is_the_default_until_one_is_named(trainer: Make, tmp_path: Path) -> None:
-    """Also in copies of the arguments, and in those that are set later."""
+    """Also in copies of the arguments, and if it is set later."""
     args = arguments(tmp_path)
     copies = [dataclasses.replace(args, max_steps=3), pickle.loads(pickle.dumps(args))]
     assert args.to_dict()["batch_sampler"] == "batch_sampler"
@@ -339,16 +343,16 @@ def test_a_batch_sampler_is_the_default_until_one_is_named(trainer: Make, tmp_pa
 
 
 def test_the_arguments_make_full_batches_in_any_trainer(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
-    """Also in sentence-transformers' own, which knows nothing of a choice that is left open."""
+    """Also in sentence-transformers' own trainer, which does not know about an unset batch sampler."""
     args = arguments(tmp_path)
     assert args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-    how = {"loss": losses.Contrastive(model), "data_collator": ColBERTCollator(model.tokenize)}
-    batches = SentenceTransformerTrainer(model=model, args=args, train_dataset=pairs, **how).get_train_dataloader()
+    kwargs = {"loss": losses.Contrastive(model), "data_collator": ColBERTCollator(model.tokenize)}
+    batches = SentenceTransformerTrainer(model=model, args=args, train_dataset=pairs, **kwargs).get_train_dataloader()
     assert [len(batch["query_input_ids"]) for batch in batches] == [4, 4, 4]
 
 
 def test_repeated_documents_do_not_meet_in_a_batch(trainer: Make) -> None:
-    """Every positive occurs twice: as in-batch negatives they would push the model away from the right answer."""
+    """Every positive occurs twice; as in-batch negatives they would push the model away from the right answer."""
     twice = Dataset.from_dict({"query": [f"q {i}" for i in range(8)], "positive": [f"d {i // 2}" for i in range(8)]})
     for batch in trainer(data=twice).get_train_dataloader():
         documents = batch["positive_input_ids"]
@@ -358,13 +362,13 @@ def test_repeated_documents_do_not_meet_in_a_batch(trainer: Make) -> None:
 def test_plain_pylate_model_gives_the_flag_to_the_losses(trainer: Make, tiny_colbert_path: str, tmp_path: Path) -> None:
     plain = pylate.models.ColBERT(tiny_colbert_path, device="cpu", query_length=8, document_length=16)
     flags = {"model": plain, "max_steps": 1, "scorer": "torch", "masking": "zero"}
-    made = trainer(losses.Contrastive, **flags)
-    assert (made.loss.scorer, made.loss.masking) == ("torch", "zero")
-    own = losses.Contrastive(plain, scorer="pylate_flash")
-    trainer(own, **flags)
-    assert (own.scorer, own.masking) == ("pylate_flash", "zero")
-    made.train()
-    made.save_model(str(tmp_path / "saved"))
+    instance = trainer(losses.Contrastive, **flags)
+    assert (instance.loss.scorer, instance.loss.masking) == ("torch", "zero")
+    loss = losses.Contrastive(plain, scorer="pylate_flash")
+    trainer(loss, **flags)
+    assert (loss.scorer, loss.masking) == ("pylate_flash", "zero")
+    instance.train()
+    instance.save_model(str(tmp_path / "saved"))
     assert "scorer" not in saved_config(tmp_path / "saved")
 
 
@@ -373,19 +377,19 @@ def test_plain_pylate_model_gives_the_flag_to_the_losses(trainer: Make, tiny_col
 def test_training_from_hidden_states_is_the_same(
     trainer: Make, plain: bool, kind_of_loss: type, tiny_colbert_path: str
 ) -> None:
-    """Loss by loss, also for a model without flags."""
+    """For each loss, also for a model without flags."""
     runs = []
     for fuse_projection in (None, True):
         kind = pylate.models.ColBERT if plain else models.ColBERT
         model = kind(tiny_colbert_path, device="cpu", query_length=8, document_length=16)
-        made = trainer(kind_of_loss, model=model, max_steps=3, seed=1, fuse_projection=fuse_projection)
-        logged = torch.tensor([entry["loss"] for entry in trained(made)])
-        assert bool(getattr(model, "fuse_projection", made.loss.fuse_projection)) == bool(fuse_projection)
+        instance = trainer(kind_of_loss, model=model, max_steps=3, seed=1, fuse_projection=fuse_projection)
+        logged = torch.tensor([entry["loss"] for entry in trained(instance)])
+        assert bool(getattr(model, "fuse_projection", instance.loss.fuse_projection)) == bool(fuse_projection)
         runs.append((logged, model[1].linear.weight.detach()))
     (logged, weight), (fused_logged, fused_weight) = runs
     assert len(logged) == 3
     torch.testing.assert_close(fused_logged, logged, rtol=1e-4, atol=1e-4)
-    # Not the encoder's: some of its gradients are rounding noise, to which Adam gives a size.
+    # Encoder weights are not compared: some encoder gradients are rounding noise, which Adam scales up.
     torch.testing.assert_close(fused_weight, weight, rtol=1e-3, atol=1e-4)
 
 
@@ -407,10 +411,10 @@ def test_a_scorer_that_cannot_run_here_is_not_replaced(trainer: Make) -> None:
 
 
 def test_model_init(trainer: Make, tiny_colbert_path: str) -> None:
-    made = trainer(model=None, own={"model_init": lambda: tiny(tiny_colbert_path)}, scorer="torch")
-    assert len(trained(made)) == 2
-    assert made.model.scorer == "torch"
-    assert made.loss.model is made.model
+    instance = trainer(model=None, own={"model_init": lambda: tiny(tiny_colbert_path)}, scorer="torch")
+    assert len(trained(instance)) == 2
+    assert instance.model.scorer == "torch"
+    assert instance.loss.model is instance.model
 
 
 def test_resume_keeps_the_flag(trainer: Make, tiny_colbert_path: str, tmp_path: Path) -> None:

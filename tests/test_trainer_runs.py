@@ -1,4 +1,4 @@
-"""Runs of the trainer that resume, that end early, and on data that are not as usual."""
+"""Trainer runs that resume or end early, and unusual data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pylate_flash.trainer import ColBERTTrainer
 from pylate_flash.training import trainer_mixin
 from tests.test_trainer import TOPICS, Make, arguments, model, pairs, tiny, trained, trainer, weights_of  # noqa: F401
 
-# Names of fixtures.
+# Imported fixtures are used as parameter names.
 # ruff: noqa: F811
 
 
@@ -26,7 +26,7 @@ from tests.test_trainer import TOPICS, Make, arguments, model, pairs, tiny, trai
 def test_resuming_in_a_later_epoch_gives_the_same_weights(
     trainer: Make, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path, kind: str
 ) -> None:
-    """Three steps make an epoch: the lines of the second come in their own order, and dropout goes on."""
+    """An epoch has three steps; the second epoch has another order, and the dropout generator continues."""
     lists = pairs.remove_columns("positive").add_column("documents", [[topic, "else"] for topic in TOPICS])
     lists = lists.add_column("scores", [[1.0, float(i)] for i in range(len(TOPICS))])
 
@@ -36,14 +36,14 @@ def test_resuming_in_a_later_epoch_gives_the_same_weights(
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.2
         steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, "output_dir": str(tmp_path / folder)}
-        made = trainer(getattr(losses, kind)(model), pairs if kind == "Contrastive" else lists, model, **steps)
-        made.train(resume_from_checkpoint=checkpoint)
-        assert made.state.global_step == 6
+        instance = trainer(getattr(losses, kind)(model), pairs if kind == "Contrastive" else lists, model, **steps)
+        instance.train(resume_from_checkpoint=checkpoint)
+        assert instance.state.global_step == 6
         return weights_of(model)
 
-    whole = run("whole")
+    uninterrupted = run("whole")
     torch.manual_seed(9)
-    assert torch.equal(run("resumed", str(tmp_path / "whole" / "checkpoint-4")), whole)
+    assert torch.equal(run("resumed", str(tmp_path / "whole" / "checkpoint-4")), uninterrupted)
 
 
 def parameter(value: float) -> nn.Parameter:
@@ -51,7 +51,7 @@ def parameter(value: float) -> nn.Parameter:
 
 
 class Gradients(TrainerCallback):
-    """What a parameter's gradient is at the beginning of each step, and before the optimizer's."""
+    """Record a parameter's gradient at the start of each step and before the optimizer step."""
 
     def __init__(self, of: nn.Parameter) -> None:
         self.of = of
@@ -72,26 +72,26 @@ def test_a_learned_parameter_of_a_loss_begins_each_step_without_a_gradient(
 ) -> None:
     learned = parameter(3.0)
     learned.grad = torch.ones(1)
-    seen, loss = Gradients(learned), losses.Contrastive(model, **{name: learned})
+    callback, loss = Gradients(learned), losses.Contrastive(model, **{name: learned})
     steps = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     with pytest.warns(UserWarning, match="gradient_accumulation_steps"):
-        trainer(loss, own={"callbacks": [seen]}, **steps).train()
-    assert seen.at_first == [None] * 3
-    assert min(seen.sizes) > 0
+        trainer(loss, own={"callbacks": [callback]}, **steps).train()
+    assert callback.at_first == [None] * 3
+    assert min(callback.sizes) > 0
     assert learned.item() != 3.0
 
 
 def learning(
     tiny_colbert_path: str, folder: Path, pairs: Dataset, together: bool
 ) -> tuple[ColBERTTrainer, list[nn.Parameter]]:
-    """A trainer, and what its losses learn: of one loss, or of a dictionary of two that share a temperature."""
+    """A trainer and its learned parameters, of one loss or of two that share a temperature."""
     model = tiny(tiny_colbert_path)
     temperature, smooth = parameter(2.0), parameter(30.0)
     loss: Any = losses.Contrastive(model, temperature=temperature, smooth=smooth)
     data: Any = pairs
     if together:
         loss = {"a": loss, "b": losses.CachedContrastive(model, temperature=temperature, mini_batch_size=2)}
-        # Two objects: the host writes the name into each.
+        # Two separate objects: the host writes the data set's name into each.
         data = DatasetDict(a=pairs, b=pairs.select(range(len(pairs))))
     steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "multi_dataset_batch_sampler": "round_robin"}
     args = arguments(folder, learning_rate=0.05, **steps)
@@ -106,8 +106,8 @@ def test_resuming_goes_on_with_the_parameters_of_the_loss(
     trainer.train()
     checkpoints = [tmp_path / "run" / f"checkpoint-{step}" for step in (2, 4)]
     saved = load_file(checkpoints[1] / "losses.safetensors")
-    of_a = "a:" if together else ""
-    expected = {f"{of_a}temperature": learned[0], f"{of_a}smooth": learned[1]}
+    prefix = "a:" if together else ""
+    expected = {f"{prefix}temperature": learned[0], f"{prefix}smooth": learned[1]}
     expected |= {"b:temperature": learned[0]} if together else {}
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], value) for name, value in expected.items())
@@ -118,7 +118,7 @@ def test_resuming_goes_on_with_the_parameters_of_the_loss(
     assert all(torch.equal(*pair) for pair in zip(resumed, learned, strict=True))
     assert torch.equal(weights_of(trainer.model), weights_of(again.model))
 
-    # As a checkpoint of before is read: it has no such file.
+    # Checkpoints of earlier versions have no such file.
     (checkpoints[1] / "losses.safetensors").unlink()
     again, resumed = learning(tiny_colbert_path, tmp_path / "without", pairs, together)
     again.train(resume_from_checkpoint=str(checkpoints[1]))
@@ -135,7 +135,7 @@ def test_parameters_of_another_loss_are_not_read(tiny_colbert_path: str, pairs: 
 
 
 def test_no_file_for_a_loss_without_parameters(trainer: Make, tmp_path: Path) -> None:
-    """Nor one that a run of before has left."""
+    """A file left by an earlier run is removed."""
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     (checkpoint / "losses.safetensors").write_bytes(b"of another run")
@@ -145,7 +145,7 @@ def test_no_file_for_a_loss_without_parameters(trainer: Make, tmp_path: Path) ->
 
 
 def test_resuming_does_not_go_on_with_other_adapters(trainer: Make, tiny_colbert_path: str, tmp_path: Path) -> None:
-    """transformers draws them at random where it does not find those of the checkpoint."""
+    """transformers initializes adapters randomly if it does not find those of the checkpoint."""
     peft = pytest.importorskip("peft")
 
     def adapted() -> ColBERTTrainer:
@@ -159,7 +159,7 @@ def test_resuming_does_not_go_on_with_other_adapters(trainer: Make, tiny_colbert
 
 
 class Spoiled(losses.Contrastive):
-    """A contrastive loss that is NaN in its second batch."""
+    """A contrastive loss that returns NaN for its second batch."""
 
     batches = 0
 
@@ -172,10 +172,10 @@ class Spoiled(losses.Contrastive):
 def test_a_loss_that_is_not_finite_ends_the_training(
     trainer: Make, model: models.ColBERT, tmp_path: Path, noticed_by: dict
 ) -> None:
-    made = trainer(Spoiled(model), **{"max_steps": 3, "logging_steps": 500, **noticed_by})
+    instance = trainer(Spoiled(model), **{"max_steps": 3, "logging_steps": 500, **noticed_by})
     step = noticed_by.get("logging_steps", 3)
     with pytest.raises(FloatingPointError, match=f"the loss is not finite \\(step {step} or shortly before\\)"):
-        made.train()
+        instance.train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
@@ -196,39 +196,39 @@ def test_ragged_candidates_are_an_error(
 
 
 def test_an_iterable_dataset_is_read_in_its_order(trainer: Make, model: models.ColBERT, pairs: Dataset) -> None:
-    """With `max_steps`, and from its start again where they are more than it has."""
-    made = trainer(data=pairs.to_iterable_dataset(), max_steps=4)
-    first = next(iter(made.get_train_dataloader()))["query_input_ids"]
+    """With `max_steps`, restarting at the beginning when the data set is exhausted."""
+    instance = trainer(data=pairs.to_iterable_dataset(), max_steps=4)
+    first = next(iter(instance.get_train_dataloader()))["query_input_ids"]
     assert torch.equal(first, model.tokenize(pairs["query"][:4], is_query=True, pad=True)["input_ids"])
-    assert [entry["in_batch_negatives_per_query"] for entry in trained(made)] == [3] * 4
+    assert [entry["in_batch_negatives_per_query"] for entry in trained(instance)] == [3] * 4
     with pytest.raises(ValueError, match="max_steps has to be specified"):
         trainer(data=pairs.to_iterable_dataset(), max_steps=-1, num_train_epochs=1)
 
 
 def test_passes_over_what_has_no_length_are_counted_by_transformers(pairs: Dataset) -> None:
-    """Which before version 5 has told the data its pass by then: the state says a part of `max_steps`, here a third."""
-    told: list[int] = []
+    """Before version 5, it has set the epoch by then; the state's epoch is a fraction of `max_steps`, here 1/3."""
+    epochs: list[int] = []
     for data, epoch in ((pairs, 1.4), (pairs.to_iterable_dataset(), 1 / 3)):
-        loader = SimpleNamespace(dataset=data, set_epoch=told.append)
+        loader = SimpleNamespace(dataset=data, set_epoch=epochs.append)
         trainer_mixin._Epochs().on_epoch_begin(None, TrainerState(epoch=epoch), None, train_dataloader=loader)
-    assert told == [1]
+    assert epochs == [1]
 
 
 def test_resuming_an_iterable_dataset_in_its_first_pass_only(
     trainer: Make, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
 ) -> None:
-    """Three batches are a pass, whose number nobody knows: in the second, as many as the run had would be skipped."""
+    """A pass has three batches, which is unknown to the trainer: in the second pass it would skip too many batches."""
 
     def run(folder: str, checkpoint: str | bool | None = None, **overrides: Any) -> torch.Tensor:
         model, data = tiny(tiny_colbert_path), pairs.to_iterable_dataset().shuffle(seed=1, buffer_size=12)
-        made = trainer(None, data, model, output_dir=str(tmp_path / folder), max_steps=5, **overrides)
-        made.train(resume_from_checkpoint=checkpoint)
-        assert made.state.global_step == 5
+        instance = trainer(None, data, model, output_dir=str(tmp_path / folder), max_steps=5, **overrides)
+        instance.train(resume_from_checkpoint=checkpoint)
+        assert instance.state.global_step == 5
         return weights_of(model)
 
-    whole = run("whole", save_strategy="steps", save_steps=1)
+    uninterrupted = run("whole", save_strategy="steps", save_steps=1)
     for step in (2, 3):
-        assert torch.equal(run("resumed", str(tmp_path / "whole" / f"checkpoint-{step}")), whole)
+        assert torch.equal(run("resumed", str(tmp_path / "whole" / f"checkpoint-{step}")), uninterrupted)
     message = r"resume_from_checkpoint: .*beyond the first pass over train_dataset, an IterableDataset \(epoch 1\.{}"
     with pytest.raises(ValueError, match=message.format("2")):
         run("resumed", str(tmp_path / "whole" / "checkpoint-4"))

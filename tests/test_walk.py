@@ -1,7 +1,7 @@
-"""How many functions a call goes through, from the one that users call to where a kernel is launched: eight at most.
+"""Call depth from a public function to the kernel launch: at most eight functions of the package.
 
-A stranger reads no more than these of the package. On a CPU, where nothing is launched, the last one computes the
-operation; calls are repeated there as they are on a GPU.
+A reader of the package needs to follow no more than these. On a CPU, which launches no kernel, the last one computes
+the operation; repeated calls are replayed there as they are on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def code_inside(function: Any) -> set[CodeType]:
-    """The code of what computes, which an operation makes for a call."""
+    """Code objects of the `compute` closures that an operation creates for a call."""
     return {code for code in function.__code__.co_consts if isinstance(code, CodeType) and code.co_name == "compute"}
 
 
@@ -41,17 +41,17 @@ PACKAGE = str(Path(pylate_flash.__file__).parent)
 
 
 def chain(call: Callable[[], object], function: Any) -> list[str]:
-    """The functions of the package from this one to the first that computes an operation, when the call is repeated."""
+    """Functions of the package from this one to the first that computes an operation, for a repeated call."""
     assert COMPUTES
     for _ in range(3):
         call()
     results: list[CodeType] = []
 
     def watch(frame: FrameType, event: str, argument: object) -> None:
-        here: FrameType | None = frame if event == "call" and frame.f_code in COMPUTES and not results else None
-        while here is not None and function.__code__ not in results:
-            results.append(here.f_code)
-            here = here.f_back
+        current: FrameType | None = frame if event == "call" and frame.f_code in COMPUTES and not results else None
+        while current is not None and function.__code__ not in results:
+            results.append(current.f_code)
+            current = current.f_back
 
     before = sys.getprofile()
     sys.setprofile(watch)

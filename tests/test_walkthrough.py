@@ -1,4 +1,4 @@
-"""The walk through the kernels computes what it says, counts what the formulas count, and shows what is committed."""
+"""The walkthrough notebook: its kernels are correct, its byte counts match the formulas, its outputs are current."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def execute(source: list[str], variables: dict[str, object]) -> None:
 
 @pytest.fixture(scope="module")
 def walked() -> dict[str, object]:
-    """The notebook's variables, after all of its cells."""
+    """Variables of the notebook after running all cells."""
     variables: dict[str, object] = {}
     shown: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plt, "show", lambda: shown.append(len(plt.gcf().axes)))
-        # It puts the scripts' folder there, which the tests have already.
+        # The notebook inserts the scripts' folder into sys.path; the tests already have it there.
         patch.syspath_prepend(str(ROOT / "docs" / "benchmarks"))
         for cell in cells():
             is_parameters = "parameters" in cell["metadata"].get("tags", [])
@@ -44,7 +44,7 @@ def walked() -> dict[str, object]:
 def test_what_is_stepped_through_is_the_operation(walked: dict) -> None:
     assert walked["forward_error"] <= 2e-6
     assert walked["same"], "the argmax are those of float64"
-    # Summed in float32, and rounded once, to bfloat16.
+    # Summed in float32 and rounded once to bfloat16.
     assert all(error <= 2**-8 for error in walked["errors"].values())
     assert len(walked["errors"]) == 2
 
@@ -78,7 +78,7 @@ def test_counted_bytes_are_those_of_the_formulas(walked: dict) -> None:
 def test_every_picture_is_drawn(walked: dict) -> None:
     assert len(walked["shown"]) == 6
     assert walked["shown"][-2:] == [9, 9]
-    # As many lines as the tables of docs/tuning.md have times of two kinds in.
+    # One entry per row of the tables in docs/tuning.md that has both kinds of times.
     assert len(walked["measured"]) >= 30
     assert all(ratio > 0 for _, _, ratios in walked["measured"] for ratio in ratios)
 
@@ -111,7 +111,7 @@ def test_a_profile_is_shown_beside_what_is_expected(
 
 
 def test_the_notebook_is_committed_with_what_is_measured() -> None:
-    """Executed again with every new result."""
+    """The notebook must be executed again whenever a new result is committed."""
     outputs = [output for cell in cells() for output in cell["outputs"]]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
     dates = [json.loads(path.read_text(encoding="utf-8"))["date"] for path in RESULTS.glob("traffic-*.json")]

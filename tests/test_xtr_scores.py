@@ -1,4 +1,4 @@
-"""PyLate's XTR scores: ours have its values and gradients, and registering routes all of its own."""
+"""XTR scores: our values and gradients equal PyLate's, and registering routes all of PyLate's XTR scores."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ OPTIONS = settings(max_examples=40)
 
 
 def batch(seed: int, groups: int, per_group: int, query_length: int, length: int, kind: str) -> dict[str, Any]:
-    """Unit vectors: no two tokens are equally similar to a third, but masked ones."""
+    """Unit vectors, without ties between similarities except for masked tokens."""
     generator = torch.Generator().manual_seed(seed)
     queries = F.normalize(torch.randn(groups, query_length, 5, generator=generator), dim=-1)
     documents = F.normalize(torch.randn(groups, per_group, length, 5, generator=generator), dim=-1)
     if kind == "negative":
-        # All similarities are.
+        # All similarities are negative.
         queries, documents = queries.abs(), -documents.abs()
     call = {"queries_embeddings": queries.requires_grad_(), "documents_embeddings": documents.requires_grad_()}
     if kind in ("masks", "weights"):
         lengths = torch.randint(1, length + 1, (groups, per_group, 1), generator=generator)
         call["documents_mask"] = torch.arange(length) < lengths
-        on = torch.rand(groups, query_length, generator=generator)
-        call["queries_mask"] = on if kind == "weights" else on > 0.3
+        query_weights = torch.rand(groups, query_length, generator=generator)
+        call["queries_mask"] = query_weights if kind == "weights" else query_weights > 0.3
     return call
 
 
@@ -44,8 +44,8 @@ def check(actual: Any, expected: Any, call: dict[str, Any]) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     weights = torch.cos(torch.arange(mine.numel())).view(mine.shape)
     gradients = [torch.autograd.grad(weighted.sum(), leaves) for weighted in (mine.mul_(weights), theirs * weights)]
-    for gradient, right in zip(*gradients, strict=True):
-        assert (gradient - right).norm() <= 1e-5 * max(1.0, right.norm())
+    for gradient, reference in zip(*gradients, strict=True):
+        assert (gradient - reference).norm() <= 1e-5 * max(1.0, reference.norm())
 
 
 @OPTIONS
@@ -55,7 +55,7 @@ def check(actual: Any, expected: Any, call: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_values_and_gradients_are_pylates(seed, groups, per_group, query_length, length, kind, part, own) -> None:
     call = batch(seed, groups, per_group, query_length, length, kind)
-    # Which of several masked tokens torch retrieves is not determined.
+    # Limit k to unmasked tokens: which masked tokens torch retrieves is not deterministic.
     n_tokens = int(call["documents_mask"].sum()) if "documents_mask" in call else groups * per_group * length
     k = max(1, round(part * n_tokens))
     ours, theirs = (scores.XTRKDScores, XTRKDScores) if own else (scores.XTRScores, XTRScores)
@@ -95,13 +95,13 @@ def test_instances_and_classes_stand_where_pylates_do() -> None:
 
 
 def test_other_backends_are_pylates_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half embeddings tell who scores: PyLate rounds their similarities."""
+    """Half embeddings show which library scores: PyLate rounds their similarities."""
     call = {name: value.detach().half() for name, value in batch(2, 3, 2, 4, 6, "plain").items()}
-    held = XTRScores(5)
-    theirs, ours = held(**call), scores.XTRScores(5)(**call)
+    existing = XTRScores(5)
+    theirs, ours = existing(**call), scores.XTRScores(5)(**call)
     assert not torch.equal(theirs, ours)
     with registered("pylate"):
-        for metric in (held, XTRScores(5)):
+        for metric in (existing, XTRScores(5)):
             assert torch.equal(metric(**call), ours)
         assert torch.equal(XTRKDScores(5)(**call), scores.XTRKDScores(5)(**call))
         monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")

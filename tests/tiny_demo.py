@@ -1,4 +1,4 @@
-"""What the demo leaves, made in seconds: real text from two small packages, and a tiny model with random weights."""
+"""A demo run of a few seconds: real text from small packages, and a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY = demo.Settings(
 
 
 def run_tiny_demo(output: Path, model: str) -> tuple[dict[str, Any], str]:
-    """Run the demo at this size; returns its results and what it printed."""
+    """Run the demo at this size; return its results and printed output."""
     with open(output.with_suffix(".log"), "w+", encoding="utf-8") as log:
         results = demo.run(output, model, TINY, device="cpu", console=Console(file=log, width=120))
         log.seek(0)

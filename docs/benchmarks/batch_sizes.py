@@ -32,18 +32,18 @@ from script_results import date, write
 SETTINGS = replace(demo.FULL, pairs=12288)
 BATCH_SIZES = (64, 512, 2048)
 SEEDS = (1, 2, 3)
-# All batch sizes are trained for so many steps, and for three times all pairs.
+# Every batch size is trained for this many steps, and for three epochs of all pairs.
 STEPS = 72
 EXAMPLES = 3 * SETTINGS.pairs
-# Tokens that are encoded at a time.
+# Tokens encoded at a time.
 MINI_BATCH_TOKENS = 32768
-# What is found to be the right document counts up to this rank.
+# The right document counts up to this rank.
 RANKS = 10
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training."""
+    """One training run."""
 
     batch_size: int
     steps: int
@@ -51,28 +51,28 @@ class Run:
 
     @property
     def examples(self) -> int:
-        """How many pairs it has seen in the end, the same ones several times."""
+        """The number of pairs seen, repeats included."""
         return self.batch_size * self.steps
 
 
 def runs(batch_sizes: Iterable[int], steps: int, examples: int, seeds: Iterable[int]) -> list[Run]:
-    """Every batch size with every seed, for as many steps and for as many examples; the longest first.
+    """Every batch size with every seed, for `steps` steps and for `examples` examples; longest first.
 
     Raises
     ------
     ValueError
         If a batch size does not divide the examples.
     """
-    found = set()
+    all_runs = set()
     for batch_size in batch_sizes:
         if examples % batch_size:
             raise ValueError(f"examples: {examples}; expected a multiple of every batch size, {batch_size} among them")
-        found |= {Run(batch_size, number, seed) for number in (steps, examples // batch_size) for seed in seeds}
-    return sorted(found, key=lambda run: (-run.examples, run.batch_size, run.steps, run.seed))
+        all_runs |= {Run(batch_size, number, seed) for number in (steps, examples // batch_size) for seed in seeds}
+    return sorted(all_runs, key=lambda run: (-run.examples, run.batch_size, run.steps, run.seed))
 
 
 def pack(archive: Path, encoder: str, settings: demo.Settings) -> None:
-    """Write the demo's texts, each cut to as many words as it may have tokens, and its encoder into one file."""
+    """Write the demo's texts, truncated to as many words as tokens are read, and its encoder into one file."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer
 
@@ -93,10 +93,10 @@ def pack(archive: Path, encoder: str, settings: demo.Settings) -> None:
         weights = load_file(Path(encoder) / "model.safetensors")
         (name,) = (name for name in weights if name.endswith("word_embeddings.weight"))
         vectors = weights[name].float()
-        others = torch.ones(len(vectors), dtype=torch.bool)
-        others[sorted(used)] = False
-        # PyLate's two markers become new tokens, drawn around the mean of all.
-        vectors[others] = vectors[others].mean(dim=0)
+        unused = torch.ones(len(vectors), dtype=torch.bool)
+        unused[sorted(used)] = False
+        # PyLate's two markers become new tokens, initialised around the mean of all.
+        vectors[unused] = vectors[unused].mean(dim=0)
         weights[name] = vectors
         half = {key: value.half() if value.is_floating_point() else value for key, value in weights.items()}
         save_file(half, Path(folder) / "model.safetensors", metadata={"format": "pt"})
@@ -108,7 +108,7 @@ def pack(archive: Path, encoder: str, settings: demo.Settings) -> None:
 
 @contextmanager
 def unpacked(archive: Path) -> Iterator[Path]:
-    """A folder, for the time of the block, with what `pack` has written."""
+    """A temporary folder with the content that `pack` has written."""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as file:
             file.extractall(folder, filter="data")
@@ -118,7 +118,7 @@ def unpacked(archive: Path) -> Iterator[Path]:
 def ndcg(scores: torch.Tensor, right: torch.Tensor) -> float:
     """nDCG@10 of scores [Nq, Nd] where each query has one right document, `right` [Nq].
 
-    Of equal scores the first document's comes first. NaN, of a model that has diverged, is no better than any.
+    Ties rank the first document first. NaN, from a diverged model, ranks last.
     """
     own = scores.gather(1, right.unsqueeze(1))
     behind = torch.arange(scores.shape[1], device=scores.device) > right.unsqueeze(1)
@@ -127,13 +127,13 @@ def ndcg(scores: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def evaluate(colbert: Any, folder: Path) -> float:
-    """nDCG@10 on the test split, by the scores of all documents."""
+    """nDCG@10 on the test split, from the scores of all documents."""
     from pylate_flash import maxsim_ragged
     from pylate_flash.evaluation import load_beir_folder
 
     documents, queries, qrels = load_beir_folder(folder)
-    place = {document["id"]: index for index, document in enumerate(documents)}
-    right = torch.tensor([place[next(iter(qrels[query]))] for query in queries])
+    positions = {document["id"]: index for index, document in enumerate(documents)}
+    right = torch.tensor([positions[next(iter(qrels[query]))] for query in queries])
     options: dict[str, Any] = {"convert_to_tensor": True, "show_progress_bar": False, "batch_size": 256}
     embedded = [
         [tokens.float() for tokens in colbert.encode(texts, is_query=is_query, **options)]
@@ -144,7 +144,7 @@ def evaluate(colbert: Any, folder: Path) -> float:
 
 
 def load(folder: Path, settings: demo.Settings) -> Any:
-    """The encoder with a projection that is drawn from the settings' seed."""
+    """The encoder, with a projection initialised from the settings' seed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return demo.load_encoder(str(folder), settings, device).float()
 
@@ -155,7 +155,7 @@ def train(folder: Path, run: Run, settings: demo.Settings) -> dict[str, Any]:
     Returns
     -------
     dict
-        The run's fields, its examples, "ndcg@10" and "ndcg@10_before", "seconds" of the training, and "loss", its
+        The run's fields, its examples, "ndcg@10" and "ndcg@10_before", "seconds" of the training, and "loss", the
         curve as [step, value].
     """
     from datasets import load_dataset
@@ -216,11 +216,11 @@ def train(folder: Path, run: Run, settings: demo.Settings) -> dict[str, Any]:
 
 
 def train_all(
-    archive: Path, wanted: list[Run], settings: demo.Settings, output: Path, jobs: int, compared: dict[str, int]
+    archive: Path, planned: list[Run], settings: demo.Settings, output: Path, jobs: int, compared: dict[str, int]
 ) -> dict[str, Any]:
-    """Train all, `jobs` at a time, and write the result after each, so that what is cut short leaves what it has.
+    """Train all runs, `jobs` at a time, and write the result after each, so that an interruption loses little.
 
-    `compared` says what runs have in common that are to be compared: "steps" and "examples".
+    `compared` has the "steps" and "examples" that comparable runs share.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {
@@ -230,7 +230,7 @@ def train_all(
         "settings": asdict(settings),
         "mini_batch_tokens": MINI_BATCH_TOKENS,
         "compared": compared,
-        "planned": len(wanted),
+        "planned": len(planned),
         "runs": [],
     }
 
@@ -246,11 +246,11 @@ def train_all(
 
     with unpacked(archive) as folder:
         if jobs == 1:
-            for run in wanted:
+            for run in planned:
                 keep(train(folder, run, settings))
         else:
             with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-                for done in as_completed([pool.submit(train, folder, run, settings) for run in wanted]):
+                for done in as_completed([pool.submit(train, folder, run, settings) for run in planned]):
                     keep(done.result())
     return result
 
@@ -274,8 +274,8 @@ def run(
     jobs: Annotated[int, typer.Option(help="Trainings at a time, on the same GPU.")] = 3,
 ) -> None:
     """Train and evaluate."""
-    wanted = runs(BATCH_SIZES, STEPS, EXAMPLES, SEEDS)
-    train_all(archive, wanted, SETTINGS, output, jobs, {"steps": STEPS, "examples": EXAMPLES})
+    planned = runs(BATCH_SIZES, STEPS, EXAMPLES, SEEDS)
+    train_all(archive, planned, SETTINGS, output, jobs, {"steps": STEPS, "examples": EXAMPLES})
 
 
 if __name__ == "__main__":

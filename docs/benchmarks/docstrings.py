@@ -1,9 +1,9 @@
-"""A collection in BEIR's layout that needs no network: docstrings of Python and torch, asked for by their first lines.
+"""A collection in BEIR's layout that needs no network: docstrings of Python and torch, with first lines as queries.
 
     python docs/benchmarks/docstrings.py FOLDER [DOCUMENTS]
 
-A document is what a docstring says after its first line, and a query is the first line of one. Which functions there
-are depends on the versions of both, and which are taken on nothing else.
+A document is a docstring without its first line, and a query is the first line of one. The collection depends only on
+the versions of Python and torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SHORTEST, QUERIES, DOCUMENTS = 12, 300, 6000
 
 
 def docstrings(folder: Path) -> Iterator[tuple[str, str]]:
-    """Names and docstrings of what the modules in a folder define."""
+    """Yield names and docstrings of functions and classes in the modules of a folder."""
     for path in sorted(folder.rglob("*.py")):
         if "site-packages" in path.relative_to(folder).parts:
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, ValueError):
-            # Some are there to be refused.
+            # Some test files are invalid on purpose.
             continue
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
@@ -38,21 +38,21 @@ def docstrings(folder: Path) -> Iterator[tuple[str, str]]:
 
 def write(folder: Path, number: int) -> None:
     """Write the collection into a new folder."""
-    found: dict[str, tuple[str, str]] = {}
-    for place in (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent):
-        for name, text in docstrings(place):
+    by_text: dict[str, tuple[str, str]] = {}
+    for root in (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent):
+        for name, text in docstrings(root):
             first, _, rest = text.partition("\n")
-            # Of those that say the same, one.
+            # Deduplicate by text.
             if len(first.split()) >= 4 and len(rest.split()) >= SHORTEST:
-                found.setdefault(" ".join(rest.split()), (f"{place.name}/{name}", first.strip()))
-    order = sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())[:number]
+                by_text.setdefault(" ".join(rest.split()), (f"{root.name}/{name}", first.strip()))
+    order = sorted(by_text, key=lambda text: hashlib.sha256(text.encode()).digest())[:number]
     (folder / "qrels").mkdir(parents=True)
     with (folder / "corpus.jsonl").open("x") as corpus, (folder / "queries.jsonl").open("x") as queries:
         for text in order:
-            corpus.write(json.dumps({"_id": found[text][0], "text": text}) + "\n")
+            corpus.write(json.dumps({"_id": by_text[text][0], "text": text}) + "\n")
         for i, text in enumerate(order[:QUERIES]):
-            queries.write(json.dumps({"_id": f"q{i}", "text": found[text][1]}) + "\n")
-    lines = [f"q{i}\t{found[text][0]}\t1\n" for i, text in enumerate(order[:QUERIES])]
+            queries.write(json.dumps({"_id": f"q{i}", "text": by_text[text][1]}) + "\n")
+    lines = [f"q{i}\t{by_text[text][0]}\t1\n" for i, text in enumerate(order[:QUERIES])]
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines))
 
 

@@ -1,13 +1,13 @@
-"""Two trainings that should be one: the same model, data and seed, scored in two ways.
+"""Two trainings that should agree: the same model, data and seed, scored in two ways.
 
     python docs/benchmarks/drift.py scorers --output drift
     python docs/benchmarks/drift.py fusion --output drift
 
-"scorers" are PyLate's torch scorer and ours, "fusion" is ours of embeddings and of hidden states (`fuse_projection`).
-Both trainings run through `ColBERTTrainer` in bfloat16, deterministically, and what is left between their loss curves
-is rounding: PyLate rounds every similarity to bfloat16 under autocast, and this package none. A third training, of the
-second way again, shows what a mere repetition differs by. "fusion" also measures the memory of a step in both ways,
-with and without cached gradients (`step_memory`).
+"scorers" compares PyLate's torch scorer and ours, "fusion" ours on embeddings and on hidden states (`fuse_projection`).
+Both trainings run through `ColBERTTrainer` in bfloat16, deterministically, so their loss curves differ only by
+rounding: PyLate rounds every similarity to bfloat16 under autocast, this package none. A third training repeats the
+second, to show the difference of a mere repetition. "fusion" also measures the memory of a step in both ways, with and
+without cached gradients (`step_memory`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from script_results import date, write
 
 
 class Comparison(str, Enum):
-    """What is compared: each is two ways to score, the arguments of a loss by what to call them."""
+    """The comparisons; `WAYS` has two ways to score for each, by label the arguments of the loss."""
 
     scorers = "scorers"
     fusion = "fusion"
 
 
-# Masked tokens count as PyLate counts them where PyLate is one of the two.
+# Masking follows PyLate if PyLate is one of the two.
 WAYS: dict[Comparison, dict[str, dict[str, Any]]] = {
     Comparison.scorers: {
         "PyLate's torch scorer": {"scorer": "torch", "masking": "zero"},
@@ -50,7 +50,7 @@ WAYS: dict[Comparison, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """How the trainings go."""
+    """The settings of the trainings."""
 
     steps: int = 300
     batch_size: int = 64
@@ -68,9 +68,9 @@ def train(model: str, pairs: list[dict[str, str]], way: dict[str, Any], training
     Parameters
     ----------
     model
-        What `models.ColBERT` loads; an encoder without a projection gets one, with random weights from the seed.
+        A model for `models.ColBERT`; an encoder without a projection gets a random one, from the seed.
     pairs
-        Rows with "query" and "positive", taken again from the start when they run out.
+        Rows with "query" and "positive", repeated from the start when they run out.
     way
         How to score, as arguments of the loss.
     training
@@ -127,7 +127,7 @@ def drift(first: list[float], second: list[float]) -> float:
 def compare(
     model: str, pairs: list[dict[str, str]], training: Training, comparison: Comparison = Comparison.scorers
 ) -> dict[str, Any]:
-    """Train in both ways; the curves, how far they drift apart, and where and with what that was."""
+    """Train in both ways; return the curves, their drift, and machine, versions and settings."""
     ways = WAYS[comparison]
     curves = {name: train(model, pairs, way, training) for name, way in ways.items()}
     last, way = list(ways.items())[-1]
@@ -149,7 +149,7 @@ def compare(
 def memory_of_steps(
     model: str, training: Training, batch_sizes: list[int], comparison: Comparison = Comparison.fusion
 ) -> list[dict[str, Any]]:
-    """The memory of a training step at each batch size, in both ways, with and without cached gradients.
+    """Measure the memory of a training step at each batch size, in both ways, with and without cached gradients.
 
     Returns
     -------
@@ -171,7 +171,7 @@ def memory_of_steps(
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw both loss curves, one over the other, and their difference below."""
+    """Draw both loss curves in one plot, and their difference below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained", facecolor="white")

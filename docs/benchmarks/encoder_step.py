@@ -34,20 +34,20 @@ from script_results import about, write
 ROOT = Path(__file__).resolve().parents[2]
 QUERY_LENGTH, DOCUMENT_LENGTH, EMBEDDING_SIZE = 32, 180, 128
 QUERY_WORDS, DOCUMENT_WORDS = (4, 20), (60, 150)
-# Of the model, beyond its type's defaults, which are ModernBERT-base.
+# Sizes that override the defaults of the model type, which are ModernBERT-base.
 TINY = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-# Different words of the texts, which both sizes know.
+# Distinct words of the texts, within the vocabularies of both sizes.
 WORDS = 900
-# [CLS], [SEP] and PyLate's marker, which a document has besides its words.
+# Tokens of a document besides its words: [CLS], [SEP] and PyLate's marker.
 MARKERS = 3
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is to measure.
+    """What a process measures.
 
-    ``backend`` names a backend of PyLate's, whose own loss then computes; None: this package's. ``mini_batch_tokens``
-    takes the place of ``mini_batch_size``. ``padded``: every document has all of its tokens.
+    ``backend`` is a backend of PyLate, whose own loss is then measured; None: this package's loss.
+    ``mini_batch_tokens`` replaces ``mini_batch_size``. ``padded``: every document has the full length.
     """
 
     model: str
@@ -61,7 +61,7 @@ class Request:
 
 
 def make_model(folder: Path, sizes: dict[str, int]) -> None:
-    """Write an encoder of ModernBERT's type, and a tokenizer with one token for each of its words."""
+    """Write a ModernBERT encoder, and a tokenizer with one token per word."""
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from tokenizers.models import WordLevel
     from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast
@@ -74,9 +74,9 @@ def make_model(folder: Path, sizes: dict[str, int]) -> None:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    places = {f"{name}_id": vocabulary[special[name]] for name in ("pad_token", "cls_token", "sep_token")}
-    places |= {"bos_token_id": places["cls_token_id"], "eos_token_id": places["sep_token_id"]}
-    options: dict[str, Any] = {"vocab_size": size, **sizes, **places}
+    token_ids = {f"{name}_id": vocabulary[special[name]] for name in ("pad_token", "cls_token", "sep_token")}
+    token_ids |= {"bos_token_id": token_ids["cls_token_id"], "eos_token_id": token_ids["sep_token_id"]}
+    options: dict[str, Any] = {"vocab_size": size, **sizes, **token_ids}
     config = ModernBertConfig(**options)
     torch.manual_seed(0)
     ModernBertModel(config).save_pretrained(folder)
@@ -84,25 +84,25 @@ def make_model(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def texts(count: int, words: tuple[int, int], seed: int) -> list[str]:
-    """So many texts of random words, their number between these two."""
+    """Draw ``count`` texts of random words; ``words`` bounds the words of each."""
     drawn = random.Random(seed)
     return [" ".join(f"w{drawn.randrange(WORDS)}" for _ in range(drawn.randint(*words))) for _ in range(count)]
 
 
 def measure_here(request: Request) -> dict[str, Any]:
-    """Measure in this process, which should have done nothing else.
+    """Measure in this process, which should be fresh.
 
     Returns
     -------
     dict
-        "seconds" of each step; "loss_share", the share of them that the loss's operation takes, or None where that is
-        not known; "peak_bytes" of GPU memory, all that is allocated, or None without a GPU; "loss" of the first step,
-        and "tokens" of the documents, padding left out.
+        "seconds" of each step; "loss_share", the share of the loss's operation in them, or None if unknown;
+        "peak_bytes" of all allocated GPU memory, or None without a GPU; "loss" of the first step; and "tokens" of the
+        documents, without padding.
 
     Raises
     ------
     ValueError
-        If the package that is imported does not know what is asked for.
+        If the imported state of the package does not support the request.
     """
     from pylate import losses as pylate_losses
     from pylate.models import ColBERT
@@ -180,7 +180,7 @@ class _WithBackend:
 
 
 def _stopwatch(loss: Any) -> Any:
-    """What tells the time of the loss's operation, where this state of the package has it."""
+    """The stopwatch of the loss's operation, or None if this state of the package has none."""
     try:
         from pylate_flash.training.contrast import Stopwatch
     except ImportError:
@@ -195,10 +195,10 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(request: Request, package: Path = ROOT) -> dict[str, Any]:
-    """The same in a process that imports `pylate_flash` from a folder; "failed" says why where there is no result."""
+    """`measure_here` in a process that imports `pylate_flash` from a folder; on failure {"failed": reason}."""
     environment = dict(os.environ)
-    others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
-    environment["PYTHONPATH"] = os.pathsep.join([str(package.resolve()), *others])
+    other_paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
+    environment["PYTHONPATH"] = os.pathsep.join([str(package.resolve()), *other_paths])
     command = [sys.executable, str(Path(__file__).resolve()), "measure", json.dumps(asdict(request))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -206,22 +206,22 @@ def measure(request: Request, package: Path = ROOT) -> dict[str, Any]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def row_of(system: str, request: Request, found: dict[str, Any]) -> dict[str, Any]:
-    """A row of the result."""
+def row_of(system: str, request: Request, measured: dict[str, Any]) -> dict[str, Any]:
+    """Build a row of the result."""
     row = {
         "system": system,
         "batch_size": request.batch_size,
         "documents": "padded" if request.padded else "tokenized",
-        **{name: value for name, value in found.items() if name != "seconds"},
+        **{name: value for name, value in measured.items() if name != "seconds"},
     }
-    if "seconds" in found:
-        row["median_s"] = statistics.median(found["seconds"])
-        row["steps"] = len(found["seconds"])
+    if "seconds" in measured:
+        row["median_s"] = statistics.median(measured["seconds"])
+        row["steps"] = len(measured["seconds"])
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows for people."""
+    """The rows as a Markdown table."""
     lines = ["| system | batch | documents | s | loss operation | GPU memory, GB |", "|---|---:|---|---:|---:|---:|"]
     for row in rows:
         seconds = f"{row['median_s']:.3f}" if "median_s" in row else row["failed"]
@@ -261,14 +261,14 @@ def run(
         make_model(Path(folder), TINY if tiny else {})
         first = Request(folder, batch_size, steps)
         by_tokens = replace(first, mini_batch_tokens=first.mini_batch_size * DOCUMENT_LENGTH)
-        wanted: list[tuple[str, Request, Path]] = []
+        requests: list[tuple[str, Request, Path]] = []
         for padded in (False, True):
-            wanted.append(("pylate_flash", replace(by_tokens, padded=padded), ROOT))
-            wanted.append(("pylate_flash, mini-batches of 128 texts", replace(first, padded=padded), ROOT))
-            wanted += [(name, replace(first, padded=padded), package) for name, package in packages.items()]
-        wanted += [(f"PyLate, {name}", replace(first, backend=name), ROOT) for name in backend]
-        wanted.append(("pylate_flash", replace(by_tokens, batch_size=large_batch_size, steps=2), ROOT))
-        for name, request, package in wanted:
+            requests.append(("pylate_flash", replace(by_tokens, padded=padded), ROOT))
+            requests.append(("pylate_flash, mini-batches of 128 texts", replace(first, padded=padded), ROOT))
+            requests += [(name, replace(first, padded=padded), package) for name, package in packages.items()]
+        requests += [(f"PyLate, {name}", replace(first, backend=name), ROOT) for name in backend]
+        requests.append(("pylate_flash", replace(by_tokens, batch_size=large_batch_size, steps=2), ROOT))
+        for name, request, package in requests:
             result["rows"].append(row_of(name, request, measure(request, package)))
             write(result, output)
             print(table(result["rows"][-1:]).splitlines()[-1], flush=True)

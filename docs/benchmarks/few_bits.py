@@ -1,9 +1,9 @@
-"""Quality beside cost of an index in fewer bits, with and without scoring its best again by 16, and of PLAID beside it.
+"""Quality and cost of an index in fewer bits, with and without rescoring in 16 bits, compared with PLAID.
 
     python docs/benchmarks/few_bits.py MODEL RESULTS.json PICTURE.png FOLDER...
 
-Of every BEIR folder: nDCG@10, the share of exact search's best 100 that is found, milliseconds a query and bytes that a
-search reads of a token, of embeddings that the model has made once. A codec is trained on every fourth document.
+For every BEIR folder: nDCG@10, recall of exact search's best 100, milliseconds per query, and bytes per token that a
+search reads, all with the same embeddings. Codecs are trained on every fourth document.
 """
 
 from __future__ import annotations
@@ -31,58 +31,63 @@ K, RESCORED = 100, 200
 FEWER = ("int8", "fp8", "residual4", "residual2")
 
 
-def measured(search: Callable[..., Any], asked: list[Any], **options: int) -> tuple[Any, float]:
-    """What is found, and milliseconds a query: the best of three, after one that loads."""
-    found, times = search(asked, k=K, **options), []
+def measured(search: Callable[..., Any], queries: list[Any], **options: int) -> tuple[Any, float]:
+    """The hits, and milliseconds per query: the best of three, after a warm-up that loads."""
+    hits, times = search(queries, k=K, **options), []
     for _ in range(3):
         started = time.perf_counter()
-        found = search(asked, k=K, **options)
-        times.append(1e3 * (time.perf_counter() - started) / len(asked))
-    return found, min(times)
+        hits = search(queries, k=K, **options)
+        times.append(1e3 * (time.perf_counter() - started) / len(queries))
+    return hits, min(times)
 
 
 def rows(model: Any, folder: Path) -> dict[str, Any]:
-    """What was measured of a collection."""
+    """Measure all systems on a collection."""
     documents, queries, qrels = load_beir_folder(folder)
     ids = [document["id"] for document in documents]
     embeddings: list[Any] = encode(model, [document["text"] for document in documents], is_query=False)
-    asked = encode(model, [queries[query] for query in qrels], is_query=True)
-    best, found = None, []
+    queries_embeddings = encode(model, [queries[query] for query in qrels], is_query=True)
+    best, results = None, []
 
     def add(name: str, search: Callable[..., Any], nbytes: float | None, **options: int) -> None:
         nonlocal best
-        hits, milliseconds = measured(search, asked, **options)
+        hits, milliseconds = measured(search, queries_embeddings, **options)
         best = best or hits
         metrics, _ = evaluate_run(dict(zip(qrels, hits, strict=True)), qrels)
         row = {"system": name, "ndcg@10": metrics["ndcg@10"], "exact@100": recall_of(hits, best, K)}
-        found.append({**row, "milliseconds": milliseconds, "bytes": nbytes})
-        print(folder.name, found[-1], file=sys.stderr, flush=True)
+        results.append({**row, "milliseconds": milliseconds, "bytes": nbytes})
+        print(folder.name, results[-1], file=sys.stderr, flush=True)
 
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as root:
         for dtype in ("float32", "bfloat16", *FEWER):
-            kept_as = f"{dtype}+bfloat16" if dtype in FEWER else dtype
-            index = Flat(place, dtype, dtype=kept_as, device=str(model.device), show_progress=False)
+            index_dtype = f"{dtype}+bfloat16" if dtype in FEWER else dtype
+            index = Flat(root, dtype, dtype=index_dtype, device=str(model.device), show_progress=False)
             if dtype.startswith("residual"):
                 index.train_codec(embeddings[::4])
             index.add_documents(ids, embeddings)
             info = index.info()
             add(dtype, index, info.scored_bytes / info.tokens)
             if dtype in FEWER:
-                more = min(RESCORED, len(ids)) / len(ids) * 2 * (info.embedding_size or 0)
-                add(f"{dtype}, {RESCORED} again", index, info.scored_bytes / info.tokens + more, rescore=RESCORED)
+                rescored_bytes = min(RESCORED, len(ids)) / len(ids) * 2 * (info.embedding_size or 0)
+                add(
+                    f"{dtype}, {RESCORED} again",
+                    index,
+                    info.scored_bytes / info.tokens + rescored_bytes,
+                    rescore=RESCORED,
+                )
         try:
             from pylate import indexes
 
-            plaid = indexes.PLAID(place, "plaid", override=True, device=str(model.device), show_progress=False)
+            plaid = indexes.PLAID(root, "plaid", override=True, device=str(model.device), show_progress=False)
             plaid.add_documents(documents_ids=ids, documents_embeddings=embeddings)
             add("PLAID", plaid, None)
         except ImportError:
             pass
-    return {"collection": folder.name, "documents": len(ids), "queries": len(asked), "rows": found}
+    return {"collection": folder.name, "documents": len(ids), "queries": len(queries_embeddings), "rows": results}
 
 
 def table(collections: list[dict[str, Any]]) -> str:
-    """The same in Markdown."""
+    """The results as a Markdown table."""
     lines = ["| | nDCG@10 | of the exact 100 | ms a query | bytes a token |", "|---|---|---|---|---|"]
     for one in collections:
         lines.append(f"| **{one['collection']}**, {one['documents']:,} documents | | | | |")
@@ -94,17 +99,17 @@ def table(collections: list[dict[str, Any]]) -> str:
 
 
 def draw(collections: list[dict[str, Any]], path: Path) -> None:
-    """Quality against time, a panel for each collection; a dot is as large as a token's bytes."""
+    """Draw quality against time, one panel per collection; dot size shows bytes per token."""
     figure = Figure(figsize=(6.4 * len(collections), 4.4), layout="constrained", facecolor="white")
     for axes, one in zip(figure.subplots(1, len(collections), squeeze=False)[0], collections, strict=True):
-        # An index and its best scored again have one color; PLAID, of which no bytes are known, is black.
+        # An index has the same color with and without rescoring; PLAID, whose bytes are unknown, is black.
         systems = list(dict.fromkeys(row["system"].split(",")[0] for row in one["rows"]))
         for row in one["rows"]:
-            system, *again = row["system"].split(",")
+            system, *rescored = row["system"].split(",")
             color = "black" if row["bytes"] is None else colormaps["tab10"](systems.index(system))
             axes.scatter(
                 row["milliseconds"], row["exact@100"], s=20 + (row["bytes"] or 40), alpha=0.8, color=color,
-                marker="^" if again else "o", label=f"{row['system']}: nDCG@10 {row['ndcg@10']:.3f}",
+                marker="^" if rescored else "o", label=f"{row['system']}: nDCG@10 {row['ndcg@10']:.3f}",
             )  # fmt: skip
         axes.set(xlabel="milliseconds a query", ylabel="of the exact best 100")
         axes.set_xscale("log")
@@ -122,7 +127,7 @@ def main() -> None:
     collections = []
     for folder in folders:
         collections.append(rows(loaded, Path(folder)))
-        # What there is, if it ends.
+        # Written after every collection, in case the run is interrupted.
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
         about = {"machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__}
         Path(results).write_text(json.dumps({**about, "collections": collections}, indent=1) + "\n")

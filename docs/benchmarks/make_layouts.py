@@ -1,9 +1,9 @@
-"""The pictures of docs/layouts.md: where the Hopper kernel's operands lie in shared memory, from arithmetic.
+"""The figures of docs/layouts.md: the shared memory layout of the Hopper kernel's operands, computed by formulas.
 
     python docs/benchmarks/make_layouts.py
 
-The arithmetic stands here once; `tests/kernels/test_layouts.py` holds it against Gluon's layouts and against the
-descriptors in compiled kernels.
+`tests/kernels/test_layouts.py` compares the formulas with Gluon's layouts, and with the descriptors in compiled
+kernels.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 
 from make_picture import save
 
-# Bytes: of what a swizzle moves as a whole, and of all banks together, four each of 32.
+# Bytes of the unit that a swizzle moves, and of all 32 banks, four bytes each.
 UNIT = 16
 BANKS = 128
-# Rows of an atom, and elements along the embedding that one instruction multiplies.
+# Rows of a swizzle atom, and elements along the embedding (K) per instruction.
 ATOM_ROWS = 8
 STEP = 16
-# Two bits of a descriptor, by the width of its atoms in bytes.
+# The swizzle mode (two bits of a descriptor), by the width of atoms in bytes.
 MODES = {128: 1, 64: 2, 32: 3}
 
 FOLDER = Path(__file__).resolve().parents[1] / "layouts"
 
 
 def width_of(size: int) -> int:
-    """Return the bytes of a row of an atom, in a tile whose rows have `size` elements of two bytes.
+    """Return the bytes per row of an atom, in a tile whose rows have `size` elements of two bytes.
 
     Raises
     ------
     ValueError
-        If no atom is as wide: rows must be multiples of 32 bytes.
+        If no atom fits: rows must be multiples of 32 bytes.
     """
     for width in MODES:
         if 2 * size % width == 0:
@@ -41,14 +41,14 @@ def width_of(size: int) -> int:
 
 
 def offset(token: int, byte: int, width: int, tokens: int) -> int:
-    """Return where a byte of a token's row lies in a tile.
+    """Return the offset of a byte of a token's row in a tile.
 
     Parameters
     ----------
     token, byte
-        The row, and the byte of it.
+        The row, and the byte within it.
     width
-        Bytes of a row of an atom: 128, 64 or 32.
+        Bytes per row of an atom: 128, 64 or 32.
     tokens
         Rows of the tile.
     """
@@ -58,53 +58,53 @@ def offset(token: int, byte: int, width: int, tokens: int) -> int:
 
 
 def swizzled(address: int, width: int) -> int:
-    """Return an address whose units are exchanged: their number, from bit 4 on, xor the bits from 7 on."""
+    """Return the swizzled address: the unit number, from bit 4 on, xor the bits from 7 on."""
     return address ^ ((address >> 7) & (width // UNIT - 1)) << 4
 
 
 def bases(tokens: int, size: int) -> list[list[int]]:
-    """Return token and element at every power of two of a tile's elements, as Gluon's linear layouts have them."""
+    """Return [token, element] at every power of two of a tile's elements, the bases of Gluon's linear layouts."""
     width = width_of(size)
-    found = []
+    vectors = []
     for bit in range((tokens * size).bit_length() - 1):
         # A swizzle is its own inverse.
         column, inside = divmod(swizzled(2 << bit, width), tokens * width)
-        found.append([inside // width, (column * width + inside % width) // 2])
-    return found
+        vectors.append([inside // width, (column * width + inside % width) // 2])
+    return vectors
 
 
 def descriptor(start: int, width: int) -> int:
-    """Return the 64 bits by which a product finds an operand in shared memory that begins at the byte `start`.
+    """Return the 64-bit matrix descriptor of an operand in shared memory that begins at byte `start` (wgmma).
 
-    Bits 0 to 13 have the start, and bits 32 to 45 the distance of atoms that lie below each other, in units of 16
-    bytes; bits 62 and 63 the width of atoms. Bits 16 to 29, the distance of atoms side by side, are not used where the
-    embedding lies along the rows: an instruction meets one atom there.
+    Bits 0 to 13 hold the start, and bits 32 to 45 the distance between vertically adjacent atoms, in units of 16 bytes;
+    bits 62 and 63 the swizzle mode. Bits 16 to 29, the distance between horizontally adjacent atoms, are unused if the
+    embedding lies along the rows (K-major): an instruction covers one atom there.
     """
     return (start // UNIT & 0x3FFF) | (ATOM_ROWS * width // UNIT) << 32 | MODES[width] << 62
 
 
 def blackwell_descriptor(start: int, width: int) -> int:
-    """Return the same for products of tcgen05, on Blackwell.
+    """Return the descriptor for tcgen05 products, on Blackwell.
 
-    A 1 in bits 46 to 48 says that it is of this form; the width takes bits 61 to 63, in another numbering.
+    A 1 in bits 46 to 48 marks this format; the swizzle mode is in bits 61 to 63, with another numbering.
     """
     return (start // UNIT & 0x3FFF) | (ATOM_ROWS * width // UNIT) << 32 | 1 << 46 | 2 * MODES[width] << 61
 
 
 def step_starts(tokens: int, size: int) -> list[int]:
-    """Return where each instruction's operand begins in a tile, in the order of the embedding."""
+    """Return the start of each instruction's operand in a tile, in the order of the embedding."""
     width = width_of(size)
     per_atom = width // (2 * STEP)
     return [step // per_atom * tokens * width + step % per_atom * 2 * STEP for step in range(size // STEP)]
 
 
 def held_by(lane: int, register: int) -> tuple[int, int]:
-    """Return row and column of what a lane's register has of a product of 16 rows of a warp."""
+    """Return row and column of the element that a lane's register holds, in a product of 16 rows per warp."""
     return lane // 4 + 8 * (register // 2 % 2), 8 * (register // 4) + 2 * (lane % 4) + register % 2
 
 
 def table() -> str:
-    """The table of docs/layouts.md: atoms and descriptors by the width of a tile's rows."""
+    """The table of docs/layouts.md: atoms and descriptors, by the width of a tile's rows."""
     lines = [
         "| row of a tile | atom | xor | atoms below each other | mode | bits 32 to 63 of a descriptor |",
         "|---|---|---|---:|---:|---|",
@@ -121,7 +121,7 @@ def table() -> str:
 
 
 def bank_pictures() -> dict[str, Any]:
-    """Units of eight rows of 256 bytes, by where they lie: plainly, and in atoms."""
+    """Banks of the units of eight rows of 256 bytes: row-major, and in atoms."""
     row = 2 * BANKS
     plain = [[(token * row + unit * UNIT) % BANKS // UNIT for unit in range(row // UNIT)] for token in range(ATOM_ROWS)]
     atoms = [[offset(token, unit * UNIT, 128, 64) % BANKS // UNIT for unit in range(row // UNIT)] for token in range(8)]
@@ -129,20 +129,20 @@ def bank_pictures() -> dict[str, Any]:
 
 
 def atom_pictures() -> dict[str, Any]:
-    """Of atoms of each width, the units in memory, 128 bytes to a line: which row and which unit of it lies there."""
-    found = {}
+    """For each atom width the memory in lines of 128 bytes: row and unit stored in each position."""
+    by_width = {}
     for width in MODES:
         lines = [["" for _ in range(BANKS // UNIT)] for _ in range(ATOM_ROWS * width // BANKS)]
         for token in range(ATOM_ROWS):
             for unit in range(width // UNIT):
-                line, place = divmod(offset(token, unit * UNIT, width, ATOM_ROWS) // UNIT, BANKS // UNIT)
-                lines[line][place] = f"{token}.{unit}"
-        found[str(width)] = lines
-    return found
+                line, slot = divmod(offset(token, unit * UNIT, width, ATOM_ROWS) // UNIT, BANKS // UNIT)
+                lines[line][slot] = f"{token}.{unit}"
+        by_width[str(width)] = lines
+    return by_width
 
 
 def tile_picture() -> dict[str, Any]:
-    """A tile of 64 tokens of 128 elements: where each atom begins, and each instruction's operand."""
+    """A tile of 64 tokens of 128 elements: the start of each atom, and of each instruction's operand."""
     return {
         "atoms": [[offset(token, byte, 128, 64) for byte in (0, 128)] for token in range(0, 64, ATOM_ROWS)],
         "steps": step_starts(64, 128),
@@ -150,7 +150,7 @@ def tile_picture() -> dict[str, Any]:
 
 
 def lanes_picture() -> dict[str, Any]:
-    """The lane that has each element of 16 rows and 16 columns of a product."""
+    """The lane that holds each element of 16 rows and 16 columns of a product."""
     lanes = [[0] * 16 for _ in range(16)]
     for lane in range(32):
         for register in range(8):
@@ -160,7 +160,7 @@ def lanes_picture() -> dict[str, Any]:
 
 
 def _cells(axes: Any, values: list[list[Any]], labels: list[list[Any]], colours: str = "Pastel1") -> None:
-    """A grid of coloured, labelled cells."""
+    """Draw a grid of coloured, labelled cells."""
     axes.imshow(values, cmap=colours, aspect="auto")
     for row, line in enumerate(labels):
         for column, label in enumerate(line):
@@ -212,7 +212,7 @@ def _rectangle(left: float, top: float, width: float, height: float) -> Any:
     return Rectangle((left, top), width, height, fill=False, edgecolor="black", linewidth=1.5)
 
 
-# Each picture's name, size in inches, contents, and what draws them.
+# Name of each figure -> size in inches, function of its contents, drawing function.
 PICTURES: dict[str, tuple[tuple[float, float], Callable[[], dict[str, Any]], Callable[[Any, dict[str, Any]], None]]] = {
     "banks": ((8, 2), bank_pictures, _draw_banks),
     "atoms": ((8, 2), atom_pictures, _draw_atoms),
@@ -222,7 +222,7 @@ PICTURES: dict[str, tuple[tuple[float, float], Callable[[], dict[str, Any]], Cal
 
 
 def draw(name: str, folder: Path = FOLDER) -> Path:
-    """Draw a picture as a PNG, which holds its contents as text, and return its path."""
+    """Draw a figure as a PNG, which embeds its contents as text, and return its path."""
     from matplotlib.figure import Figure
 
     size, contents_of, draw_into = PICTURES[name]
@@ -236,7 +236,7 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
 
 
 def main() -> None:
-    """Draw all pictures again."""
+    """Redraw all figures."""
     for name in PICTURES:
         print(f"{draw(name)}: drawn")
 

@@ -1,9 +1,9 @@
-"""The README's picture: time and memory beside the other scorers, drawn from the newest committed results.
+"""The README's figure: time and memory compared with other scorers, from the newest committed results.
 
     python docs/benchmarks/make_picture.py
 
-writes `speed-and-memory-light.png` and `-dark.png`, for GitHub's two themes. What a file shows stands in it as text too
-(`read_contents`), so that a test can tell a picture that is older than its results.
+writes `speed-and-memory-light.png` and `-dark.png`, for GitHub's two themes. Each file also embeds its contents as text
+(`read_contents`), so that a test can detect a figure older than its results.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pylate_flash.bench import load_suite, training
 from pylate_flash.bench.report import duration, titles
 from pylate_flash.bench.suite import OURS
 
-# Rows that stand for calls which users make: (suite, row, what it is).
+# Rows that represent typical calls: (suite, row, title).
 TIMES = (
     ("forward", "rerank-10k", "Score 10,000 documents for one query"),
     ("forward", "serve-32", "Score 1,024 documents for 32 queries"),
     ("training", "train-512", "Loss and gradients of 512 pairs"),
     ("training", "colpali-64", "Loss and gradients of 64 pairs, 1,024 tokens each"),
 )
-# Rows of the suite `training`: (row, what it is).
+# Rows of the suite `training`: (row, title).
 MEMORY = (
     ("train-128", "Loss and gradients of 128 pairs"),
     ("train-512", "Loss and gradients of 512 pairs"),
@@ -36,13 +36,13 @@ MEMORY = (
     ("colpali-64", "Loss and gradients of 64 pairs, 1,024 tokens each"),
 )
 TIMED_SYSTEMS = (OURS, "lik", "flash_maxsim", "torch")
-# torch takes as many documents at a time as fit in the memory there is: what it takes says nothing.
+# torch takes as many documents at a time as fit in memory, so its memory is not comparable.
 MEASURED_SYSTEMS = (OURS, "lik", "lik_lowmem", "flash_maxsim")
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a picture: those of the page around it, and of the systems."""
+    """Colours of a figure: those of the page around it, and of the systems."""
 
     background: str
     text: str
@@ -82,12 +82,12 @@ THEMES = {
 
 
 def path_of(theme: str, folder: Path = HERE) -> Path:
-    """Return where the picture of a theme lies."""
+    """Return the path of a theme's figure."""
     return folder / f"speed-and-memory-{theme}.png"
 
 
 def gather(folder: Path = RESULTS) -> dict[str, Any]:
-    """Return what the picture shows, from the newest complete results of the suites `forward` and `training`.
+    """Return the contents of the figure, from the newest complete results of the suites `forward` and `training`.
 
     Returns
     -------
@@ -98,18 +98,18 @@ def gather(folder: Path = RESULTS) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If there is no complete result of a suite, it lacks what is shown, or both are not of one machine.
+        If a suite has no complete result, a shown row is missing, or the results are of different machines.
     """
-    found = {}
+    by_suite = {}
     for suite in ("forward", "training"):
         result = newest(suite, folder)
         if result is None:
             raise ValueError(f"{folder}: has no complete result of the suite {suite!r}")
-        found[suite] = result
-    names = titles(load_suite("training"), found["training"])
+        by_suite[suite] = result
+    names = titles(load_suite("training"), by_suite["training"])
     times = []
     for suite, name, title in TIMES:
-        row = _row(found[suite], name)
+        row = _row(by_suite[suite], name)
         about = f"{suite} {name}: {row['shape']} tokens"
         times.append({"title": title, "about": about, "bars": _bars(row, TIMED_SYSTEMS, "median_ms")})
     memory = []
@@ -117,13 +117,13 @@ def gather(folder: Path = RESULTS) -> dict[str, Any]:
         batch = next(batch for batch in training.ROWS if batch.name == name)
         similarities = 2 * batch.Nq * batch.Nd * batch.Lq * batch.Ld  # in bfloat16
         about = f"{name}: all similarities at once would be {similarities / 2**20:,.0f} MiB"
-        bars = _bars(_row(found["training"], name), MEASURED_SYSTEMS, "memory_bytes")
+        bars = _bars(_row(by_suite["training"], name), MEASURED_SYSTEMS, "memory_bytes")
         memory.append({"title": title, "about": about, "bars": bars})
     return {
         "times": times,
         "memory": memory,
         "names": {name: title for name, title in names.items() if name in (*TIMED_SYSTEMS, *MEASURED_SYSTEMS)},
-        "caption": _caption(found),
+        "caption": _caption(by_suite),
     }
 
 
@@ -141,21 +141,21 @@ def _bars(row: dict[str, Any], systems: tuple[str, ...], number: str) -> dict[st
     return bars
 
 
-def _caption(found: dict[str, dict[str, Any]]) -> str:
-    """Where, when and how both suites were measured; raises a ValueError where that was not the same."""
-    places = []
-    for result in found.values():
+def _caption(by_suite: dict[str, dict[str, Any]]) -> str:
+    """Where, when and how the suites were measured; raises a ValueError if machine or versions differ."""
+    setups = []
+    for result in by_suite.values():
         versions, protocol = result["versions"], result["protocol"]
-        places.append(
+        setups.append(
             f"{result['machine']['name']}, torch {versions['torch']}, triton {versions['triton']}, "
             f"{protocol['dtype']}, d = 128."
         )
-    if len(set(places)) > 1:
-        raise ValueError(f"one picture cannot show results of two kinds: {' / '.join(places)}")
-    made = sorted({result["protocol"]["repetitions"] for result in found.values()})
-    dates = sorted({result["date"][:10] for result in found.values()})
+    if len(set(setups)) > 1:
+        raise ValueError(f"one picture cannot show results of two kinds: {' / '.join(setups)}")
+    repetitions = sorted({result["protocol"]["repetitions"] for result in by_suite.values()})
+    dates = sorted({result["date"][:10] for result in by_suite.values()})
     return (
-        f"{places[0]} Median of {' or '.join(map(str, made))} calls from a cold cache, systems in turn. "
+        f"{setups[0]} Median of {' or '.join(map(str, repetitions))} calls from a cold cache, systems in turn. "
         f"{' and '.join(dates)}.\n"
         "Loss and gradients: from embeddings on, without the encoder. LIK: late-interaction-kernels, the faster of its "
         "backwards auto and unified;\n"
@@ -165,7 +165,7 @@ def _caption(found: dict[str, dict[str, Any]]) -> str:
 
 
 def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
-    """Draw both panels; ``path`` becomes a PNG, which holds ``contents`` as text."""
+    """Draw both panels to a PNG at ``path``, which embeds ``contents`` as text."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -207,14 +207,14 @@ def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
 
 
 def save(figure: Any, contents: dict[str, Any], path: Path, colours: int = 128) -> None:
-    """Write a figure to a PNG of so many colours, which holds ``contents`` as text."""
+    """Write a figure to a PNG with ``colours`` colours, which embeds ``contents`` as text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    # So few colours need no more than a byte each, which makes the file a quarter as large.
+    # A palette needs one byte per pixel, which makes the file a quarter as large.
     picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(colours)
     description = PngInfo()
     description.add_text("Description", json.dumps(contents))
@@ -234,29 +234,29 @@ def _panel(
     scale: Callable[[dict[str, float]], float],
     label: Callable[[float, float], str],
 ) -> None:
-    """Groups of horizontal bars from one linear axis, each under its title, with its number at its end."""
+    """Draw groups of horizontal bars on one linear axis, each group below its title, with values at the bar ends."""
     longest = max(value * scale(group["bars"]) for group in groups for value in group["bars"].values())
-    place = 0.0
+    y = 0.0
     for group in groups:
-        axes.plot([0, 0], [place + 1.5, place + len(group["bars"]) + 1.5], color=theme.line, linewidth=1, zorder=0)
-        axes.text(0, place, group["title"], color=theme.text, fontsize=9, fontweight="bold", va="center")
-        axes.text(0, place + 0.9, group["about"], color=theme.muted, fontsize=7.5, va="center")
-        place += 2
+        axes.plot([0, 0], [y + 1.5, y + len(group["bars"]) + 1.5], color=theme.line, linewidth=1, zorder=0)
+        axes.text(0, y, group["title"], color=theme.text, fontsize=9, fontweight="bold", va="center")
+        axes.text(0, y + 0.9, group["about"], color=theme.muted, fontsize=7.5, va="center")
+        y += 2
         for name, value in group["bars"].items():
             length = value * scale(group["bars"])
-            axes.barh(place, length, height=0.84, color=theme.systems[name])
+            axes.barh(y, length, height=0.84, color=theme.systems[name])
             axes.text(
                 length + 0.012 * longest,
-                place,
+                y,
                 label(value, value / group["bars"][OURS]),
                 color=theme.text if name == OURS else theme.muted,
                 fontsize=7.5,
                 fontweight="bold" if name == OURS else "normal",
                 va="center_baseline",
             )
-            place += 1
-        place += 0.5
-    axes.set_ylim(place - 0.6, -0.7)
+            y += 1
+        y += 0.5
+    axes.set_ylim(y - 0.6, -0.7)
     axes.set_xlim(0, 1.34 * longest)
     axes.set_title(title, color=theme.text, fontsize=10, loc="left", pad=8)
     axes.set_facecolor(theme.background)
@@ -266,7 +266,7 @@ def _panel(
 
 
 def read_contents(path: Path) -> dict[str, Any]:
-    """Return what a picture shows, as `draw` was given it."""
+    """Return the contents embedded in a figure, as passed to `draw`."""
     from PIL import Image
 
     with Image.open(path) as picture:
@@ -278,7 +278,7 @@ def draw_themes(
     draw: Callable[[dict[str, Any], Theme, Path], None],
     path_of: Callable[[str], Path],
 ) -> None:
-    """Draw a picture again, for both themes."""
+    """Redraw a figure for both themes."""
     try:
         contents = gather()
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""The picture of the suite `retrieval`: the time of a search against the size of the corpus, of its newest result.
+"""The figure of the suite `retrieval`: search time against corpus size, from its newest result.
 
     python docs/benchmarks/make_search_picture.py
 
-writes `search-light.png` and `search-dark.png`, which hold what they show as text too, as that of the README does.
+writes `search-light.png` and `search-dark.png`, which embed their contents as text, as the README's figure does.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pylate_flash.bench.report import titles
 from pylate_flash.bench.retrieval import CORPORA
 from pylate_flash.bench.suite import OURS
 
-# Queries of a search, each number in a panel of its own.
+# Numbers of queries per search, one panel each.
 QUERIES = (1, 32, 1000)
 SYSTEMS = (OURS, f"{OURS}_int8", "lik", "fast_plaid")
 
 
 def path_of(theme: str, folder: Path = HERE) -> Path:
-    """Return where the picture of a theme lies."""
+    """Return the path of a theme's figure."""
     return folder / f"search-{theme}.png"
 
 
 def gather(folder: Path = RESULTS) -> dict[str, Any]:
-    """Return what the picture shows.
+    """Return the contents of the figure.
 
     Returns
     -------
     dict
-        "panels": of each number of queries, a "title" and the "lines" of systems, [documents, tokens, milliseconds] of
-        a corpus in order of tokens; "names" of the systems; the "caption".
+        "panels": for each number of queries, a "title" and the "lines" of systems, [documents, tokens, milliseconds]
+        per corpus in order of tokens; "names" of the systems; the "caption".
 
     Raises
     ------
@@ -68,7 +68,7 @@ def gather(folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
-    """Draw the panels; ``path`` becomes a PNG, which holds ``contents`` as text."""
+    """Draw the panels to a PNG at ``path``, which embeds ``contents`` as text."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -85,7 +85,7 @@ def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
             _, tokens, times = zip(*line, strict=True)
             (handles[name],) = axes.plot(tokens, times, color=colours[name], marker="o", markersize=3, linewidth=1.5)
         axes.set(xscale="log", yscale="log", facecolor=theme.background)
-        # Less than a decade has labels too.
+        # Label ranges of less than a decade too.
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())

@@ -1,9 +1,9 @@
-"""The tables of `docs/benchmarks.md`, each from the newest committed result of its suite, a complete one if there is.
+"""The tables of `docs/benchmarks.md`, each from the newest committed result of its suite, preferably a complete one.
 
     python docs/benchmarks/make_tables.py
 
-That of the suite ``forward`` stands between ``<!-- bench:forward:begin -->`` and ``<!-- bench:forward:end -->``; so do
-others. ``--check`` writes nothing and exits with 1 where the page and the results differ.
+The table of the suite ``forward`` is between ``<!-- bench:forward:begin -->`` and ``<!-- bench:forward:end -->``, and
+likewise for the others. ``--check`` writes nothing and exits with 1 if the page and the results differ.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ RESULTS = HERE / "results"
 
 
 def newest(suite: str, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """Return the newest result of a suite among ``folder``'s ``<suite>-*.json``, of complete ones if any is, or None.
+    """Return the newest result of a suite among ``folder``'s ``<suite>-*.json``, preferring complete ones, or None.
 
-    Results that are quick, or are of a CPU's smaller batches, are passed over: no table is made of them.
+    Skips quick results and those of reduced batches on a CPU, which get no table.
     """
-    kept = [result for path in sorted(folder.glob(f"{suite}-*.json")) if _keepable(result := results.load(path))]
-    return max(kept, key=lambda result: (result["complete"], datetime.fromisoformat(result["date"])), default=None)
+    candidates = [result for path in sorted(folder.glob(f"{suite}-*.json")) if _keepable(result := results.load(path))]
+    return max(
+        candidates, key=lambda result: (result["complete"], datetime.fromisoformat(result["date"])), default=None
+    )
 
 
 def _keepable(result: dict[str, Any]) -> bool:
@@ -40,13 +42,13 @@ def _keepable(result: dict[str, Any]) -> bool:
 
 
 def suite_of(name: str) -> Suite:
-    """Return the suite of that name, of the package or of the folder `suites` here."""
+    """Return the suite of that name, from the package or from the folder `suites` here."""
     path = HERE / "suites" / f"{name}.py"
     return load_suite(str(path) if path.is_file() else name)
 
 
 def render(suite: Suite, result: dict[str, Any] | None) -> str:
-    """Return what stands between the two markers: the table, or a sentence where there is no result yet."""
+    """Return the text between the two markers: the table, or a sentence if there is no result yet."""
     if result is None:
         name = f"docs/benchmarks/suites/{suite.name}.py" if suite.script else suite.name
         return (
@@ -72,8 +74,10 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
             else ""
         )
     )
-    made = {state["repetitions"] for row in result["rows"] for state in row["systems"].values() if "median_ms" in state}
-    fewest = min(made, default=protocol["repetitions"])
+    repetitions = {
+        state["repetitions"] for row in result["rows"] for state in row["systems"].values() if "median_ms" in state
+    }
+    fewest = min(repetitions, default=protocol["repetitions"])
     lines = [
         f"{suite.title}, {suite.unit}. {heading(result)}; {result['date'][:10]}. "
         f"Median of {protocol['repetitions']} calls{' from a cold cache' if protocol['flush_bytes'] else ''}"
@@ -90,14 +94,14 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
 
 
 def quality(folder: Path = RESULTS) -> str:
-    """Return the table of what `quality.py` left in ``folder``: what fewer bits cost in retrieval."""
+    """Return the table of the results of `quality.py` in ``folder``: the retrieval quality with fewer bits."""
     tables: list[str] = []
     for path in sorted((folder / "quality").glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         plain = result["rows"][0]["bytes"]
         (overlap,) = (key for key in result["rows"][0] if key.startswith("overlap@"))
         tables += [
-            # Without an empty line before it, it would be a row of the table above.
+            # Without a blank line it would continue the table above.
             *([""] if tables else []),
             f"{result['collection'].capitalize()}, {result['machine']['name']}; {result['date']}.",
             "",
@@ -113,7 +117,7 @@ def quality(folder: Path = RESULTS) -> str:
 
 
 def _missing(suite: Suite, result: dict[str, Any]) -> list[str]:
-    """The line that names the rows which an incomplete result does not have, or none."""
+    """The line that names the rows missing from an incomplete result, or none."""
     if result["complete"]:
         return []
     measured = {row["name"] for row in result["rows"]}
@@ -122,7 +126,7 @@ def _missing(suite: Suite, result: dict[str, Any]) -> list[str]:
 
 
 def _memory(result: dict[str, Any], heads: dict[str, str]) -> list[str]:
-    """The lines of a second table, of the rows whose memory was measured, or none."""
+    """The lines of a second table, with the rows whose memory was measured, or none."""
     rows = [
         (
             row["name"],
@@ -152,24 +156,24 @@ def _memory(result: dict[str, Any], heads: dict[str, str]) -> list[str]:
 
 
 def table_of(suite: str, folder: Path = RESULTS) -> str:
-    """Return what stands between the markers of a suite, or of "quality"."""
+    """Return the text between the markers of a suite, or of "quality"."""
     return quality(folder) if suite == "quality" else render(suite_of(suite), newest(suite, folder))
 
 
 def suites_of(page: str, where: str) -> list[str]:
-    """Return the names of the suites that a page's text has markers for.
+    """Return the names of the suites that have markers in a page's text.
 
     Raises
     ------
     ValueError
         If there is none; ``where`` names the page.
     """
-    found = list(dict.fromkeys(re.findall(MARKER.format(r"(\w+)", "(?:begin|end)"), page)))
-    if not found:
+    names = list(dict.fromkeys(re.findall(MARKER.format(r"(\w+)", "(?:begin|end)"), page)))
+    if not names:
         raise ValueError(
             f"{where}: needs one line {MARKER.format('forward', 'begin')} and, after it, one like it to end"
         )
-    return found
+    return names
 
 
 def insert(page: str, table: str, suite: str, where: str) -> str:
@@ -197,19 +201,19 @@ def command(
 ) -> None:
     """Write the page's tables again from the newest results."""
     try:
-        wanted = text = page.read_text(encoding="utf-8")
+        updated = text = page.read_text(encoding="utf-8")
         for suite in suites_of(text, str(page)):
-            wanted = insert(wanted, table_of(suite, folder), suite, str(page))
+            updated = insert(updated, table_of(suite, folder), suite, str(page))
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    if text == wanted:
+    if text == updated:
         typer.echo(f"{page}: up to date")
     elif check:
         typer.echo(f"{page}: differs from the results; run `make bench-docs`", err=True)
         raise typer.Exit(1)
     else:
-        page.write_text(wanted, encoding="utf-8")
+        page.write_text(updated, encoding="utf-8")
         typer.echo(f"{page}: tables written")
 
 

@@ -1,10 +1,10 @@
-"""What quantizing documents costs in retrieval: nDCG@10, and how many of the best 20 documents stay.
+"""The cost of quantized documents in retrieval: nDCG@10, and the overlap of the best 20 documents.
 
     python docs/benchmarks/quality.py demo-output/data demo-output/model --output docs/benchmarks/results/quality/
 
-Every query is scored against every document of a collection in BEIR's layout, exactly: with embeddings in bfloat16,
-with documents in 8 bits and queries too, and with queries as they are; and with documents as residual codes, by a codec
-that is trained on them.
+Every query is scored exactly against every document of a collection in BEIR's layout: with embeddings in bfloat16, with
+documents in 8 bits and queries in 8 bits or unquantized, and with documents as residual codes of a codec trained on
+them.
 """
 
 from __future__ import annotations
@@ -23,65 +23,65 @@ from pylate_flash.ops.quantization import PRECISIONS
 from pylate_flash.ops.residual_codes import NBITS
 from script_results import date, write
 
-# Documents of a query that are kept, and those whose overlap is told.
+# Documents retrieved per query, and the depth of the reported overlap.
 _KEPT = 100
 OVERLAP = 20
-# Queries that are scored at a time.
+# Queries scored at a time.
 _QUERIES = 64
 
 
 def best_documents(scores: Tensor, k: int) -> Tensor:
-    """The `k` best documents of each query [Nq, k], or all, best first; of equal scores the first document."""
+    """The `k` best documents (or all) of each query [Nq, k], best first; ties rank the first document first."""
     return scores.cpu().argsort(dim=1, descending=True, stable=True)[:, :k]
 
 
 def overlap(first: Tensor, second: Tensor) -> float:
-    """Mean share of the documents [Nq, k] of the first that are among those of the second."""
+    """Mean share of the documents [Nq, k] in the first that are also in the second."""
     return (first.unsqueeze(2) == second.unsqueeze(1)).any(dim=2).double().mean().item()
 
 
 def measure(documents: list[Tensor], queries: list[Tensor], evaluate: Any) -> list[dict[str, Any]]:
-    """The table: a row for each precision, bfloat16 first, and for residual codes; bytes are those of documents.
+    """The rows of the table, one per precision, bfloat16 first, then residual codes; bytes are those of documents.
 
     Parameters
     ----------
     documents, queries
         Token embeddings [L_i, d], on one device.
     evaluate
-        From scores [Nq, Nd], the nDCG@10.
+        Maps scores [Nq, Nd] to nDCG@10.
     """
     values, bounds = pack([document.bfloat16() for document in documents])
     query_values, query_bounds = pack([query.bfloat16() for query in queries])
 
     def scores(precision: str | None, quantize_queries: bool) -> Tensor:
-        kept = values if precision is None else quantize(values, precision)
-        found = []
+        stored = values if precision is None else quantize(values, precision)
+        query_scores = []
         for first in range(0, len(queries), _QUERIES):
             part = query_bounds[first : first + _QUERIES + 1]
-            some = query_values[int(part[0]) : int(part[-1])]
-            found.append(maxsim_varlen(some, kept, part - part[0], bounds, quantize_queries=quantize_queries))
-        return torch.cat(found)
+            chunk = query_values[int(part[0]) : int(part[-1])]
+            query_scores.append(maxsim_varlen(chunk, stored, part - part[0], bounds, quantize_queries=quantize_queries))
+        return torch.cat(query_scores)
 
-    def residual_scores(kept: ResidualCodes) -> Tensor:
-        found = []
+    def residual_scores(stored: ResidualCodes) -> Tensor:
+        query_scores = []
         for first in range(0, len(queries), _QUERIES):
-            some = [query.bfloat16() for query in queries[first : first + _QUERIES]]
-            mask = pad_sequence([query.new_ones(len(query), dtype=torch.bool) for query in some], batch_first=True)
-            found.append(maxsim_residual(pad_sequence(some, batch_first=True), kept, queries_mask=mask))
-        return torch.cat(found)
+            chunk = [query.bfloat16() for query in queries[first : first + _QUERIES]]
+            mask = pad_sequence([query.new_ones(len(query), dtype=torch.bool) for query in chunk], batch_first=True)
+            query_scores.append(maxsim_residual(pad_sequence(chunk, batch_first=True), stored, queries_mask=mask))
+        return torch.cat(query_scores)
 
     rows: list[dict[str, Any]] = []
     plain = scores(None, False)
 
-    def add(kept: str, queries: str, found: Tensor, n_bytes: int) -> None:
-        ndcg = evaluate(found)
+    def add(stored: str, queries: str, query_scores: Tensor, n_bytes: int) -> None:
+        ndcg = evaluate(query_scores)
         rows.append(
             {
-                "documents": kept,
+                "documents": stored,
                 "queries": queries,
                 "ndcg@10": ndcg,
                 "difference": ndcg - (rows[0]["ndcg@10"] if rows else ndcg),
-                f"overlap@{OVERLAP}": overlap(best_documents(found, OVERLAP), best_documents(plain, OVERLAP)),
+                f"overlap@{OVERLAP}": overlap(best_documents(query_scores, OVERLAP), best_documents(plain, OVERLAP)),
                 "bytes": n_bytes,
             }
         )
@@ -89,17 +89,17 @@ def measure(documents: list[Tensor], queries: list[Tensor], evaluate: Any) -> li
     add("bfloat16", "bfloat16", plain, values.nbytes)
     for precision in PRECISIONS:
         for quantize_queries in (True, False):
-            of_queries = "bfloat16" if not quantize_queries else "fp8" if precision == "fp8" else "int8"
-            found = scores(precision, quantize_queries)
-            add(precision, of_queries, found, quantize(values, precision).nbytes)
+            query_type = "bfloat16" if not quantize_queries else "fp8" if precision == "fp8" else "int8"
+            query_scores = scores(precision, quantize_queries)
+            add(precision, query_type, query_scores, quantize(values, precision).nbytes)
     for nbits in reversed(NBITS):
-        kept = train_residual_codec(values, nbits=nbits).compress(values, bounds)
-        add(f"residual, {nbits} bits", "bfloat16", residual_scores(kept), kept.nbytes)
+        stored = train_residual_codec(values, nbits=nbits).compress(values, bounds)
+        add(f"residual, {nbits} bits", "bfloat16", residual_scores(stored), stored.nbytes)
     return rows
 
 
 def run(data: Path, model: str) -> list[dict[str, Any]]:
-    """The table of a collection and a model."""
+    """The rows of the table for a collection and a model."""
     from pylate_flash import evaluation, models
 
     documents, queries, qrels = evaluation.load_beir_folder(data)
@@ -113,13 +113,13 @@ def run(data: Path, model: str) -> list[dict[str, Any]]:
 
     def evaluate(scores: Tensor) -> float:
         best = best_documents(scores, _KEPT)
-        kept = scores.cpu().gather(1, best).tolist()
-        found = [
+        top_scores = scores.cpu().gather(1, best).tolist()
+        rankings = [
             [{"id": ids[document], "score": score} for document, score in zip(*row, strict=True)]
-            for row in zip(best.tolist(), kept, strict=True)
+            for row in zip(best.tolist(), top_scores, strict=True)
         ]
-        # Of a single metric, ranx returns the number alone.
-        return evaluation.evaluate(found, qrels, queries=list(queries), metrics=["ndcg@10", "recall@100"])["ndcg@10"]
+        # For a single metric ranx returns a bare number instead of a dict.
+        return evaluation.evaluate(rankings, qrels, queries=list(queries), metrics=["ndcg@10", "recall@100"])["ndcg@10"]
 
     with torch.no_grad():
         return measure(

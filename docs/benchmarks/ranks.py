@@ -1,11 +1,11 @@
-"""The contrastive loss with negatives of all ranks: the same as in one process, what it takes, and in what memory.
+"""The contrastive loss with negatives of all ranks: agreement with one process, time and memory.
 
     torchrun --nproc-per-node 2 docs/benchmarks/ranks.py --output ranks.json
 
-`losses.Contrastive` gets embeddings that are there already, in bfloat16 on GPUs (NCCL) and float32 on CPUs (gloo). Each
-rank pads its documents to a length of its own. Two batches are compared with one process that has all of it: a full
-one, shared evenly, and the last one of an epoch, of which the last rank has less. The full one is timed, on all ranks
-and on the first alone.
+`losses.Contrastive` gets precomputed embeddings, in bfloat16 on GPUs (NCCL) and float32 on CPUs (gloo). Each rank pads
+its documents to its own length. Two batches are compared with one process that has the whole batch: a full one, split
+evenly, and the last one of an epoch, of which the last rank has less. The full one is timed, on all ranks and on the
+first alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GATHERINGS = ("all_gather", "ring")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Queries of a full batch on all ranks together, and of each text's tokens; documents have ``shortest`` or more."""
+    """Queries in a full batch over all ranks, and tokens per text; documents have ``shortest`` or more."""
 
     batch_size: int = 8192
     query_length: int = 32
@@ -41,7 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has: embeddings [N, L, d], which require gradients, and the mask of its documents [N, L]."""
+    """The share of a rank: embeddings [N, L, d], which require gradients, and the mask of its documents [N, L]."""
 
     queries: torch.Tensor
     documents: torch.Tensor
@@ -49,20 +49,20 @@ class Share:
 
     @property
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What gradients are computed of."""
+        """The tensors that get gradients."""
         return self.queries, self.documents
 
 
 def counts(sizes: Sizes, world: int, ragged: bool) -> list[int]:
-    """How many queries each rank has: as many, or the last one a third of that."""
-    found = [sizes.batch_size // world] * world
+    """The number of queries per rank: equal, but if ``ragged`` a third of that on the last one."""
+    n_queries = [sizes.batch_size // world] * world
     if ragged:
-        found[-1] = max(1, found[-1] // 3)
-    return found
+        n_queries[-1] = max(1, n_queries[-1] // 3)
+    return n_queries
 
 
 def share_of(rank: int, count: int, sizes: Sizes, device: torch.device) -> Share:
-    """Draw what a rank has; every other rank has shorter documents."""
+    """Draw the share of a rank; odd ranks have shorter documents."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     random = torch.Generator(device).manual_seed(rank)
     longest = sizes.document_length - (sizes.document_length - sizes.shortest) // 4 * (rank % 2)
@@ -77,7 +77,7 @@ def share_of(rank: int, count: int, sizes: Sizes, device: torch.device) -> Share
 
 
 def whole(shares: list[Share]) -> Share:
-    """All shares as one, documents padded to the longest."""
+    """Concatenate all shares, with documents padded to the longest."""
     longest = max(share.documents.shape[1] for share in shares)
     with torch.no_grad():
         documents = torch.cat(
@@ -91,7 +91,7 @@ def whole(shares: list[Share]) -> Share:
 
 
 def step(share: Share, **arguments: Any) -> torch.Tensor:
-    """The loss; the gradients are left in the share."""
+    """Return the loss; the gradients are in the share's leaves."""
     from pylate_flash import losses
 
     model: Any = Embedded()
@@ -112,62 +112,62 @@ def step(share: Share, **arguments: Any) -> torch.Tensor:
 
 
 def gathered(tensors: list[torch.Tensor], rank: int, like: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """On the first rank, the tensors of all ranks, which have the shapes of those given; elsewhere those of this one.
+    """Return on the first rank the tensors of all ranks, with the shapes of ``like``; elsewhere this rank's own.
 
-    They travel in float32.
+    They are sent in float32.
     """
     if rank:
         for tensor in tensors:
             dist.send(tensor.float().contiguous(), 0)
         return [tensors]
-    found = [tensors]
+    by_rank = [tensors]
     for source in range(1, dist.get_world_size()):
         received = [torch.empty(other.shape, dtype=torch.float32, device=other.device) for other in like[source]]
         for tensor in received:
             dist.recv(tensor, source)
-        found.append(received)
-    return found
+        by_rank.append(received)
+    return by_rank
 
 
 def errors(sizes: Sizes, ragged: bool, gather: str, rank: int, device: torch.device) -> dict[str, float] | None:
-    """How far the loss and the gradients of all ranks are from one process's: relative, in Frobenius norm.
+    """Relative errors (Frobenius norm) of the loss and gradients of all ranks against one process.
 
-    None on ranks but the first.
+    None on all ranks but the first.
     """
     world = dist.get_world_size()
     shares = [share_of(other, count, sizes, device) for other, count in enumerate(counts(sizes, world, ragged))]
     value = step(shares[rank], gather_across_devices=True, gather=gather)
     dist.all_reduce(value)
-    own = [leaf.grad for leaf in shares[rank].leaves if leaf.grad is not None]
-    everywhere = gathered(own, rank, [list(share.leaves) for share in shares])
+    own_gradients = [leaf.grad for leaf in shares[rank].leaves if leaf.grad is not None]
+    by_rank = gathered(own_gradients, rank, [list(share.leaves) for share in shares])
     if rank:
         return None
-    together = whole(shares)
-    expected = step(together)
-    # The mean over all queries, and each rank's loss counts as often as there are ranks; so do gradients.
+    combined = whole(shares)
+    expected = step(combined)
+    # The loss is the mean over all queries, and each rank's is scaled by the number of ranks; so are gradients.
     value /= world**2
-    gradients = [[gradient.double() / world**2 for gradient in of_rank] for of_rank in everywhere]
-    return {"loss": abs(value.item() / expected.item() - 1.0), **distances(gradients, shares, together)}
+    gradients = [[gradient.double() / world**2 for gradient in rank_gradients] for rank_gradients in by_rank]
+    return {"loss": abs(value.item() / expected.item() - 1.0), **distances(gradients, shares, combined)}
 
 
-def distances(gradients: list[list[torch.Tensor]], shares: list[Share], together: Share) -> dict[str, float]:
-    """How far the gradients of the shares are from those that one process has left in all of them together."""
-    found = {}
+def distances(gradients: list[list[torch.Tensor]], shares: list[Share], combined: Share) -> dict[str, float]:
+    """Relative errors of the shares' gradients against those of one process with all shares."""
+    errors_by_name = {}
     for index, name in enumerate(("queries", "documents")):
-        gradient = together.leaves[index].grad
+        gradient = combined.leaves[index].grad
         assert gradient is not None
         difference, start = 0.0, 0
-        for share, of_rank in zip(shares, gradients, strict=True):
+        for share, rank_gradients in zip(shares, gradients, strict=True):
             count, length, _ = share.leaves[index].shape
             right = gradient[start : start + count, :length].double()
-            difference += (of_rank[index] - right).square().sum().item()
+            difference += (rank_gradients[index] - right).square().sum().item()
             start += count
-        found[name] = (difference / gradient.double().square().sum().item()) ** 0.5
-    return found
+        errors_by_name[name] = (difference / gradient.double().square().sum().item()) ** 0.5
+    return errors_by_name
 
 
 def measure(share: Share, steps: int, device: torch.device, **arguments: Any) -> tuple[float, int]:
-    """Median seconds of a step, and the bytes that it takes beyond what lay there before (0 on a CPU)."""
+    """Median seconds of a step, and its peak bytes beyond those held before (0 on a CPU)."""
     seconds = []
     peak = before = 0
     for number in range(steps + 2):
@@ -190,38 +190,38 @@ def measure(share: Share, steps: int, device: torch.device, **arguments: Any) ->
 
 
 def link(share: Share, steps: int, device: torch.device) -> dict[str, float]:
-    """Median seconds in which the ranks give each other their documents, and the bytes that each of them gives."""
-    given = share.documents.detach().contiguous()
-    longest = torch.tensor(given.shape[1], device=device)
+    """Median seconds of an all-gather of the documents, and the bytes that each rank contributes."""
+    documents = share.documents.detach().contiguous()
+    longest = torch.tensor(documents.shape[1], device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    given = F.pad(given, (0, 0, 0, int(longest) - given.shape[1]))
-    received = [torch.empty_like(given) for _ in range(dist.get_world_size())]
+    documents = F.pad(documents, (0, 0, 0, int(longest) - documents.shape[1]))
+    received = [torch.empty_like(documents) for _ in range(dist.get_world_size())]
     seconds = []
     for _ in range(steps + 2):
         dist.barrier()
         started = time.perf_counter()
-        dist.all_gather(received, given)
+        dist.all_gather(received, documents)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
-    return {"seconds": largest((statistics.median(seconds[2:]), 0), device)[0], "bytes": given.nbytes}
+    return {"seconds": largest((statistics.median(seconds[2:]), 0), device)[0], "bytes": documents.nbytes}
 
 
 def largest(values: tuple[float, int], device: torch.device) -> tuple[float, int]:
-    """Of all ranks the longest time, and the most memory."""
-    found = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found[0].item(), int(found[1])
+    """The longest time and the most memory over all ranks."""
+    maxima = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    return maxima[0].item(), int(maxima[1])
 
 
 def compare(sizes: Sizes, steps: int) -> dict[str, Any]:
-    """What the ranks of the default process group find; the errors are the first rank's to know.
+    """Measure on the ranks of the default process group; only the first rank has the errors.
 
     Returns
     -------
     dict
-        "world"; "errors": of each gathering and batch those of loss, queries and documents; "rows": ranks, gathering
-        (None for one process with the whole batch), "seconds", and "bytes" of a rank, None on CPUs; "link": as `link`.
+        "world"; "errors" of loss, queries and documents, per gathering and batch; "rows": ranks, gathering (None for
+        one process with the whole batch), "seconds", and "bytes" per rank, None on CPUs; "link": from `link`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     device = device_of_rank()
@@ -231,36 +231,36 @@ def compare(sizes: Sizes, steps: int) -> dict[str, Any]:
             result["errors"][f"{gather}, {name}"] = errors(sizes, ragged, gather, rank, device)
     even = counts(sizes, world, False)
     if rank == 0:
-        alone = whole([share_of(other, count, sizes, device) for other, count in enumerate(even)])
-        seconds, taken = measure(alone, steps, device)
+        full_batch = whole([share_of(other, count, sizes, device) for other, count in enumerate(even)])
+        seconds, taken = measure(full_batch, steps, device)
         result["rows"].append({"ranks": 1, "gather": None, "seconds": seconds, "bytes": taken or None})
-        del alone
+        del full_batch
     dist.barrier()
     share = share_of(rank, even[rank], sizes, device)
     for gather in GATHERINGS:
-        found = measure(share, steps, device, gather_across_devices=True, gather=gather)
-        seconds, taken = largest(found, device)
+        own = measure(share, steps, device, gather_across_devices=True, gather=gather)
+        seconds, taken = largest(own, device)
         result["rows"].append({"ranks": world, "gather": gather, "seconds": seconds, "bytes": taken or None})
     result["link"] = link(share, steps, device)
     return result
 
 
 def table(result: dict[str, Any]) -> str:
-    """What was found, for people."""
+    """The result as Markdown tables."""
     first = result["rows"][0]["seconds"]
     lines = ["| ranks | gathered | s | of one rank's | GB of a rank |", "|---:|---|---:|---:|---:|"]
     for row in result["rows"]:
         taken = "-" if row["bytes"] is None else f"{row['bytes'] / 1e9:.2f}"
         share = row["seconds"] / first
         lines.append(f"| {row['ranks']} | {row['gather'] or '-'} | {row['seconds']:.4f} | {share:.2f} | {taken} |")
-    alone = result["link"]
+    exchange = result["link"]
     lines += [
         "",
-        f"Gathering the documents, {alone['bytes'] / 1e6:.0f} MB of each rank, alone: {alone['seconds']:.4f} s.",
+        f"Gathering the documents, {exchange['bytes'] / 1e6:.0f} MB of each rank, alone: {exchange['seconds']:.4f} s.",
     ]
     lines += ["", "| batch | loss | queries | documents |", "|---|---:|---:|---:|"]
-    for name, found in result["errors"].items():
-        lines.append(f"| {name} | {found['loss']:.1e} | {found['queries']:.1e} | {found['documents']:.1e} |")
+    for name, entry in result["errors"].items():
+        lines.append(f"| {name} | {entry['loss']:.1e} | {entry['queries']:.1e} | {entry['documents']:.1e} |")
     return "\n".join(lines)
 
 

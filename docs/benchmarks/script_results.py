@@ -1,4 +1,4 @@
-"""What the scripts here share: where and when a result was measured, its file, and the processes of torchrun."""
+"""Shared by the scripts here: metadata of a result, writing it, and the processes of torchrun."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import torch.distributed as dist
 
 
 def date() -> str:
-    """The time that it is, in UTC."""
+    """The current time in UTC."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def about() -> dict[str, str]:
-    """When, on which GPU and with which torch this is measured."""
+    """Date, GPU and torch version of this measurement."""
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {"date": date(), "machine": machine, "torch": str(torch.__version__)}
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON, and the folder that it lies in."""
+    """Write a result as JSON, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def ranks_of_torchrun(minutes: int) -> Iterator[None]:
-    """The processes that torchrun has started as the default group, each with a GPU of its own where there are some.
+    """The default process group of the processes that torchrun has started, with one GPU each if there are GPUs.
 
-    A rank that waits longer than that, for what another one never sends, ends with an error.
+    A rank that waits longer than ``minutes`` for another one raises an error.
     """
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -48,5 +48,5 @@ def ranks_of_torchrun(minutes: int) -> Iterator[None]:
 
 
 def device_of_rank() -> torch.device:
-    """Where a rank of the default group computes."""
+    """The device of this rank of the default group."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

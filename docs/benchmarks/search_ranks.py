@@ -1,10 +1,10 @@
-"""An exact index on disk that several GPUs search together: the lists of one GPU, and what it takes.
+"""An exact index on disk, searched by several GPUs together: agreement with one GPU, and time.
 
     torchrun --nproc-per-node 2 docs/benchmarks/search_ranks.py --output search.json
 
-Documents of 64 to 192 tokens of random unit vectors in bfloat16 (float32 on CPUs), d = 128, are written by the first
-rank. All ranks open the index, each loads its share and searches it; then the first does so alone. What lies in the
-page cache is not read from the disk.
+The first rank writes documents of 64 to 192 tokens of random unit vectors in bfloat16 (float32 on CPUs), d = 128. All
+ranks open the index, load their shares and search them; then the first does so alone. Data in the page cache is not
+read from disk.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pylate_flash.indexes import Flat
 from script_results import about, device_of_rank, ranks_of_torchrun, write
 
 K, SIZE, SHORTEST, LONGEST, QUERY_LENGTH = 100, 128, 64, 192, 32
-# Documents that are made and added at a time.
+# Documents generated and added at a time.
 BATCH = 10_000
 
 
 def batches(documents: int, device: torch.device) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Ids and embeddings of the documents."""
+    """Yield ids and embeddings of the documents, in batches."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     random, generator = torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(0)
     for first in range(0, documents, BATCH):
@@ -44,20 +44,20 @@ def batches(documents: int, device: torch.device) -> Iterator[tuple[list[str], l
 
 
 def seconds(call: Callable[[], Any], together: bool) -> tuple[float, Any]:
-    """How long a call takes, of all ranks together until the last has done, and what it returns."""
+    """Seconds of a call (if ``together``, until the last rank is done), and its result."""
     if together:
         dist.barrier()
     start = time.perf_counter()
-    found = call()
+    output = call()
     taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     if together:
         taken = taken.to("cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item(), found
+    return taken.item(), output
 
 
 def told(text: str) -> None:
-    """Say how far it is, on the first rank."""
+    """Print progress on the first rank."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
@@ -65,7 +65,7 @@ def told(text: str) -> None:
 def measured(
     index: Flat, queries: list[torch.Tensor], steps: int, together: bool
 ) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """Seconds of the first search of a query, which loads the rows, and of searches; and the lists of all queries."""
+    """Seconds of a first search, which loads the rows, and of further ones; and the lists of all queries."""
     first, _ = seconds(partial(index.search, queries[:1], k=K), together)
     row: dict[str, Any] = {"first": first, "documents": index._search.rows.documents, "searches": {}}
     lists: list[list[dict[str, Any]]] = []
@@ -79,36 +79,36 @@ def measured(
 
 
 def compare(folder: Path, documents: int, queries_number: int, steps: int) -> dict[str, Any]:
-    """What the ranks of the default process group find.
+    """Measure on the ranks of the default process group.
 
     Returns
     -------
     dict
-        "world", "documents", "bytes" and "added" (seconds of adding them); "same": whether the lists are those of one
-        rank; "rows": of all ranks and of one the seconds of the "first" search and of "searches" by their queries.
+        "world", "documents", "bytes" and "added" (seconds to add them); "same": whether the lists equal those of one
+        rank; "rows", for all ranks and for one: seconds of the "first" search, and "searches" by number of queries.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     device = device_of_rank()
     on_gpu = device.type == "cuda"
     result: dict[str, Any] = {"world": world, "documents": documents}
-    how: dict[str, Any] = {"dtype": "bfloat16" if on_gpu else "float32", "device": device, "show_progress": False}
-    opened = partial(Flat, folder, "index", **how)
+    options: dict[str, Any] = {"dtype": "bfloat16" if on_gpu else "float32", "device": device, "show_progress": False}
+    open_index = partial(Flat, folder, "index", **options)
     generator = torch.Generator(device).manual_seed(1)
     drawn = unit_vectors(queries_number, QUERY_LENGTH, SIZE, generator=generator, dtype=torch.float32)
     queries = list(drawn.cpu())
-    # Kernels are compiled before anything is timed.
-    few = Flat(None, **how)
-    few.add_documents(batches(K, device))
-    measured(few, queries, 1, together=False)
-    del few
+    # Compile kernels before timing.
+    small_index = Flat(None, **options)
+    small_index.add_documents(batches(K, device))
+    measured(small_index, queries, 1, together=False)
+    del small_index
     if rank == 0:
-        written = opened()
+        written = open_index()
         result["added"], _ = seconds(partial(written.add_documents, batches(documents, device)), False)
         result["bytes"] = written.info().bytes
         told(f"{result['bytes'] / 1e9:.1f} GB added in {result['added']:.1f} s")
         del written
     dist.barrier()
-    index = opened(group=dist.group.WORLD)
+    index = open_index(group=dist.group.WORLD)
     row, lists = measured(index, queries, steps, together=True)
     result["rows"] = [{"ranks": world, **row}]
     told(f"all ranks: {row}")
@@ -117,7 +117,7 @@ def compare(folder: Path, documents: int, queries_number: int, steps: int) -> di
         torch.cuda.empty_cache()
     dist.barrier()
     if rank == 0:
-        row, alone = measured(opened(), queries, steps, together=False)
+        row, alone = measured(open_index(), queries, steps, together=False)
         result["rows"].append({"ranks": 1, **row})
         result["same"] = lists == alone
     dist.barrier()
@@ -125,7 +125,7 @@ def compare(folder: Path, documents: int, queries_number: int, steps: int) -> di
 
 
 def table(result: dict[str, Any]) -> str:
-    """What was found, for people."""
+    """The result as a Markdown table."""
     alone = result["rows"][1]
     numbers = list(alone["searches"])
     lines = [f"| ranks | first search, s | {' | '.join(f'{number} queries, s' for number in numbers)} |"]
@@ -151,13 +151,13 @@ def main(
 ) -> None:
     """Compare and measure, in the processes that torchrun starts."""
     with ranks_of_torchrun(minutes=10):
-        place: list[Any] = [tempfile.mkdtemp(dir=folder) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(place)
+        shared_folder: list[Any] = [tempfile.mkdtemp(dir=folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(shared_folder)
         try:
-            result = compare(Path(place[0]), documents, queries, steps)
+            result = compare(Path(shared_folder[0]), documents, queries, steps)
         finally:
             if dist.get_rank() == 0:
-                shutil.rmtree(place[0], ignore_errors=True)
+                shutil.rmtree(shared_folder[0], ignore_errors=True)
         if dist.get_rank() == 0:
             write({**result, **about()}, output)
             print(table(result), flush=True)

@@ -1,7 +1,7 @@
 """The memory of one training step of a ColBERT model, measured in a fresh process.
 
-Weights and gradients of the parameters lie there before. What is counted is what a forward and a backward take at most
-beyond them, in bfloat16 autocast: the encoder's activations, hidden states, embeddings, scores and their gradients.
+Weights and gradients of the parameters are allocated before. Counted is the peak of a forward and a backward beyond
+them, in bfloat16 autocast: the encoder's activations, hidden states, embeddings, scores and their gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from pylate_flash.bench import fresh, memory
 
-# Texts that are encoded at a time where gradients are cached.
+# Texts encoded at a time if gradients are cached.
 MINI_BATCH_SIZE = 16
 
 
@@ -38,9 +38,9 @@ def measure(model: str, step: Step) -> int:
     Parameters
     ----------
     model
-        What `models.ColBERT` loads.
+        A model for `models.ColBERT`.
     step
-        What to measure.
+        The step to measure.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def measure(model: str, step: Step) -> int:
 
 
 def measure_here(model: str, step: Step) -> int:
-    """The same in this process, which should have done nothing else."""
+    """Measure in this process, which should be fresh."""
     from pylate_flash import losses, models
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,7 @@ def measure_here(model: str, step: Step) -> int:
     ).train()
     arguments = {"mini_batch_size": MINI_BATCH_SIZE} if step.loss == "CachedContrastive" else {}
     loss = getattr(losses, step.loss)(colbert, **arguments, **step.arguments)
-    # Of full length, so that an encoder that leaves padding out has as much to do.
+    # Texts of full length, so that an encoder that skips padding has the same work.
     columns = [
         colbert.tokenize(["a " * length] * step.batch_size, is_query=is_query, pad=True)
         for is_query, length in ((True, step.query_length), (False, step.document_length))
@@ -74,12 +74,12 @@ def measure_here(model: str, step: Step) -> int:
     columns = [{name: value.to(device) for name, value in column.items()} for column in columns]
 
     def run() -> None:
-        # The model writes into what it is given.
+        # Copied, as the model modifies its inputs.
         with torch.autocast(device.type, dtype=torch.bfloat16):
             value = loss([dict(column) for column in columns])
         value.backward()
 
-    # From here on there are gradients, and whatever is compiled and tuned.
+    # The first run allocates gradients, compiles and tunes.
     run()
     return memory.peak(run, device)
 

@@ -1,11 +1,10 @@
-"""What the kernels read and write of a GPU's memory: counted from their plans, and by NVIDIA's profiler.
+"""Memory traffic of the kernels: counted from their plans, and measured by NVIDIA's profiler.
 
     python docs/benchmarks/traffic.py --output docs/benchmarks/results/traffic
 
-`expected` counts what every kernel of a forward and a backward loads and stores; `notebooks/walkthrough.ipynb` steps
-through the same kernels load by load, and arrives at the same numbers. This script measures them as well: it starts
-itself under `ncu` (Nsight Compute) for every shape, and writes both side by side. Before every kernel `ncu` empties the
-caches.
+`expected` counts the loads and stores of every kernel of a forward and a backward; `notebooks/walkthrough.ipynb` steps
+through the same kernels load by load, with the same numbers. This script measures them as well: it runs itself under
+`ncu` (Nsight Compute) for every shape, and writes both side by side. `ncu` flushes the caches before every kernel.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from script_results import date, write
 
 RESULTS = Path(__file__).resolve().parent / "results" / "traffic"
 
-# Bytes between memory and L2, of L2 in all, and what multiprocessors read from it and wrote to it.
+# Bytes between memory and L2, total L2 traffic, and L2 reads and writes by SMs.
 METRICS = {
     "dram__bytes_read.sum": ("memory_read", "byte"),
     "dram__bytes_write.sum": ("memory_written", "byte"),
@@ -45,13 +44,13 @@ METRICS = {
 }
 UNITS = {"byte": 1, "sector": 32}
 _NAMES = tuple(name for name, _ in METRICS.values())
-# Where Nsight Compute is installed, if it is not on PATH.
+# Paths of Nsight Compute if it is not on PATH.
 PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute-*/ncu")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Queries and documents, tokens of each, and whether gradients are computed too."""
+    """Numbers of queries and documents, their lengths, and whether gradients are computed too."""
 
     name: str
     Nq: int
@@ -79,9 +78,9 @@ SHAPES = (
 
 
 class Traffic(NamedTuple):
-    """Bytes of a kernel: of every element that its programs load and store, as often as they do, and of each once.
+    """Bytes of a kernel: every load and store of its programs, and each distinct element once (`read`, `written`).
 
-    Caches save at most what is loaded more often than it is `read`.
+    Caches save at most the repeated loads, `loaded` minus `read`.
     """
 
     loaded: int
@@ -91,36 +90,36 @@ class Traffic(NamedTuple):
 
 
 def expected(problem: Problem, argmax: torch.Tensor | None = None) -> dict[str, Traffic]:
-    """Return what each kernel of a forward, and of a backward where there is an argmax, loads and stores.
+    """Return the loads and stores of each kernel of a forward and, given an argmax, of a backward.
 
     Parameters
     ----------
     problem
         Queries [Nq, Lq, d] and documents [Nd, Ld, d], contiguous, in one batch, with neither masks nor `normalize`;
-        with the argmax, where there is one.
+        with the argmax, if it is given.
     argmax
-        The winning tokens [Nd, Nq * Lq], every one of them a token.
+        The winning tokens [Nd, Nq * Lq], all of them valid.
 
     Returns
     -------
     dict
-        Traffic by the kernel's name. Left out are what long lists are looked up by, and what adds up their parts, which
+        Traffic by kernel name. The lookup tables of long lists and the reduction of their parts are left out, as they
         take less than a hundredth.
 
     Raises
     ------
     ValueError
-        If other kernels serve the problem than those that are counted here.
+        If the problem uses other kernels than those counted here.
     """
     plan = forward_plan(problem)
     if plan.kernel != "hopper" or problem.dtype.itemsize > 2:
         served = f"one of the kernel {plan.kernel!r} in {problem.dtype}"
         raise ValueError(f"problem must be one of the Hopper kernel's in half precision, got {served}")
-    found = {"_hopper_kernel": _forward(problem, plan)}
+    by_kernel = {"_hopper_kernel": _forward(problem, plan)}
     if argmax is not None:
-        found["_gather_kernel"] = _gather(problem, argmax)
-        found |= _lists(problem, argmax)
-    return found
+        by_kernel["_gather_kernel"] = _gather(problem, argmax)
+        by_kernel |= _lists(problem, argmax)
+    return by_kernel
 
 
 def _forward(problem: Problem, plan: ForwardPlan) -> Traffic:
@@ -142,10 +141,10 @@ def _gather(problem: Problem, argmax: torch.Tensor) -> Traffic:
         raise ValueError(f"problem must have rows for all processors, but {shares} programs share those of each")
     row, pairs = problem.size * problem.dtype.itemsize, argmax.numel()
     written = problem.rows * row
-    each = problem.argmax_dtype.itemsize
+    index_bytes = problem.argmax_dtype.itemsize
     chosen = sum(len(document.unique()) for document in argmax)
-    read = pairs * each + 4 * problem.n_queries * problem.n_documents + chosen * row
-    return Traffic(pairs * (each + 4 + row), written, read, written)
+    read = pairs * index_bytes + 4 * problem.n_queries * problem.n_documents + chosen * row
+    return Traffic(pairs * (index_bytes + 4 + row), written, read, written)
 
 
 def _lists(problem: Problem, argmax: torch.Tensor) -> dict[str, Traffic]:
@@ -153,81 +152,90 @@ def _lists(problem: Problem, argmax: torch.Tensor) -> dict[str, Traffic]:
     if plan.alone_bits:
         raise ValueError("problem must have lists that several programs sort")
     documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, plan.segment
-    each, listed, chunk = problem.argmax_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables_backward.LIST_CHUNK_BITS
+    index_bytes, list_bytes, chunk = (
+        problem.argmax_dtype.itemsize,
+        plan.list_dtype.itemsize,
+        1 << tables_backward.LIST_CHUNK_BITS,
+    )
     pairs, row, part = argmax.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
     starts = documents * (length + 1) * plan.starts_dtype.itemsize
     order = documents * plan.n_chunks * chunk * 2
     counts = documents * plan.n_chunks * length * 4
     reached = documents * plan.n_chunks * -(-length // tables_backward.LIST_BLOCK_TOKENS) * 4
-    # Tokens that the rows of a chunk chose; each has a beginning and an end there, of two bytes.
+    # Distinct tokens chosen by the rows of a chunk; each has a start and an end there, of two bytes.
     runs = 4 * sum(len(part.unique()) for document in argmax for part in document.split(chunk))
     sorts = order + counts + reached
     scans = counts + starts
 
-    # A token's own program sums up to a boundary of its list, and others from there on, each into a part.
+    # A token's own program sums its list up to a segment boundary; others sum the rest, each into a part.
     chosen = torch.stack([document.long().bincount(minlength=length) for document in argmax])
     ends = chosen.cumsum(1)
     boundaries = (-(-(ends - chosen) // segment) + 1) * segment
-    more = -(-(ends - boundaries).clamp(min=0) // segment)
-    in_parts = int((more > 0).sum())
-    stored = (documents * length - in_parts) * row + (in_parts + int(more.sum())) * part
-    read = starts + pairs * listed + 4 * problem.n_queries * documents + rows * row
+    n_parts = -(-(ends - boundaries).clamp(min=0) // segment)
+    in_parts = int((n_parts > 0).sum())
+    stored = (documents * length - in_parts) * row + (in_parts + int(n_parts.sum())) * part
+    read = starts + pairs * list_bytes + 4 * problem.n_queries * documents + rows * row
     return {
-        "_sort_kernel": Traffic(pairs * each, sorts + runs, pairs * each, sorts),
+        "_sort_kernel": Traffic(pairs * index_bytes, sorts + runs, pairs * index_bytes, sorts),
         "_scan_kernel": Traffic(2 * counts + reached, scans, counts + reached, scans),
         "_place_kernel": Traffic(
-            order + pairs * (each + 4), pairs * listed, order + pairs * each + runs, pairs * listed
+            order + pairs * (index_bytes + 4),
+            pairs * list_bytes,
+            order + pairs * index_bytes + runs,
+            pairs * list_bytes,
         ),
-        "_sum_kernel": Traffic(2 * starts + pairs * (listed + 4 + row), stored, read, stored),
+        "_sum_kernel": Traffic(2 * starts + pairs * (list_bytes + 4 + row), stored, read, stored),
     }
 
 
-def profiler(places: tuple[str, ...] = PLACES) -> str:
+def profiler(patterns: tuple[str, ...] = PLACES) -> str:
     """Return the path of `ncu`.
 
     Raises
     ------
     FileNotFoundError
-        If it is neither on PATH nor in one of `places`, patterns of paths.
+        If it is neither on PATH nor matched by one of the glob `patterns`.
     """
-    found = shutil.which("ncu") or next((path for place in places for path in sorted(glob.glob(place))[::-1]), None)
-    if found is None:
-        raise FileNotFoundError(f"ncu (NVIDIA Nsight Compute) must be on PATH or in one of {', '.join(places)}")
-    return found
+    executable = shutil.which("ncu") or next(
+        (path for pattern in patterns for path in sorted(glob.glob(pattern))[::-1]), None
+    )
+    if executable is None:
+        raise FileNotFoundError(f"ncu (NVIDIA Nsight Compute) must be on PATH or in one of {', '.join(patterns)}")
+    return executable
 
 
 def parse(printed: str) -> dict[str, dict[str, float]]:
-    """Return what a profile says of each kernel, summed over its launches.
+    """Return the metrics of each kernel in a profile, summed over its launches.
 
     Parameters
     ----------
     printed
-        What `ncu --csv --page raw --print-units base` printed: a line of names, one of units, and one for each launch.
+        Output of `ncu --csv --page raw --print-units base`: a line of names, one of units, and one per launch.
 
     Raises
     ------
     ValueError
-        If there is no table in it, or a metric is missing.
+        If it has no table, or a metric is missing.
     """
-    # What ncu says besides begins with ==.
+    # Other lines of ncu begin with ==.
     table = [line for line in printed.splitlines() if line.startswith('"')]
     if len(table) < 3 or not table[0].startswith('"ID"'):
         raise ValueError(f"ncu must print a table, got: {printed[-2000:]}")
     units, *launches = csv.DictReader(table)
-    found: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
     for launch in launches:
-        of_kernel = found.setdefault(launch["Kernel Name"], dict.fromkeys(("launches", *_NAMES), 0))
+        of_kernel = metrics.setdefault(launch["Kernel Name"], dict.fromkeys(("launches", *_NAMES), 0))
         of_kernel["launches"] += 1
         for metric, (name, unit) in METRICS.items():
             value = launch.get(metric) or ""
             if not re.fullmatch(r"[0-9.,]+", value) or units[metric] != unit:
                 raise ValueError(f"ncu must measure {metric} by {unit}, got {value!r} {units.get(metric)!r}")
             of_kernel[name] += float(value.replace(",", "")) * UNITS[unit]
-    return found
+    return metrics
 
 
 def measure(shape: Shape) -> dict[str, dict[str, float]]:
-    """Profile a shape in a process of its own; as `parse`.
+    """Profile a shape in a separate process, and return the metrics as `parse` does.
 
     Raises
     ------
@@ -247,7 +255,7 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
 
 
 def run(shape: Shape) -> None:
-    """A call, once to compile, and once between the marks that a profiler waits for."""
+    """Run a shape once to compile, and once between the profiler's start and stop."""
     device = torch.device("cuda")
     tensors = shape.tensors(device, torch.bfloat16)
     queries, documents = (tensor.requires_grad_(shape.backward) for tensor in tensors[:2])
@@ -264,7 +272,7 @@ def run(shape: Shape) -> None:
 
 
 def compare(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """Return a shape's kernels, each with what is expected of it and what was measured."""
+    """Return a shape's kernels, each with its expected and measured traffic."""
     tensors = shape.tensors(device, torch.bfloat16)
     problem = problem_of(tensors, Options(), shape.backward)
     argmax = maxsim_forward(problem, tensors)[1]

@@ -1,11 +1,11 @@
-"""A stacked forward for Blackwell (compute capability 10.0), in Gluon. It has been compiled, and has never run.
+"""A stacked forward for Blackwell (compute capability 10.0), in Gluon. It has been compiled, but has never run.
 
-Nothing of the package takes it. It computes what `_stacked_kernel` computes, from the same arguments, in the way of
-the Hopper kernel (`kernels.forward.hopper`): warps that copy document tokens, and parts that take maxima. What differs
-is who multiplies. One warp starts the products of tcgen05, which read both operands from shared memory and leave what
-they compute in tensor memory, so that no registers hold it and no part waits for the tensor cores as long as there is
-room: each of two parts has 128 query rows, and two products of them. A thread of a part has a row of a product to
-itself; its maximum meets no other lane.
+The package does not use it. It computes the same as `_stacked_kernel`, from the same arguments, with the structure of
+the Hopper kernel (`kernels.forward.hopper`): warps that copy document tokens, and parts (warp groups) that take maxima.
+The difference is the multiplication. One warp issues tcgen05 products, which read both operands from shared memory and
+write to tensor memory, so the accumulators need no registers, and no part waits for the tensor cores while a buffer is
+free: each of two parts has 128 query rows and two product buffers. Each thread of a part owns a row of a product, so
+the maximum needs no reduction across lanes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from pylate_flash.kernels.tiles import Blocks, HopperTile
 from pylate_flash.problem import Problem, Tensors
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
-# Rows of a part, which are the lanes of tensor memory, and columns of a product that a thread looks at together.
+# Rows of a part, which are the lanes of tensor memory, and columns of a product that a thread loads at a time.
 _ROWS = gl.constexpr(128)
 _COLUMNS = gl.constexpr(32)
 _PARTS = gl.constexpr(2)
-# Query rows that are loaded at once.
+# Query rows loaded at a time.
 _LOADED_ROWS = gl.constexpr(32)
-# Products of a part: one is looked at while the next is computed.
+# Product buffers of a part: one is reduced while the next is computed.
 _BUFFERS = gl.constexpr(2)
 _NO_ARGMAX = gl.constexpr(0x7FFFFFFF)
-# Tensor memory is not ordered by barriers alone: between what a thread reads and what it says of it, and between what
-# it hears and what it starts.
+# Barriers alone do not order tensor memory accesses: fences are needed between a read and the arrive that signals it,
+# and between a wait and the accesses after it.
 _BEFORE_SIGNAL = gl.constexpr("tcgen05.fence::before_thread_sync;")
 _AFTER_SIGNAL = gl.constexpr("tcgen05.fence::after_thread_sync;")
 
@@ -61,26 +61,26 @@ def _store_queries(
     stride_query_token,
     config: gl.constexpr,
 ):  # fmt: skip
-    """The query rows of every part, in shared memory."""
+    """Store the query rows of every part in shared memory."""
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
     LANES: gl.constexpr = BLOCK_EMBEDDING // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     dims = gl.arange(0, BLOCK_EMBEDDING, layout=gl.SliceLayout(0, layout))
     for part in gl.static_range(_PARTS):
-        # Some at a time: before warps go their own ways, each thread has a quarter of the registers.
+        # In chunks: before warp specialization, each thread has a quarter of the registers.
         for start in gl.static_range(0, _ROWS, _LOADED_ROWS):
             rows = start + gl.arange(0, _LOADED_ROWS, layout=gl.SliceLayout(1, layout))
             rows += (row_block * _PARTS + part) * _ROWS
             query, token = rows // padded_query_length, rows % padded_query_length
-            exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < config.size)[None, :]
+            mask = ((query < n_queries) & (token < query_length))[:, None] & (dims < config.size)[None, :]
             offset = (group * n_queries + query).to(gl.int64) * stride_query + token * stride_query_token
-            loaded = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
+            loaded = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=mask, other=0.0)
             query_tiles.index(part).slice(start, _LOADED_ROWS).store(loaded)
 
 
 @gluon.jit
 def _multiply(arguments, config: gl.constexpr):
-    """Multiply the rows of every part with every tile, in one warp, which waits for room but not for products."""
+    """Multiply the rows of every part with every tile, in one warp, which waits for free buffers, not for products."""
     (
         cu_seqlens_ptr, bounds_ptr, query_tiles, tiles, products, full, empty, done, free, group, first, last,
         n_documents, document_length,
@@ -94,7 +94,7 @@ def _multiply(arguments, config: gl.constexpr):
         _, length = document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config)
         for _start in range(0, length, config.tile.columns):
             mbarrier.wait(full.index(slot), phase)
-            # The copies are ordinary writes, and the tensor cores read past the path of those.
+            # The copies go through the generic proxy, and the tensor cores read through the async proxy.
             fence_async_shared()
             tile = tiles.index(slot).permute((1, 0))
             for part in gl.static_range(_PARTS):
@@ -102,7 +102,7 @@ def _multiply(arguments, config: gl.constexpr):
                 execute(_AFTER_SIGNAL, 1)
                 product = products.index(part * _BUFFERS + buffer)
                 ready = done.index(part * _BUFFERS + buffer)
-                # Products end in the order in which they began: after the last part's, the tile has been read.
+                # Products complete in issue order: after the last part's, the tile is free.
                 if part == _PARTS - 1:
                     tcgen05_mma(
                         query_tiles.index(part), tile, product, use_acc=False, mbarriers=[ready, empty.index(slot)]
@@ -115,7 +115,7 @@ def _multiply(arguments, config: gl.constexpr):
 
 @gluon.jit
 def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
-    """Leave sums (and argmax) of a part's rows for every document of the run."""
+    """Store sums (and argmax) of a part's rows for every document of the run."""
     (
         queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
         argmax_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
@@ -123,9 +123,9 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     ) = arguments  # fmt: skip
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
     GROUP: gl.constexpr = config.group
-    held: gl.constexpr = gl.BlockedLayout([1, _COLUMNS], [32, 1], [4, 1], [0, 1])
-    by_row: gl.constexpr = gl.SliceLayout(1, held)
-    rows = (row_block * _PARTS + PART) * _ROWS + gl.arange(0, _ROWS, layout=by_row)
+    product_layout: gl.constexpr = gl.BlockedLayout([1, _COLUMNS], [32, 1], [4, 1], [0, 1])
+    row_layout: gl.constexpr = gl.SliceLayout(1, product_layout)
+    rows = (row_block * _PARTS + PART) * _ROWS + gl.arange(0, _ROWS, layout=row_layout)
     query, token = rows // padded_query_length, rows % padded_query_length
     row_exists = (query < n_queries) & (token < query_length)
     global_row = (group * n_queries + query).to(gl.int64) * query_length + token
@@ -135,7 +135,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         row_active = row_active & (row_weight != 0)
     if config.normalize:
         row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
-    columns = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, held))
+    columns = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, product_layout))
     group_row = query.to(gl.int64) * query_length + token
     n_sums = n_queries * (padded_query_length // GROUP)
 
@@ -146,30 +146,30 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         first_token, length = document_range(
             cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
         )
-        best = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
-        key = gl.full([_ROWS], _NO_ARGMAX, gl.int32, by_row)
+        best = gl.full([_ROWS], float("-inf"), gl.float32, row_layout)
+        key = gl.full([_ROWS], _NO_ARGMAX, gl.int32, row_layout)
         for start in range(0, length, BLOCK_TOKENS):
             mbarrier.wait(done.index(PART * _BUFFERS + buffer), phase)
             execute(_AFTER_SIGNAL)
             product = products.index(PART * _BUFFERS + buffer)
             for segment in gl.static_range(BLOCK_TOKENS // _COLUMNS):
-                similarities = product.slice(segment * _COLUMNS, _COLUMNS).load(held)
-                # Past the end the last token is repeated, which changes neither a maximum nor its first token.
+                similarities = product.slice(segment * _COLUMNS, _COLUMNS).load(product_layout)
+                # Past the end the last token repeats, which changes neither the maximum nor its first index.
                 tokens = gl.minimum(start + segment * _COLUMNS + columns, length - 1)
                 if config.normalize:
-                    places = tokens
+                    positions = tokens
                     if config.has_documents_mask:
-                        places = gl.load(active_ptr + first_token + tokens)
-                    similarities *= gl.load(documents_scale_ptr + first_token + places)[None, :]
+                        positions = gl.load(active_ptr + first_token + tokens)
+                    similarities *= gl.load(documents_scale_ptr + first_token + positions)[None, :]
                 segment_best = gl.reduce(similarities, 1, larger)
                 if config.with_argmax:
                     won = (similarities == segment_best[:, None]) | (similarities != similarities)
                     segment_key = gl.reduce(gl.where(won, tokens[None, :], _NO_ARGMAX), 1, _lower_of)
-                    # A later one must be strictly better, or the first NaN.
+                    # A later token wins only if strictly better, or if it is the first NaN.
                     later = (segment_best > best) | ((segment_best != segment_best) & (best == best))
                     key = gl.where(later, segment_key, key)
                 best = larger(best, segment_best)
-            # Each thread for itself: what it has read is its own row.
+            # Each thread arrives for itself, as it only reads its own row.
             execute(_BEFORE_SIGNAL)
             async_copy.mbarrier_arrive(free.index(PART * _BUFFERS + buffer), increment_count=False)
             buffer, phase = next_slot(buffer, phase, _BUFFERS)
@@ -199,7 +199,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         first_sum = (row_block * _PARTS + PART) * (_ROWS // GROUP)
         sum_row = first_sum + gl.arange(0, _ROWS // GROUP, layout=sums.type.layout)
         if config.packed or config.has_documents_mask:
-            # One of the sums of a query is the score of an empty document; the others add nothing to it.
+            # For an empty document, one sum of a query is its score, and the others are 0.
             of_empty = gl.where(sum_row % (padded_query_length // GROUP) == 0, empty_score, 0.0)
             sums = gl.where(length > 0, sums, of_empty)
         sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents + document
@@ -214,7 +214,7 @@ def _blackwell_kernel(
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: gl.constexpr,
 ):  # fmt: skip
-    """As `stacked._stacked_kernel`, with every document whole, and an embedding in one block."""
+    """As `stacked._stacked_kernel`, without document segments, and with the embedding in one block."""
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
     STAGES: gl.constexpr = config.tile.num_stages
@@ -235,22 +235,22 @@ def _blackwell_kernel(
         last = gl.minimum(first + run, n_documents)
 
     dtype: gl.constexpr = documents_ptr.dtype.element_ty
-    of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, BLOCK_EMBEDDING], dtype)
-    of_tokens: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
-    query_tiles = gl.allocate_shared_memory(dtype, [_PARTS, _ROWS, BLOCK_EMBEDDING], of_queries)
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], of_tokens)
-    of_products: gl.constexpr = TensorMemoryLayout([_ROWS, BLOCK_TOKENS], col_stride=1)
-    products = allocate_tensor_memory(gl.float32, [_PARTS * _BUFFERS, _ROWS, BLOCK_TOKENS], of_products)
+    query_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, BLOCK_EMBEDDING], dtype)
+    token_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
+    query_tiles = gl.allocate_shared_memory(dtype, [_PARTS, _ROWS, BLOCK_EMBEDDING], query_layout)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], token_layout)
+    product_layout: gl.constexpr = TensorMemoryLayout([_ROWS, BLOCK_TOKENS], col_stride=1)
+    products = allocate_tensor_memory(gl.float32, [_PARTS * _BUFFERS, _ROWS, BLOCK_TOKENS], product_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [_PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [_PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, and the tensor cores when they have read a tile.
+        # Every copying thread arrives when its copies have landed, the tensor cores when they have read a tile.
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=1)
     for buffer in gl.static_range(_PARTS * _BUFFERS):
-        # The tensor cores say when a product is there, and every thread of its part when it has read it.
+        # The tensor cores arrive when a product is complete, every thread of its part when it has read it.
         mbarrier.init(done.index(buffer), count=1)
         mbarrier.init(free.index(buffer), count=128)
     _store_queries(
@@ -259,46 +259,46 @@ def _blackwell_kernel(
     )  # fmt: skip
     fence_async_shared()
 
-    scored = (
+    score_args = (
         queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
         argmax_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
         n_documents, document_length, empty_score,
     )  # fmt: skip
-    multiplied = (
+    multiply_args = (
         cu_seqlens_ptr, bounds_ptr, query_tiles, tiles, products, full, empty, done, free, group, first, last,
         n_documents, document_length,
     )  # fmt: skip
-    copied = (
+    copy_args = (
         documents_ptr, active_ptr, bounds_ptr, None, None, cu_seqlens_ptr, None, tiles, tiles, full, full, full, empty,
         group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_score, (scored, config, gl.constexpr(0))),
-            (_score, (scored, config, gl.constexpr(1))),
-            (copy_documents, (copied, config, gl.constexpr(False))),
-            (_multiply, (multiplied, config)),
+            (_score, (score_args, config, gl.constexpr(0))),
+            (_score, (score_args, config, gl.constexpr(1))),
+            (copy_documents, (copy_args, config, gl.constexpr(False))),
+            (_multiply, (multiply_args, config)),
         ],
         [4, 4, 1],
         [192, 64, 64],
     )
 
 
-# What 16 elements of a product take from shared memory: of 128 rows and 128 columns 8 KB in 64 cycles, of 64 columns
-# 6 KB in 32. Embeddings of more than 128 elements leave no room for as many columns, and of more than 256 for none.
+# Shared memory reads per 16 elements of K: for 128 rows and 128 columns 8 KB in 64 cycles, for 64 columns 6 KB in 32.
+# Embeddings of more than 128 elements leave room for fewer columns, and those of more than 256 for none.
 _TILE = HopperTile(256, 128, 2, 4)
 _LONG = HopperTile(256, 64, 2, 3)
 
 
 def blackwell_plan(problem: Problem) -> ForwardPlan:
-    """Tile and grid of the kernel, for half embeddings of at most 256 elements that are copied by 16 bytes."""
+    """Tile and grid of the kernel, for half-precision embeddings of at most 256 elements, copied 16 bytes at a time."""
     tile, block = _TILE if problem.size <= 128 else _LONG, max(16, power_of_two(problem.size))
     # A query is always padded: a sum of single rows is no sum.
     return tall_plan(problem, "blackwell", tile, Blocks(block, 0, False), HOPPER_SHARES, "it has never run")
 
 
 def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """As `kernels.forward.maxsim_forward`, of documents that are neither in segments nor candidates of packed
+    """As `kernels.forward.maxsim_forward`, for documents that are neither split into segments nor candidates of packed
     queries."""
     plan = blackwell_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, _ = tensors

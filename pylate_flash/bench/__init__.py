@@ -1,19 +1,19 @@
-"""The benchmark suite, shipped, so that a user can measure a card of their own.
+"""The benchmark suite, shipped with the package so that users can measure their own GPU.
 
 ``pylate-flash bench [SUITE]`` and ``python -m pylate_flash.bench [SUITE]`` run it. From the bottom up:
 
-- `protocol`: how one call is timed, the card's ceilings, and the floor that they give a piece of work.
-- `rows`, `exact`: shapes with names and their work (`l2`: the ceiling of the GPU's cache, for steps); what is right, in
-  float64, and how far a result is from it.
-- `suite`: what a suite is (rows, inputs, systems), and the loop that checks, times and compares the systems.
-- `calls`, `rerank`, `steps`: the inputs of what users call, and how each system is called for them.
-- `forward`, `varlen`, `training`, `losses` (with `loss_steps`), `retrieval`: the suites. Another one is one more file
-  like them, named in `SUITES` or by its path, as those in docs/benchmarks/suites.
-- `peers`: the other packages that a suite may measure, and what is particular to them.
-- `memory`: the memory of one system, in a process of its own (`fresh`), which the loop starts.
-- `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
+- `protocol`: how a call is timed, the machine's ceilings, and the floor that they set for a computation.
+- `rows`, `exact`: named shapes and their work (`l2`: the L2 bandwidth ceiling, for training steps); float64 references
+  and the error of a result against them.
+- `suite`: the definition of a suite (rows, inputs, systems), and the loop that checks, times and compares the systems.
+- `calls`, `rerank`, `steps`: the inputs of each user-facing call, and how each system is called with them.
+- `forward`, `varlen`, `training`, `losses` (with `loss_steps`), `retrieval`: the suites. To add one, add a file like
+  them to `SUITES`, or pass its path, as for those in docs/benchmarks/suites.
+- `peers`: the other packages that a suite may measure, and their peculiarities.
+- `memory`: the memory of one system, measured in a fresh process (`fresh`) that the loop starts.
+- `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a figure.
 
-Importing this package needs neither PyLate nor the other packages measured.
+Importing this package requires neither PyLate nor the other packages measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pylate_flash.bench.suite import Suite
 
-# The suites by name, and what they measure; each is a module here with a function `suite()`.
+# Name of each suite -> what it measures; each is a module of this package with a function `suite()`.
 SUITES = {
     "forward": "scores of padded batches, on this device",
     "varlen": "packed documents of many lengths, and reranking through PyLate",
@@ -39,7 +39,7 @@ SUITES = {
 
 
 def load_suite(name: str) -> Suite:
-    """Return the suite of that name, or what `suite()` returns in the Python file of that path.
+    """Return the suite of that name, or the one that `suite()` returns in the Python file at that path.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def _of_file(path: Path) -> Suite:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    # Where dataclasses look for the names in their annotations.
+    # dataclasses resolve annotations through `sys.modules`.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "suite"):

@@ -1,7 +1,7 @@
 """The calls that suites time: what users write, and what they would write with another package.
 
-Each class holds the inputs of one call, and offers the ways to make it: `Call` names them. Masks are prefixes, as of
-padded texts: flash-maxsim knows lengths only.
+Each class holds the inputs of one call and has a method per system (see `Call`). Masks are prefixes, as for padded
+texts, because flash-maxsim only accepts lengths.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pylate_flash.bench.suite import Candidate, Unavailable
 
 
 class Call(ABC):
-    """One call, with its inputs. A system that has no such call raises `Unavailable`."""
+    """One call, with its inputs. The method of a system without such a call raises `Unavailable`."""
 
-    # Where the call is made, if that is not where the queries are.
+    # The call runs on their device unless `device` is overridden.
     queries: Any
-    # Whether the call is the same every time, and without gradients: what is captured is replayed as it was.
+    # Whether the call is identical every time and without gradients, so that a captured CUDA graph can replay it.
     replayable = True
     # Whether gradients are computed too.
     differentiated = False
 
     @property
     def device(self) -> torch.device:
-        """Where the inputs are."""
+        """The device of the inputs."""
         return self.queries.device
 
     @abstractmethod
     def reference(self) -> Any:
-        """The right answer in float64: scores, or a step."""
+        """The float64 reference: scores, or a step."""
 
     def accuracy(self, dtype: torch.dtype) -> float:
         """The relative error that pylate_flash promises for inputs of that type."""
@@ -49,7 +49,7 @@ class Call(ABC):
 
     @abstractmethod
     def ours(self) -> list[Candidate]:
-        """This package: the one way that a user takes."""
+        """This package, called as users call it."""
 
     def lik(self) -> list[Candidate]:
         """late-interaction-kernels."""
@@ -60,23 +60,23 @@ class Call(ABC):
         raise Unavailable("it has no such call")
 
     def torch(self) -> list[Candidate]:
-        """What a user has without a package of kernels: an einsum, or PyLate's own call."""
+        """The baseline without a kernel package: an einsum, or PyLate's own call."""
         raise Unavailable("it has no such call")
 
 
 def only(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Candidate]:
-    """The one way that there is, by the function's name."""
+    """A single candidate, labelled with the function's name."""
     return [Candidate(function.__name__, partial(function, *arguments, **options))]
 
 
 def unit_vectors(*size: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Draw random unit vectors, along the last dimension, on the generator's device."""
+    """Draw random vectors, normalised along the last dimension, on the generator's device."""
     drawn = torch.randn(*size, device=generator.device, generator=generator)
     return F.normalize(drawn, dim=-1).to(dtype)
 
 
 def prefixes(*size: int, generator: torch.Generator, dtype: torch.dtype = torch.bool) -> torch.Tensor:
-    """Draw a mask whose last dimension is active from its start on: at least half of it."""
+    """Draw a prefix mask: along the last dimension at least the first half is active."""
     *sequences, length = size
     device = generator.device
     lengths = torch.randint((length + 1) // 2, length + 1, sequences, generator=generator, device=device)
@@ -84,22 +84,22 @@ def prefixes(*size: int, generator: torch.Generator, dtype: torch.dtype = torch.
 
 
 def lengths_of(mask: torch.Tensor) -> torch.Tensor:
-    """The lengths of prefixes, int32, as flash-maxsim takes them: one after the other."""
+    """The lengths of prefix masks, int32 and flattened, as flash-maxsim takes them."""
     return mask.sum(dim=-1).flatten().to(torch.int32)
 
 
 def bounds_of(lengths: torch.Tensor) -> torch.Tensor:
-    """The boundaries [N + 1] of sequences of these lengths one after the other, int32, on the CPU."""
+    """cu_seqlens [N + 1] of packed sequences of these lengths, int32, on the CPU."""
     return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def autocast_type(dtype: torch.dtype) -> torch.dtype:
-    """The type under autocast where inputs would have ``dtype``: one of the half types."""
+    """The autocast dtype for inputs of ``dtype``: bfloat16 for float32, otherwise the same half dtype."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 def within(context: AbstractContextManager | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call in a context that it enters every time, if there is one."""
+    """Wrap the call so that it enters the context every time; return it as is if there is none."""
     if context is None:
         return call
 
@@ -113,14 +113,16 @@ def within(context: AbstractContextManager | None, call: Callable[..., Any]) -> 
 def chunked_scores(
     queries: torch.Tensor, documents: torch.Tensor, *, chunk: int, score: Score = einsum_scores, **masks: Any
 ) -> torch.Tensor:
-    """The plain way over ``chunk`` documents at a time."""
+    """Plain scores, computed over ``chunk`` documents at a time."""
     if chunk >= documents.shape[-3]:
         return score(queries, documents, **masks)
-    return torch.cat([score(queries, part, **some) for part, some in exact.in_parts(documents, masks, chunk)], dim=1)
+    return torch.cat(
+        [score(queries, part, **part_masks) for part, part_masks in exact.in_parts(documents, masks, chunk)], dim=1
+    )
 
 
 def chunk_sizes(queries: torch.Tensor, documents: torch.Tensor, held: float = 2.0) -> list[int]:
-    """Return the four largest of 1, 4, 16, ..., Nd whose similarities fit so many times in the free memory."""
+    """Return the four largest of 1, 4, 16, ..., Nd whose similarities fit ``held`` times in the free memory."""
     *_, Nd, Ld, _ = documents.shape
     free = torch.cuda.mem_get_info(queries.device)[0] if queries.is_cuda else 2048 * MIB
     sizes = [size for size in (1, 4, 16, 64, 256, 1024, 4096, 16384) if size < Nd] + [Nd]
@@ -130,10 +132,10 @@ def chunk_sizes(queries: torch.Tensor, documents: torch.Tensor, held: float = 2.
 
 @dataclass(frozen=True)
 class Padded(Call):
-    """`maxsim`: every query against every document, or against candidates [Nq, K, Ld, d] of its own.
+    """`maxsim`: every query against every document, or against its own candidates [Nq, K, Ld, d].
 
-    ``cast``: the type under autocast, or None for a call without it. Under it the embeddings are float32, which is what
-    a normalisation leaves there, and every call enters the (ready made) context.
+    ``cast``: the autocast dtype, or None without autocast. With it the embeddings are float32, as normalisation returns
+    them under autocast, and every call enters the (already created) context.
     """
 
     queries: torch.Tensor
@@ -144,12 +146,12 @@ class Padded(Call):
 
     @property
     def context(self) -> AbstractContextManager | None:
-        """A context of autocast, if there is one."""
+        """The autocast context, or None."""
         return None if self.cast is None else torch.autocast(self.device.type, dtype=self.cast)
 
     @property
     def masks(self) -> dict[str, Any]:
-        """The masks that there are, as this package names them."""
+        """The masks that are not None, by this package's argument names."""
         return named(self.queries_mask, self.documents_mask)
 
     def lengths(self) -> torch.Tensor:
@@ -160,11 +162,11 @@ class Padded(Call):
         return torch.full((torch.Size(documents).numel(),), Ld, dtype=torch.int32, device=self.device)
 
     def candidate(self, label: str, score: Score) -> Candidate:
-        """What is timed of a way to score."""
+        """The candidate that times ``score``."""
         return Candidate(label, within(self.context, partial(score, self.queries, self.documents)))
 
     def as_computed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and documents, as autocast rounds them."""
+        """Queries and documents, rounded as under autocast."""
         dtype = self.cast or self.queries.dtype
         return self.queries.detach().to(dtype), self.documents.detach().to(dtype)
 
@@ -178,10 +180,10 @@ class Padded(Call):
         return [self.candidate("maxsim", partial(pylate_flash.maxsim, **self.masks))]
 
     def lik(self) -> list[Candidate]:
-        """`maxsim`, and the inference function below it, which spares some work on the host."""
+        """`maxsim`, and the inference function that it calls, which saves some host work."""
         score = partial(LIK["maxsim"], q_mask=self.queries_mask, d_mask=self.documents_mask)
         candidates = self.in_each_type("maxsim", score)
-        # Longer queries are cut into pieces by `maxsim` alone, which is faster and compiles far sooner.
+        # Only `maxsim` splits longer queries, which is faster and compiles much sooner.
         if self.is_plain and self.queries.shape[1] <= 512:
             forward = partial(LIK["forward.maxsim_forward"], self.queries, self.documents, d_mask=self.documents_mask)
             candidates.append(Candidate("maxsim_forward", lambda: forward()[0]))
@@ -189,13 +191,13 @@ class Padded(Call):
 
     @property
     def is_plain(self) -> bool:
-        """Whether every query meets every document, as they are, and with all of its tokens."""
+        """Whether it is all pairs, without a mask of the queries and without autocast."""
         return self.documents.dim() == 3 and self.queries_mask is None and self.cast is None
 
     def flash_maxsim(self) -> list[Candidate]:
         """Its function for one query or for several, its persistent kernel, and its variants for long queries.
 
-        Given, the lengths spare it a kernel that would fill them in on every call.
+        Passing the lengths saves a kernel that would fill them in on every call.
         """
         documents, lengths = self.documents, self.lengths()
         if not self.is_plain:
@@ -203,7 +205,7 @@ class Padded(Call):
             batched = partial(FLASH_MAXSIM["flash_maxsim_batched"], doc_lengths=lengths, shared_docs=shared)
 
             def score(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-                # It masks no tokens of queries, which are therefore made 0, as PyLate does.
+                # It does not mask query tokens, so they are zeroed here, as PyLate does.
                 if self.queries_mask is not None:
                     queries = queries * self.queries_mask.unsqueeze(-1)
                 return batched(queries, documents)
@@ -212,16 +214,16 @@ class Padded(Call):
         several = len(self.queries) > 1
         queries = self.queries if several else self.queries[0]
         names = ["flash_maxsim_batched" if several else "flash_maxsim", "flash_maxsim_persistent"]
-        ways = {name: partial(FLASH_MAXSIM[name], queries, documents, lengths) for name in names}
+        calls = {name: partial(FLASH_MAXSIM[name], queries, documents, lengths) for name in names}
         if not several and self.queries.shape[1] >= 512 and documents.shape[1] >= 512:
-            ways["splitk"] = partial(ways["flash_maxsim"], splitk=True)
-            # Its kernel reads documents in groups of four, past the end where they do not divide.
+            calls["splitk"] = partial(calls["flash_maxsim"], splitk=True)
+            # Its kernel reads documents in groups of four, and out of bounds if their number is not divisible by 4.
             if len(documents) % 4 == 0:
-                ways["flash_maxsim_qreuse"] = partial(FLASH_MAXSIM["flash_maxsim_qreuse"], queries, documents, lengths)
-        return [Candidate(label, call) for label, call in ways.items()]
+                calls["flash_maxsim_qreuse"] = partial(FLASH_MAXSIM["flash_maxsim_qreuse"], queries, documents, lengths)
+        return [Candidate(label, call) for label, call in calls.items()]
 
     def in_each_type(self, label: str, score: Score) -> list[Candidate]:
-        """The ways to call what does not know autocast: with the embeddings as they are, and cast by hand."""
+        """Candidates of a function that ignores autocast: with the embeddings as they are, and cast by hand."""
         candidates = [self.candidate(label, score)]
         if (dtype := self.cast) is not None:
             by_hand = f"{label}, cast by hand"
@@ -229,7 +231,7 @@ class Padded(Call):
         return candidates
 
     def torch(self) -> list[Candidate]:
-        """An einsum over chunks of documents, the chunk size swept."""
+        """An einsum over chunks of documents, one candidate per chunk size."""
         return [
             self.candidate(f"einsum, chunks of {chunk}", partial(chunked_scores, chunk=chunk, **self.masks))
             for chunk in chunk_sizes(self.queries, self.documents)
@@ -237,21 +239,21 @@ class Padded(Call):
 
 
 def named(queries_mask: torch.Tensor | None, documents_mask: torch.Tensor | None) -> dict[str, Any]:
-    """The masks that there are, as arguments of this package's functions."""
+    """The masks that are not None, as keyword arguments of this package's functions."""
     masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
     return {name: mask for name, mask in masks.items() if mask is not None}
 
 
-# What an empty document scores.
+# The score of an empty document.
 EMPTY_SCORE = -1.0
 
 
 @dataclass(frozen=True)
 class Varlen(Call):
-    """`maxsim_varlen`: queries [Nq, Lq, d], and documents [Td, d] of these ``lengths``, one after the other.
+    """`maxsim_varlen`: queries [Nq, Lq, d], and packed documents [Td, d] of these ``lengths``.
 
-    ``own``: each query has candidates of its own, empty documents among them, and the boundaries stay on the host, as
-    they do in reranking. Otherwise they are on the device, as `pack` makes them.
+    ``own``: each query has its own candidates, some of them empty, and cu_seqlens stay on the host, as in reranking.
+    Otherwise they are on the device, as `pack` returns them.
     """
 
     queries: torch.Tensor
@@ -261,23 +263,23 @@ class Varlen(Call):
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest document."""
+        """The length of the longest document."""
         return int(self.lengths.max())
 
     @property
     def longest_lengths(self) -> dict[str, Any]:
-        """What spares `maxsim_varlen` a look at the boundaries."""
+        """The arguments that save `maxsim_varlen` from reading cu_seqlens."""
         return {"max_query_length": self.queries.shape[1], "max_document_length": self.longest}
 
     def packed(self) -> tuple[torch.Tensor, ...]:
-        """Queries and documents [tokens, d], and the boundaries of each (int32)."""
+        """Queries and documents [tokens, d], and cu_seqlens of each (int32)."""
         Nq, Lq, _ = self.queries.shape
         device = "cpu" if self.own else self.device
         bounds = [bounds_of(lengths).to(device) for lengths in (torch.full((Nq,), Lq), self.lengths)]
         return self.queries.flatten(0, 1), self.documents, *bounds
 
     def padded(self) -> Padded:
-        """The same padded and masked."""
+        """The same inputs, padded and masked."""
         mask = (torch.arange(self.longest) < self.lengths.unsqueeze(1)).to(self.device)
         documents = self.documents.new_zeros(*mask.shape, self.documents.shape[-1])
         documents[mask] = self.documents
@@ -286,7 +288,7 @@ class Varlen(Call):
         return Padded(self.queries, documents, None, mask)
 
     def filled(self, score: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Scores of which an empty document has its own."""
+        """The scores, with `EMPTY_SCORE` for empty documents if queries have their own candidates."""
         scores = score()
         if not self.own:
             return scores
@@ -305,15 +307,15 @@ class Varlen(Call):
         return only(pylate_flash.maxsim_varlen, *self.packed(), **options)
 
     def lik(self) -> list[Candidate]:
-        """With the longest lengths given, which it checks on the device, and without."""
+        """With the maximum lengths given, which it checks on the device, and without."""
         if self.own:
             raise Unavailable("its packed call takes no candidates")
         call = partial(LIK["maxsim_varlen"], *self.packed())
-        told = partial(call, max_seqlen_q=self.queries.shape[1], max_seqlen_d=self.longest)
-        return [Candidate("maxsim_varlen", call), Candidate("maxsim_varlen, longest lengths given", told)]
+        with_lengths = partial(call, max_seqlen_q=self.queries.shape[1], max_seqlen_d=self.longest)
+        return [Candidate("maxsim_varlen", call), Candidate("maxsim_varlen, longest lengths given", with_lengths)]
 
     def flash_maxsim(self) -> list[Candidate]:
-        """A query at a time."""
+        """One query at a time."""
         if self.own:
             raise Unavailable("its packed call takes one query and no candidates")
         score_one, longest = FLASH_MAXSIM["flash_maxsim_packed"], self.longest
@@ -326,8 +328,8 @@ class Varlen(Call):
         return [Candidate("flash_maxsim_packed", partial(score, self.queries, self.documents))]
 
     def torch(self) -> list[Candidate]:
-        ways = self.padded().torch()
-        return [Candidate(f"{label}, padded", partial(self.filled, call)) for label, call, _ in ways]
+        candidates = self.padded().torch()
+        return [Candidate(f"{label}, padded", partial(self.filled, call)) for label, call, _ in candidates]
 
 
 @dataclass(frozen=True)
@@ -342,13 +344,14 @@ class FromHidden(Call):
 
     @property
     def masks(self) -> dict[str, Any]:
-        """The masks that there are, as this package names them."""
+        """The masks that are not None, by this package's argument names."""
         return named(self.queries_mask, self.documents_mask)
 
     def reference(self) -> Result:
-        """From the embeddings, which are rounded before and after they are normalised."""
+        """Scores of the embeddings, which are rounded before and after normalisation."""
         queries, documents = (
-            exact.normalized(some.double(), some.dtype) for some in (self.queries, F.linear(self.hidden, self.weight))
+            exact.normalized(embeddings.double(), embeddings.dtype)
+            for embeddings in (self.queries, F.linear(self.hidden, self.weight))
         )
         return exact.scores(queries, documents, **self.masks)
 

@@ -63,31 +63,31 @@ def bench(
 ) -> None:
     """Measure this package, its peers and plain torch on this machine, beside the floor that the machine allows."""
     try:
-        found = load_suite(suite)
-        where = _device(device, found)
+        loaded_suite = load_suite(suite)
+        torch_device = _device(device, loaded_suite)
         names = [name for item in rows or [] for name in item.split(",") if name] or rows or []
-        chosen = suites.choose(found, names)
-        _check_measurable(picture, memory, where)
+        chosen = suites.choose(loaded_suite, names)
+        _check_measurable(picture, memory, torch_device)
         _check_writable("json", json, json is not None and json.suffix == ".json")
         _check_writable("plot", picture, True)
         earlier = _earlier(add, json)
     except (ValueError, UserError) as error:
         raise typer.BadParameter(str(error)) from None
-    kind = getattr(torch, dtype) if dtype else (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    torch_dtype = getattr(torch, dtype) if dtype else (torch.bfloat16 if torch_device.type == "cuda" else torch.float32)
     console = report.make_console()
     options: dict[str, Any] = {"with_peers": peers, "with_compiled": compiled, "with_memory": memory, "quick": quick}
     if json:
-        options["keep"] = partial(_keep, json, earlier, [row.name for row in found.rows])
+        options["keep"] = partial(_keep, json, earlier, [row.name for row in loaded_suite.rows])
     if earlier is not None:
         options["begin"] = partial(_check_alike, earlier)
-    with report.Progress(console, len(chosen), found.unit) as progress:
+    with report.Progress(console, len(chosen), loaded_suite.unit) as progress:
         rounds = QUICK if quick else Rounds()
-        result = suites.run(found, where, kind, rounds, rows=names, observer=progress, **options)
-    report.show(console, found, result)
+        result = suites.run(loaded_suite, torch_device, torch_dtype, rounds, rows=names, observer=progress, **options)
+    report.show(console, loaded_suite, result)
     if json:
         console.print(f"Written to {results.place(json, result)}", highlight=False, markup=False)
     if picture:
-        plot.save(found, result, picture)
+        plot.save(loaded_suite, result, picture)
         console.print(f"Drawn to {picture}", highlight=False, markup=False)
     ours = (state for row in result["rows"] for name, state in row["systems"].items() if name.startswith(suites.OURS))
     if any(state["status"] in suites.BROKEN for state in ours):
@@ -95,7 +95,7 @@ def bench(
 
 
 def _check_measurable(picture: Path | None, memory: bool, device: torch.device) -> None:
-    """Raise a ValueError, before anything is measured, for what could not be measured or drawn after it."""
+    """Raise a ValueError, before anything is measured, if memory could not be measured or the picture not drawn."""
     if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"plot: {picture} should end in .png, .svg or .pdf")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
@@ -105,7 +105,7 @@ def _check_measurable(picture: Path | None, memory: bool, device: torch.device) 
 
 
 def _check_writable(option: str, path: Path | None, is_file: bool) -> None:
-    """Raise, before anything is measured, if the file, or else the folder, of an option cannot be written."""
+    """Raise, before anything is measured, if the file (or the folder) of an option cannot be written."""
     if path is None:
         return
     if is_file and path.is_dir():
@@ -115,7 +115,7 @@ def _check_writable(option: str, path: Path | None, is_file: bool) -> None:
 
 
 def _earlier(add: Path | None, json: Path | None) -> dict[str, Any] | None:
-    """Return the result to which rows are added, if there is one; raise a ValueError if it is none."""
+    """Return the result to which rows are added, or None; raise a ValueError if the file is not a result."""
     if add is None:
         return None
     if json is None:
@@ -139,7 +139,7 @@ def _keep(path: Path, earlier: dict[str, Any] | None, rows: list[str], result: d
 
 
 def _device(name: str, suite: suites.Suite) -> torch.device:
-    """Return the device of that name, or raise a ValueError saying what there is, or what the suite measures."""
+    """Return the device of that name; raise a ValueError if it does not exist or the suite does not measure it."""
     if name == "auto":
         name = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", name):
@@ -172,7 +172,7 @@ Exits with 1 where pylate_flash was wrong, inaccurate or failed.
 
 
 def main(arguments: list[str] | None = None, name: str = "python -m pylate_flash.bench") -> None:
-    """Run the command with these arguments, or those of this process."""
+    """Run the command with these arguments, by default those of this process."""
     application = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""The suite `forward`: scores of padded batches, every query against every document, without gradients."""
+"""The suite `forward`: all-pairs scores of padded batches, without gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pylate_flash.bench.exact import einsum_scores
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OUR_SYSTEM, TORCH_SYSTEM, Candidate, Suite, System
 
-# Beside the common shapes: sizes and lengths that are no powers of 2, numbers of queries that fill no tile. Such ones
-# have been slow.
+# Beside the common shapes: sizes and lengths that are not powers of 2, and numbers of queries that do not fill a tile.
+# Such shapes have been slow.
 ODD = (
     Row("odd-5-d320", 5, 3000, 32, 64, d=320),
     Row("odd-7-d72", 7, 1000, 77, 77, d=72),
@@ -23,8 +23,8 @@ ODD = (
     Row("odd-256-d96", 256, 2048, 32, 333, d=96),
 )
 
-# The first five are those of the Flash-MaxSim paper; then a wide rerank, a served batch, an in-batch training step, and
-# a small embedding as in models for the edge; and a search's few candidates, where a call is all that a user waits for.
+# The first five are those of the Flash-MaxSim paper; then a wide rerank, a served batch, an in-batch training step, a
+# small embedding size as in edge models, and the few candidates of a search, where latency is a single call.
 ROWS = (
     Row("textual", 1, 1000, 32, 300),
     Row("long-doc", 1, 1000, 32, 1024),
@@ -41,13 +41,13 @@ ROWS = (
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Padded:
-    """Draw random unit vectors, the same ones for the same row on the same kind of device."""
+    """Draw random unit vectors, reproducible per row and device type."""
     draw = partial(unit_vectors, generator=torch.Generator(device).manual_seed(0), dtype=dtype)
     return Padded(draw(row.Nq, row.Lq, row.d), draw(row.Nd, row.Ld, row.d))
 
 
 def compiled(inputs: Padded) -> list[Candidate]:
-    """torch.compile of the einsum, as much at once as fits, in the mode that the paper found fastest here."""
+    """torch.compile of the einsum over the largest chunks that fit, in the mode that the paper found fastest here."""
     torch._dynamo.reset()
     score = torch.compile(einsum_scores, mode="max-autotune-no-cudagraphs", dynamic=False)
     chunk = chunk_sizes(inputs.queries, inputs.documents)[-1]

@@ -1,4 +1,4 @@
-"""Run a program in a process of its own, for what an earlier call in this one would change."""
+"""Run programs in fresh processes, for measurements that earlier calls in this process would affect."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 
 def run(program: str | Path, *requests: Sequence[str], **variables: str) -> list[str]:
-    """Run a module (by its full name) or a script once for each request, and return the last word that each prints.
+    """Run a module (by its full name) or a script once per request, and return the last word that each run prints.
 
-    A request is a program's arguments, and ``variables`` are set in its environment. All start at once, as to start
-    takes the most time. They get their turn, one after the other, when their standard input ends, for which a program
-    waits once it has imported what it needs (`wait_for_turn`). It imports this package as this process did.
+    A request is a list of program arguments; ``variables`` are set in its environment. All processes start at once, as
+    startup takes the most time, and do their work one after the other: each one waits after its imports, until its
+    standard input is closed (`wait_for_turn`). They import the same copy of this package as this process.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def run(program: str | Path, *requests: Sequence[str], **variables: str) -> list
         for request in requests:
             process = subprocess.Popen([sys.executable, *command, *request], text=True, env=environment, **pipes)
             processes.append(stack.enter_context(process))
-            # Before it is waited for: it does nothing to those that have ended.
+            # Runs before the process is waited for on exit; a no-op if it has ended.
             stack.callback(process.kill)
         for process, request in zip(processes, requests, strict=True):
             out, errors = process.communicate()
@@ -45,19 +45,19 @@ def run(program: str | Path, *requests: Sequence[str], **variables: str) -> list
 
 
 def wait_for_turn() -> None:
-    """Wait, in a program that `run` runs, until those before it have ended."""
+    """In a program started by `run`: wait until the earlier processes have ended."""
     sys.stdin.read()
 
 
 def run_for_memory(program: str | Path, *requests: str) -> list[int]:
-    """Run a program that prints how many bytes it took for each request (`run`), and return these numbers.
+    """Run a program that prints the bytes it took once per request (`run`), and return these numbers.
 
-    Its allocators count what it asked for.
+    The environment makes its allocators count the requested bytes.
     """
     environment = {
         # With a fixed threshold, glibc returns every large block to the system when it is freed.
         "MALLOC_MMAP_THRESHOLD_": "65536",
-        # Else a large block may count up to 1 MiB more than was asked for, by what was allocated and freed before it.
+        # Otherwise a large block may count up to 1 MiB more than requested, depending on earlier allocations and frees.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
     return [int(word) for word in run(program, *[[request] for request in requests], **environment)]

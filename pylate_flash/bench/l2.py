@@ -1,4 +1,4 @@
-"""How fast the L2 cache can be read: the ceiling of rows that are gathered from tensors which fit it."""
+"""Read bandwidth of the L2 cache: the ceiling of gathers from tensors that fit it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import triton.language as tl
 
 from pylate_flash.bench.protocol import Rounds, make_stopwatch, measure
 
-# Integers that a program reads at a time (16 KiB), and how often it does.
+# int32 values that a program reads at a time (16 KiB), and its number of reads.
 TILE = 4096
 READS = 256
 
 
 @triton.jit
 def _read(source, sums, tiles, reads, TILE: tl.constexpr):
-    """Each program adds up tiles of the buffer, `num_programs` apart, past the L1 cache (.cg)."""
+    """Each program sums tiles of the buffer, `num_programs` apart, bypassing the L1 cache (.cg)."""
     program = tl.program_id(0)
     step = tl.num_programs(0)
     offsets = tl.arange(0, TILE)
@@ -27,12 +27,12 @@ def _read(source, sums, tiles, reads, TILE: tl.constexpr):
 
 
 def measure_l2(device: torch.device) -> float:
-    """Return the bytes per second at which all of a GPU reads a buffer of a quarter of its L2 cache, again and again.
+    """Return the bytes per second at which the whole GPU repeatedly reads a buffer of a quarter of its L2 cache.
 
-    The cache is left warm: the buffer lies in it from the first call on.
+    The cache is not flushed: the buffer stays in it after the first call.
     """
     properties = torch.cuda.get_device_properties(device)
-    # An odd number of tiles, so that a program meets others as it goes round.
+    # An odd number of tiles, so that a program reads other tiles as it wraps around.
     tiles = (properties.L2_cache_size // 4 // (4 * TILE)) | 1
     programs = 8 * properties.multi_processor_count
     source = torch.randint(0, 100, (tiles * TILE,), dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""What each system of the suite `losses` offers for a step from embeddings to a loss and their gradients.
+"""The candidates of each system of the suite `losses`: a step from embeddings to the loss and their gradients.
 
-Another package's loss gets embeddings that are normalised, and does nothing but score them, compare and differentiate:
-the part that is this package's one operation.
+The losses of other packages get normalised embeddings, and only score them, take the loss and differentiate: the part
+that is a single operation in this package.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from pylate_flash.bench.rerank import need_pylate
 from pylate_flash.bench.steps import Contrastive, Embedded, FusedStep, features_of
 from pylate_flash.bench.suite import Candidate, Unavailable
 
-# Operations of a row from which on a call takes a tenth of a second and more: 4096 queries and as many documents.
+# A row with at least this many operations takes a tenth of a second or more: 4096 queries and as many documents.
 LONG = 1e13
 # Queries that the loop scores at a time: with a batch of 16384, their argmax takes 1 GiB.
 LOOP_QUERIES = 1024
-# Queries that other packages score at a time: their defaults, and what suits large batches.
+# Numbers of queries that other packages score at a time: their defaults, and one that suits large batches.
 CHUNKS = (32, 128, 1024)
 
 
 class LargeStep(FusedStep):
-    """A contrastive step; with masks, of given embeddings that are not normalised, under autocast."""
+    """A contrastive step; the rows "given" have masks and unnormalised embeddings, under autocast."""
 
     @property
     def is_given(self) -> bool:
-        """Whether the embeddings are as a model leaves them."""
+        """Whether the embeddings are as a model outputs them: not normalised, with masks, under autocast."""
         return self.cast is not None
 
     @property
     def both_masks(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Those of queries and documents."""
+        """The masks of queries and documents."""
         return self.queries_mask, self.documents_mask
 
     @property
     def operations(self) -> float:
-        """The operations of the scores."""
+        """The operations (FLOPs) of the scores."""
         return 2.0 * self.queries.shape[:2].numel() * self.documents.numel()
 
     def need(self, *, given: bool, limit: float = math.inf) -> None:
-        """Raise for inputs of the other kind, and for a batch that costs more operations than the limit."""
+        """Raise `Unavailable` for rows of the other kind, and for a batch with more operations than the limit."""
         if given != self.is_given:
             raise Unavailable(f"the rows of {'given embeddings' if given else 'a batch'} measure it")
         if self.operations > limit:
@@ -57,19 +57,19 @@ class LargeStep(FusedStep):
             need_pylate()
 
     def leaves(self) -> list[torch.Tensor]:
-        """Queries and documents without gradients yet."""
+        """Fresh leaves of queries and documents, without gradients."""
         return [embeddings.detach().requires_grad_() for embeddings in (self.queries, self.documents)]
 
     def ours(self, **options: Any) -> list[Candidate]:
         return super().ours(**{"normalize": True} if self.is_given else {}, **options)
 
     def loop(self) -> list[Candidate]:
-        """`maxsim_cross_entropy` of so many queries at a time, each with a backward of its own."""
+        """`maxsim_cross_entropy` of `LOOP_QUERIES` queries at a time, with a backward per chunk."""
         self.need(given=False, limit=100 * LONG)
         return [Candidate(f"{LOOP_QUERIES} queries at a time", self.looped)]
 
     def looped(self) -> Step:
-        """A step by that loop: autograd adds up the gradient of the documents, in their type."""
+        """A step by that loop: autograd accumulates the gradient of the documents, in their dtype."""
         leaves = queries, documents = self.leaves()
         total = torch.zeros((), device=self.device)
         score = partial(pylate_flash.maxsim_cross_entropy, temperature=self.temperature, loss_reduction="sum")
@@ -81,17 +81,17 @@ class LargeStep(FusedStep):
         return step_of(total, leaves)
 
     def contrastive(self) -> list[Candidate]:
-        """`losses.Contrastive`, whose model has the embeddings ready."""
+        """`losses.Contrastive`, with a stand-in model that returns the embeddings."""
         self.need(given=True)
         return Contrastive(self.queries, self.documents, *self.both_masks, self.cast, None, self.temperature).ours()
 
     def cached(self) -> list[Candidate]:
-        """`losses.CachedContrastive`, which encodes twice: the stand-in picks embeddings by their number."""
+        """`losses.CachedContrastive`, which encodes twice: the stand-in selects embeddings by index."""
         self.need(given=True)
         return [Candidate("CachedContrastive", CachedStep(self))]
 
     def chunks(self, limit: float) -> tuple[int, ...]:
-        """The numbers of queries at a time that another package is tried with: of a long row the one that suits it."""
+        """The chunk sizes (queries) to try with another package: for a long row only the largest."""
         self.need(given=False, limit=limit)
         return CHUNKS[-1:] if self.operations > LONG else CHUNKS
 
@@ -103,14 +103,14 @@ class LargeStep(FusedStep):
         if self.operations <= LONG or not backends:
             backends.append("torch")
         return [
-            # Its gradients are those of the sum over the queries.
+            # Its gradients are of the sum over the queries, not of the mean.
             Candidate(f"{backend}, {chunk} queries at a time", partial(self.by_pylate, backend, chunk), averaged)
             for backend in backends
             for chunk in self.chunks(LONG if backend == "torch" else 100 * LONG)
         ]
 
     def by_pylate(self, backend: str, chunk: int) -> Step:
-        """What PyLate's cached loss does between its two passes of the encoder."""
+        """The step of PyLate's cached loss, between its two passes of the encoder."""
         from pylate.losses.cached_contrastive import CachedContrastive
         from pylate.scores.colbert import ColBERTScores
 
@@ -120,10 +120,10 @@ class LargeStep(FusedStep):
         loss = CachedContrastive(model, score, score_mini_batch_size=chunk, temperature=self.temperature)
         return self.by_cached_loss(loss, lambda mask: mask)
 
-    def by_cached_loss(self, loss: Any, given: Callable[[torch.Tensor], Any]) -> Step:
-        """What a host's cached loss makes of the embeddings of one mini-batch, whose masks are ``given`` to it so."""
+    def by_cached_loss(self, loss: Any, as_masks: Callable[[torch.Tensor], Any]) -> Step:
+        """A step of a host's cached loss on one mini-batch of embeddings; ``as_masks`` converts a mask for it."""
         leaves = self.leaves()
-        masks = [given(torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)) for leaf in leaves]
+        masks = [as_masks(torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)) for leaf in leaves]
         with torch.enable_grad():
             value = loss.calculate_loss([[leaf] for leaf in leaves], masks, with_backward=True)
         return step_of(value, leaves)
@@ -141,25 +141,25 @@ class LargeStep(FusedStep):
         return [Candidate(f"{chunk} queries at a time", partial(step, chunk)) for chunk in self.chunks(LONG)]
 
     def flash_maxsim(self) -> list[Candidate]:
-        """Its fused step, as the embeddings are and in float16."""
+        """Its fused step, in the dtype of the embeddings and in float16."""
         self.need(given=False, limit=100 * LONG)
         if self.queries.shape[1] > 32:
             raise Unavailable("it takes up to 32 query tokens")
         contrastive_step = FLASH_MAXSIM["flash_maxsim_contrastive.colbert_contrastive_step"]
 
         def step(dtype: torch.dtype) -> Step:
-            # It has no temperature: the queries are divided by it, and their gradient too.
+            # It takes no temperature: divide the queries by it, and their gradient too.
             queries = (self.queries.detach() / self.temperature).to(dtype)
             documents = self.documents.detach().to(dtype)
-            found = step_of(contrastive_step(queries, documents), [queries, documents])
-            return found._replace(grad_queries=found.grad_queries / self.temperature)
+            result = step_of(contrastive_step(queries, documents), [queries, documents])
+            return result._replace(grad_queries=result.grad_queries / self.temperature)
 
         types = sorted({self.queries.dtype, torch.float16} - {torch.float32}, key=str)
         return [Candidate(str(dtype).removeprefix("torch."), partial(step, dtype)) for dtype in types]
 
 
 def step_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Step:
-    """A step that has left its gradients in queries and documents."""
+    """Build the step from the loss and the gradients accumulated in the leaves (queries, documents)."""
     queries, documents = (leaf.grad for leaf in leaves)
     assert queries is not None
     assert documents is not None
@@ -167,30 +167,30 @@ def step_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Step:
 
 
 def averaged(step: Step) -> Step:
-    """A step whose gradients are those of the sum over the queries, of their mean."""
+    """Convert gradients of the sum over the queries to gradients of the mean."""
     queries, documents = (grad.double() / len(step.grad_queries) for grad in step[2:])
     return step._replace(grad_queries=queries, grad_documents=documents)
 
 
 class Picked(torch.autograd.Function):
-    """The rows of a tensor at places that are all different, so that its gradient is a copy, and no sum."""
+    """Select rows at distinct indices, so that the backward is a copy instead of an accumulation."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Pick them."""
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Select the rows."""
+        ctx.save_for_backward(indices)
         ctx.shape = rows.shape
-        return rows.index_select(0, places)
+        return rows.index_select(0, indices)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Put their gradients back."""
-        (places,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).index_copy_(0, places, grad), None
+        """Copy the gradients of the selected rows back."""
+        (indices,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_copy_(0, indices, grad), None
 
 
 class Encoder(Embedded):
-    """Stands in for a model that a cached loss calls twice: it picks the embeddings of the texts that are asked for."""
+    """Stands in for a model that a cached loss calls twice: it selects the embeddings of the requested texts."""
 
     def __init__(self, embeddings: dict[str, torch.Tensor]) -> None:
         self.embeddings = embeddings
@@ -202,22 +202,22 @@ class Encoder(Embedded):
 
 
 class CachedStep:
-    """A step of `losses.CachedContrastive`; gradients are left in the embeddings, and a next step drops them."""
+    """A step of `losses.CachedContrastive`; gradients stay in the embeddings until the next step drops them."""
 
-    def __init__(self, given: LargeStep) -> None:
+    def __init__(self, inputs: LargeStep) -> None:
         from pylate_flash import losses
 
-        self.autocast = given.context
-        self.leaves = given.leaves()
+        self.autocast = inputs.context
+        self.leaves = inputs.leaves()
         names = ("queries", "documents")
         encoder: Any = Encoder(dict(zip(names, self.leaves, strict=True)))
         self.loss = losses.CachedContrastive(
             encoder,
             mini_batch_size=max(map(len, self.leaves)),
-            temperature=given.temperature,
+            temperature=inputs.temperature,
             scorer="pylate_flash",
         )
-        masks = [mask.long() for mask in given.both_masks if mask is not None]
+        masks = [mask.long() for mask in inputs.both_masks if mask is not None]
         self.columns = [
             {name: torch.arange(len(mask), device=mask.device), **features}
             for name, mask, features in zip(names, masks, features_of(*masks), strict=True)

@@ -1,13 +1,13 @@
-"""The suite `losses`: contrastive steps of large batches, whose scores and argmax would not all fit.
+"""The suite `losses`: contrastive steps of large batches, whose scores and argmax would not fit in memory.
 
-Embeddings in, the cross entropy of every query against all documents and both gradients out, and above all the memory
-that it takes (``--memory``). A batch of 16384 has 2.7e8 scores, and 8.6e9 entries of the argmax. In the rows named
-"given" the embeddings are as a model leaves them under autocast, not normalised and with masks, and the losses of the
-package, without their encoder, stand beside the bare operation that they run.
+A step maps embeddings to the cross entropy of every query against all documents and to both gradients; its memory
+matters most (``--memory``). A batch of 16384 has 2.7e8 scores, and 8.6e9 entries of the argmax. In the rows named
+"given" the embeddings are as a model outputs them under autocast, not normalised and with masks, and the losses of the
+package, without their encoder, are measured beside the bare operation that they call.
 
-No reference in float64 could hold all of that. The loss is checked as a whole, from scores whose products are float32
-(of half embeddings that is exact but for the sums); the gradients of some queries and of some documents are checked in
-float64, and those are functions of all scores.
+A full float64 reference would not fit. The loss is checked in full, from scores with float32 products (exact for half
+embeddings, except for the sums); the gradients of a sample of queries and of documents are checked in float64, and
+those depend on all scores.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pylate_flash.bench.rows import L2, Row
 from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, MARGIN, OUR_SYSTEM, WRONG, Suite, System, another_way
 from pylate_flash.bench.training import TEMPERATURE
 
-# Rows of embeddings as a model leaves them: not normalised, with masks of queries and documents.
+# Kind of the rows with embeddings as a model outputs them: not normalised, with masks of queries and documents.
 GIVEN = "masks"
 ROWS = (
     *(Row(f"batch-{size}", size, size, 32, 180, step=True) for size in (256, 1024, 4096, 16384, 65536)),
     *(Row(f"given-{size}", size, size, 32, 180, step=True, kind=GIVEN) for size in (128, 1024, 4096)),
 )
 
-# Queries, and documents, whose gradients are checked, spread over the batch.
+# Number of queries, and of documents, whose gradients are checked, spread over the batch.
 SAMPLED = 16
 # Queries that the reference scores at a time.
 REFERENCE_QUERIES = 1024
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> LargeStep:
-    """Draw random unit vectors; for a "given" row vectors of other lengths, in the type of autocast, and masks."""
+    """Draw random unit vectors; for a "given" row unnormalised vectors in the autocast dtype, and masks."""
     inputs = training.make_inputs(row, device, dtype)
     if row.kind != GIVEN:
         return LargeStep(inputs.queries, inputs.documents, temperature=TEMPERATURE)
@@ -64,7 +64,7 @@ def sampled(size: int) -> torch.Tensor:
 
 
 def sample_of(step: Step) -> Step:
-    """What is checked of a step: the loss, and the gradients of the sampled queries and documents."""
+    """The part of a step that is checked: the loss, and the gradients of the sampled queries and documents."""
     queries, documents = step.grad_queries, step.grad_documents
     return Step(step.loss, None, queries[sampled(len(queries))], documents[sampled(len(documents))])
 
@@ -80,10 +80,10 @@ def reference(inputs: LargeStep) -> Step:
 
     log_sums, right = log_sums_of(inputs)
     n_queries, n_documents = map(len, embeddings)
-    of_queries, of_documents = sampled(n_queries), sampled(n_documents)
-    found = []
-    # Some queries meet all documents, and all queries some documents.
-    for queries, documents in ((of_queries, slice(None)), (slice(None), of_documents)):
+    sampled_queries, sampled_documents = sampled(n_queries), sampled(n_documents)
+    grads = []
+    # Sampled queries against all documents, then all queries against sampled documents.
+    for queries, documents in ((sampled_queries, slice(None)), (slice(None), sampled_documents)):
         part = embeddings[0][queries], embeddings[1][documents]
         index = {"queries_mask": queries, "documents_mask": documents}
         masks = {name: mask[index[name]] for name, mask in inputs.masks.items()}
@@ -91,13 +91,13 @@ def reference(inputs: LargeStep) -> Step:
         softmax = (scores / TEMPERATURE - log_sums[queries].unsqueeze(1)).exp()
         own = torch.arange(n_queries)[queries].unsqueeze(1) == torch.arange(n_documents)[documents]
         weights = (softmax - own.to(scores)) / (TEMPERATURE * n_queries)
-        found.append(exact.gradients(*part, weights, **masks, score=score))
-    return Step((log_sums - right).mean(), None, found[0][0], found[1][1])
+        grads.append(exact.gradients(*part, weights, **masks, score=score))
+    return Step((log_sums - right).mean(), None, grads[0][0], grads[1][1])
 
 
 @exact.float32_products()
 def log_sums_of(inputs: LargeStep) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logarithm of every query's denominator, and the logit of its own document, float64 from float32 products."""
+    """Per query: logsumexp of its logits, and the logit of its own document, in float64 from float32 products."""
     queries, documents = inputs.queries.detach(), inputs.documents.detach()
     if inputs.is_given:
         dtype = queries.dtype
@@ -126,7 +126,7 @@ def log_sums_of(inputs: LargeStep) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def products(rows: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """Similarities [R, n * Ld] of rows [R, d] and documents [n, Ld, d], products and sums of them in float32."""
+    """Similarities [R, n * Ld] of rows [R, d] and documents [n, Ld, d], with float32 products and accumulation."""
     columns = documents.flatten(0, 1).T
     if rows.is_cuda and rows.dtype != torch.float32:
         # Float32 products of the largest batch would take minutes.
@@ -134,16 +134,16 @@ def products(rows: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     return rows.float() @ columns.float()
 
 
-def error(found: Step, expected: Step) -> float:
-    """The largest of the relative errors of the loss and, in Frobenius norm, of the sampled gradients."""
-    return exact.error(sample_of(found), expected)
+def error(result: Step, expected: Step) -> float:
+    """The larger of the relative errors of the loss and of the sampled gradients (Frobenius norm)."""
+    return exact.error(sample_of(result), expected)
 
 
 def accuracy(inputs: LargeStep, dtype: torch.dtype) -> float:
     """The relative error that pylate_flash promises for a row.
 
-    Of given embeddings, whether one is divided by its norm before it is rounded or a similarity after it decides which
-    token wins in a few of a thousand cases.
+    For given embeddings, dividing them by the norm before rounding or the similarity afterwards decides the argmax in a
+    few of a thousand cases.
     """
     return exact.ROUNDED / MARGIN if inputs.is_given else min(exact.accuracy(dtype, gradients=True), WRONG / MARGIN)
 
@@ -171,7 +171,7 @@ def suite() -> Suite:
         reference=reference,
         accuracy=accuracy,
         error=error,
-        # Of calls of seconds one time is enough.
+        # Calls take seconds, so the device time alone is not measured as well.
         stopwatch=make_stopwatch,
         ceilings=L2,
     )

@@ -1,7 +1,7 @@
 """The memory that one call takes beyond its inputs, measured in a fresh process.
 
-What an earlier system cached, or still holds, would count in a shared process. On a GPU it is the peak of torch's
-allocator, which the Triton packages allocate through as well; on a CPU the peak of the resident set (Linux).
+In a shared process, memory that an earlier system cached or still holds would count. On a GPU it is the peak of
+torch's allocator, which the Triton packages use too; on a CPU the peak of the resident set (Linux).
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from pylate_flash.bench.suite import fit, make_current, release
 
 
 def measure_here(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the bytes that a system takes for a row, in this process, which should have done nothing else."""
+    """Return the bytes that a system takes for a row, measured in this process, which should be fresh."""
     make_current(device)
-    found = load_suite(suite)
-    wanted = next(candidate for candidate in found.rows if candidate.name == row)
-    inputs = found.make_inputs(fit(found, wanted, device), device, dtype)
-    maker = next(candidate for candidate in (*found.systems, *found.compiled) if candidate.name == system)
-    calls = {candidate.label: candidate.call for candidate in maker.candidates(inputs)}
+    loaded_suite = load_suite(suite)
+    chosen_row = next(candidate for candidate in loaded_suite.rows if candidate.name == row)
+    inputs = loaded_suite.make_inputs(fit(loaded_suite, chosen_row, device), device, dtype)
+    chosen_system = next(
+        candidate for candidate in (*loaded_suite.systems, *loaded_suite.compiled) if candidate.name == system
+    )
+    calls = {candidate.label: candidate.call for candidate in chosen_system.candidates(inputs)}
     if variant not in calls:
-        # As where more memory is free, and other sizes are tried.
+        # For example, candidates depend on the free memory, which has changed.
         raise ValueError(f"{system} offers no {variant!r} here, but {', '.join(map(repr, calls))}")
     call = calls[variant]
     with torch.no_grad():
-        # Tuning allocates; what it leaves in the allocator is given back.
+        # The first call tunes, which allocates; release what it left in the allocator.
         call()
         release(device)
         return peak(call, device)
 
 
 def peak(call: Callable[[], object], device: torch.device) -> int:
-    """Return the bytes that a call takes at most, its result among them, beyond what this process holds before."""
+    """Return the peak bytes of a call, its result included, beyond those held before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,7 @@
-"""The other packages that the suites measure: whether they are there, and their tuning.
+"""The other packages that the suites measure: their availability, version and tuning.
 
-Each is measured at its best: through its public functions, with every argument that spares it work, the fastest of
-several where it has several, tile sizes tuned for the very shape (`Peer.forget_tuning`), and without gradients.
+Each is measured at its best: through its public functions, with every argument that saves it work, the fastest of
+several where it has several, tile sizes tuned for the exact shape (`Peer.forget_tuning`), and without gradients.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Peer:
     """Another package that computes MaxSim."""
 
     distribution: str  # its name on PyPI
-    module: str  # that it is imported by
-    device: str | None = "cuda"  # the only type of device that it computes on, or None for any
-    since: str | None = None  # the first version that has what is measured, or None for any
+    module: str  # its import name
+    device: str | None = "cuda"  # the only device type that it supports, or None for any
+    since: str | None = None  # the first version with the measured functions, or None for any
 
     def __getitem__(self, name: str) -> Any:
-        """What it has under a dotted name; it is imported for that."""
+        """Import the module of a dotted name, and return the object."""
         module, _, name = f"{self.module}.{name}".rpartition(".")
         return getattr(importlib.import_module(module), name)
 
@@ -39,7 +39,7 @@ class Peer:
         except ImportError as error:
             return f"not installed ({error})"
         except Exception as error:
-            # Whatever a package raises where it lacks a library or a device is no reason to measure nothing.
+            # A broken package (a missing library or device, say) must not stop the measurement of the rest.
             return f"cannot be imported ({type(error).__name__}: {error})"
         if self.since is None:
             return None
@@ -62,10 +62,10 @@ class Peer:
             return None
 
     def forget_tuning(self) -> None:
-        """Drop the tile sizes that the package's kernels have chosen, so that its next call tunes for its own shape.
+        """Clear the autotuner caches of the package's kernels, so that the next call tunes for its own shape.
 
-        A Triton kernel keeps its choice under a key that leaves out much of the shape (here the document length and
-        both batch sizes), so whichever shape came first decides for all that follow. Compiled kernels are kept.
+        A Triton autotuner caches its choice under a key that omits much of the shape (here the document length and both
+        batch sizes), so the first shape decides for all that follow. Compiled kernels stay cached.
         """
         from triton.runtime.autotuner import Autotuner
 
@@ -74,7 +74,7 @@ class Peer:
                 for value in vars(module).values():
                     if isinstance(value, Autotuner):
                         value.cache.clear()
-                        # The choice is also kept on disk, under the same key.
+                        # The choice is also cached on disk, under the same key.
                         value.cache_results = False
 
 

@@ -1,6 +1,6 @@
-"""A result as a picture: each system under the machine's roofline, and each row's distance from its floor.
+"""A result as a figure: each system under the machine's roofline, and the time over the floor of each row.
 
-Where a yardstick sets the floor, there is no roofline to draw.
+If a yardstick sets the floor, no roofline is drawn.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _MARKERS = "os^DvPX"
 
 
 def save(suite: Suite, result: dict[str, Any], path: Path) -> None:
-    """Write the picture; the format follows the file's ending.
+    """Write the figure; the format follows the file suffix.
 
     Raises
     ------
     ValueError
-        If matplotlib does not know the ending.
+        If matplotlib does not know the suffix.
     """
     from matplotlib.figure import Figure
 
@@ -30,7 +30,7 @@ def save(suite: Suite, result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(13, 5.6), layout="constrained")
     *roof, distance = figure.subplots(1, 1 + has_roofline, squeeze=False)[0]
     figure.suptitle(f"{suite.title}: {heading(result)}", fontsize=9)
-    # Of each system that was timed its title, and the rows with its time: their place, themselves, and its state.
+    # Title of each timed system -> (row index, row, state) of the rows in which it was timed.
     timed = {
         title: [(i, row, row["systems"][name]) for i, row in enumerate(result["rows"]) if _timed(row, name)]
         for name, title in titles(suite, result).items()
@@ -50,7 +50,7 @@ def _timed(row: dict[str, Any], name: str) -> bool:
 
 
 def _draw_roofline(axes: Any, result: dict[str, Any], timed: dict[str, list[Any]]) -> None:
-    """Achieved rate over arithmetic intensity, on the two ceilings."""
+    """Achieved rate over arithmetic intensity, under the two ceilings."""
     flops, bandwidth = result["ceilings"]["flops_per_second"], result["ceilings"]["bytes_per_second"]
     intensities = [row["flops"] / row["bytes"] for row in result["rows"]]
     ridge = flops / bandwidth
@@ -58,8 +58,8 @@ def _draw_roofline(axes: Any, result: dict[str, Any], timed: dict[str, list[Any]
     axes.loglog([low, ridge, high], [low * bandwidth / 1e12, flops / 1e12, flops / 1e12], color="black", linewidth=1.2)
     for (title, rows), marker in zip(timed.items(), itertools.cycle(_MARKERS), strict=False):
         rates = [row["flops"] / state["median_ms"] / 1e9 for _, row, state in rows]
-        axes.plot([intensities[place] for place, *_ in rows], rates, marker, label=title, zorder=3)
-    # Above the roof, where nothing else is drawn; rows of nearly the same intensity share a name tag.
+        axes.plot([intensities[i] for i, *_ in rows], rates, marker, label=title, zorder=3)
+    # Labels go above the roof, where nothing else is drawn; rows of nearly the same intensity share one.
     tags: dict[int, tuple[float, list[str]]] = {}
     for intensity, row in zip(intensities, result["rows"], strict=True):
         tags.setdefault(round(math.log(intensity, 1.25)), (intensity, []))[1].append(row["name"])
@@ -89,11 +89,11 @@ def _draw_distance(axes: Any, result: dict[str, Any], timed: dict[str, list[Any]
     from matplotlib.ticker import LogLocator, NullFormatter
 
     height = 0.8 / max(1, len(timed))
-    # Before the bars: a logarithmic axis does not begin at 0, where they would.
+    # Set before drawing the bars: a logarithmic axis cannot begin at 0, as they would.
     axes.set_xscale("log")
     for index, (title, rows) in enumerate(timed.items()):
-        places = [place + (index + 0.5) * height - 0.4 for place, *_ in rows]
-        bars = axes.barh(places, [state["over_floor"] for *_, state in rows], height=height, label=title)
+        positions = [i + (index + 0.5) * height - 0.4 for i, *_ in rows]
+        bars = axes.barh(positions, [state["over_floor"] for *_, state in rows], height=height, label=title)
         axes.bar_label(bars, fmt="%.2f", fontsize=6, padding=2)
     values = [1.0, *(state["over_floor"] for rows in timed.values() for *_, state in rows)]
     axes.axvline(1.0, color="black", linewidth=1.2)
@@ -104,7 +104,7 @@ def _draw_distance(axes: Any, result: dict[str, Any], timed: dict[str, list[Any]
         range(len(result["rows"])), [f"{row['name']}\n{row['shape']}" for row in result["rows"]], fontsize=7
     )
     axes.set(
-        xlim=(0.8 * min(values), 1.4 * max(values)),  # to the right, room for the last number
+        xlim=(0.8 * min(values), 1.4 * max(values)),  # room for the last label on the right
         ylim=(len(result["rows"]) - 0.5, -0.5),
         xlabel="time over floor (1 is the floor)",
         title="Distance from the floor",

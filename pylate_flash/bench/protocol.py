@@ -1,17 +1,17 @@
-"""How a call is timed, and how fast the machine could be at all.
+"""How a call is timed, and the machine's ceilings.
 
 The protocol is that of the Flash-MaxSim paper's appendix A:
 
-- the systems of a row are timed in turn, one call each per round, within one run, so that a clock that drifts or a card
-  that warms up changes all of them alike; in every round in another order, as what ran before leaves the host's caches
-  full of its own code, which a system that runs the same code has for nothing;
+- the systems of a row are timed in turn, one call each per round, within one run, so that clock drift or a GPU that
+  warms up affects all of them alike; every round has another order, because the previous call leaves its own code in
+  the host's caches, an advantage for a system that runs the same code;
 - the L2 cache is overwritten before every timed call, so that inputs come from device memory, as they do in a service;
 - a call is timed with CUDA events; the median and the interquartile range of the rounds are reported;
-- a system whose calls have taken five seconds is warm, and ends once three have counted, so that the others do not wait
-  for a slow one;
+- the warm-up of a system ends once its calls have taken five seconds, and its timing once three more have counted, so
+  that a slow system does not hold up the others;
 - allocation, casts, compilation and tuning happen before the first timed call;
-- the machine's two ceilings, a large matrix product and a large copy, are measured in the same run, and each row has a
-  floor: no implementation is faster than its arithmetic at the one rate, or its unavoidable traffic at the other.
+- the machine's two ceilings, a large matrix product and a large copy, are measured in the same run. They set a floor
+  for each row: its arithmetic at the one rate, or its unavoidable traffic at the other, whichever is longer.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ import torch
 MIB = 2**20
 
 _backends: Any = torch.backends
-# Where the precision of float32 products is set, of GPUs and of CPUs.
+# The settings of the precision of float32 products, on GPUs and on CPUs.
 FLOAT32_PRODUCTS = (_backends.cuda.matmul, _backends.mkldnn.matmul)
 
 
 def float32_matmul_precision() -> str:
-    """Return what `torch.get_float32_matmul_precision` calls the settings of float32 products that are in force.
+    """Return the precision of float32 products in force, by the names of `torch.get_float32_matmul_precision`.
 
-    That one raises where they were set by their newer names.
+    That function raises if the precision was set through the newer settings.
     """
-    found = [products.fp32_precision for products in FLOAT32_PRODUCTS]
-    return "medium" if "bf16" in found else "high" if "tf32" in found else "highest"
+    precisions = [products.fp32_precision for products in FLOAT32_PRODUCTS]
+    return "medium" if "bf16" in precisions else "high" if "tf32" in precisions else "highest"
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often a call of each system is made, and how much is written to the cache before each."""
+    """The number of calls of each system, and the bytes that flush the cache before each."""
 
     warmup: int = 10  # calls before the first one that counts
     repetitions: int = 50
-    # Outside the timed region; 0 leaves the cache warm. A card whose L2 is larger than half has twice its L2 written.
+    # Outside the timed region; 0 leaves the cache warm. A GPU whose L2 is larger than half gets twice its L2 written.
     flush_bytes: int = 128 * MIB
 
 
 QUICK = Rounds(warmup=3, repetitions=10)
-# Seconds of a system's calls after which its warm-up ends, and so do its calls once so many have counted.
+# Seconds of calls after which a system's warm-up ends, and its timing too once this many calls have counted.
 _LONG_SECONDS = 5.0
 _FEWEST_COUNTED = 3
 
 
 class Sample(NamedTuple):
-    """One timed call: ``seconds`` until its result was there, ``host_seconds`` until the call returned.
+    """One timed call: ``seconds`` until its result was ready, ``host_seconds`` until the call returned.
 
-    ``device_seconds``, where they were measured: what the device took once the host had launched all of it.
+    ``device_seconds``, if measured: the time of the device alone, after the host had launched everything.
     """
 
     seconds: float
@@ -73,7 +73,7 @@ class Sample(NamedTuple):
 
 
 class CpuStopwatch:
-    """Times a call with the host's performance counter, from a cold cache if bytes are to be written before it."""
+    """Times a call with the host's performance counter, with a cold cache if ``flush_bytes`` is not 0."""
 
     clock = "host clock"
 
@@ -96,7 +96,7 @@ class CpuStopwatch:
         started = time.perf_counter()
         result = call()
         returned = time.perf_counter()
-        # Only now: the result's memory stays its own until the call is over.
+        # Only now: the memory of the result stays allocated until the call is over.
         del result
         return Sample(returned - started, returned - started)
 
@@ -104,9 +104,9 @@ class CpuStopwatch:
 class CudaStopwatch(CpuStopwatch):
     """Times a call with CUDA events on the device's current stream.
 
-    Every call starts from an empty queue: the host has as its only head start the time that the device takes to write
-    the flush buffer. A call whose launch takes the host longer than that is therefore charged for the difference, and
-    what one system leaves in the queue never hides another system's launch.
+    Every call starts from an empty queue: the only head start of the host is the time in which the device writes the
+    flush buffer. A call that takes longer to launch is therefore charged for the difference, and work that one system
+    leaves in the queue never hides another system's launch.
     """
 
     clock = "CUDA events"
@@ -129,7 +129,7 @@ class CudaStopwatch(CpuStopwatch):
         return Sample(self._start.elapsed_time(self._stop) / 1e3, returned - started)
 
 
-# How much longer than the host needs for a call the device is kept busy before it, and for how long at most.
+# The device is kept busy before a call for this multiple of the call's host time, up to this many seconds.
 _HEAD_START = 2.0
 _LONGEST_HEAD_START = 0.2
 
@@ -137,7 +137,7 @@ _LONGEST_HEAD_START = 0.2
 class TwoTimesStopwatch(CudaStopwatch):
     """Makes every call twice: as `CudaStopwatch` does, and with the device busy until the host has launched all of it.
 
-    The second time is the device's alone, unless the call waits for the device on the way.
+    The second time is that of the device alone, unless the call synchronises with it.
     """
 
     clock = "CUDA events, from an empty queue and again behind a head start of the host"
@@ -148,7 +148,7 @@ class TwoTimesStopwatch(CudaStopwatch):
         self._write_seconds = self._timed(self._write).seconds
 
     def time(self, call: Callable[[], object]) -> Sample:
-        """Flush the cache, make the call, and once more; return both times."""
+        """Flush the cache and make the call, twice; return both times."""
         sample = super().time(call)
         needed = min(_HEAD_START * sample.host_seconds, _LONGEST_HEAD_START)
         for _ in range(1 + math.ceil(needed / self._write_seconds)):
@@ -161,7 +161,7 @@ def make_stopwatch(device: torch.device, flush_bytes: int, on_gpu: type[CudaStop
     return on_gpu(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)
 
 
-# One that also tells a GPU's own time.
+# Also measures the time of the GPU alone.
 make_two_times_stopwatch = partial(make_stopwatch, on_gpu=TwoTimesStopwatch)
 
 
@@ -176,14 +176,14 @@ class Timing:
     device_ms: float | None = None
 
     def known(self) -> dict[str, Any]:
-        """What was measured, by name."""
+        """The fields that are not None, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def summarise(samples: Sequence[Sample]) -> Timing:
     """Return the median and the interquartile range (linear interpolation) of at least one sample."""
     milliseconds = [1e3 * sample.seconds for sample in samples]
-    # A single one has no quantiles, and twice the same has its own.
+    # Quantiles need two samples: a single one is repeated.
     several = milliseconds if len(milliseconds) > 1 else 2 * milliseconds
     lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     on_device = [1e3 * sample.device_seconds for sample in samples if sample.device_seconds is not None]
@@ -199,7 +199,7 @@ def summarise(samples: Sequence[Sample]) -> Timing:
 def measure(calls: Mapping[str, Callable[[], object]], stopwatch: CpuStopwatch, rounds: Rounds) -> dict[str, Timing]:
     """Time several systems in turn: one call of each per round, in a random order that is the same for every run.
 
-    Their calls are ready to run: inputs on the device, kernels compiled. The rounds of the warm-up are thrown away.
+    The calls are ready to run: inputs on the device, kernels compiled. The warm-up rounds are discarded.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
@@ -225,11 +225,11 @@ def measure(calls: Mapping[str, Callable[[], object]], stopwatch: CpuStopwatch, 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine reached at its best in this run."""
+    """The best rates that the machine reached in this run."""
 
     flops_per_second: float  # of a matrix product
     bytes_per_second: float  # of a copy, read plus written
-    # Where rows need them, on a GPU: reads of its cache, exponentials, and a matrix product of 8-bit values.
+    # On a GPU, if rows need them: L2 reads, exponentials, and a matrix product of 8-bit values.
     l2_bytes_per_second: float | None = None
     exponentials_per_second: float | None = None
     eight_bit_flops_per_second: float | None = None
@@ -245,9 +245,9 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure the rate of a large matrix product in ``dtype`` on random data, and of a large copy.
 
-    float32 follows torch's setting of float32 products, as the systems do. ``others`` measures further rates of a GPU,
-    by the names that `Ceilings` has for them. Matrices have 8192 rows and columns on a GPU, 2048 on a CPU; 4 GiB (or an
-    eighth of what is free) and 512 MiB are copied, unless other sizes are given.
+    float32 follows torch's setting of float32 products, as the systems do. ``others`` maps fields of `Ceilings` to
+    functions that measure further rates of a GPU. By default matrices have 8192 rows and columns on a GPU and 2048 on a
+    CPU, and the copy has 4 GiB (at most an eighth of the free memory) on a GPU and 512 MiB on a CPU.
     """
     on_gpu = device.type == "cuda"
     matmul_size = matmul_size or (8192 if on_gpu else 2048)
@@ -257,7 +257,7 @@ def measure_ceilings(
     product = torch.empty_like(left)
     source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    # Neither fits a cache, so there is nothing to flush. A CPU takes seconds for what a GPU does in one millisecond.
+    # Neither fits a cache, so nothing is flushed. A CPU takes seconds for what a GPU does in one millisecond.
     timings = measure(
         {"matmul": lambda: torch.mm(left, right, out=product), "copy": lambda: target.copy_(source)},
         make_stopwatch(device, flush_bytes=0),
@@ -272,30 +272,30 @@ def measure_ceilings(
 
 @dataclass(frozen=True)
 class Work:
-    """What a computation cannot avoid."""
+    """The unavoidable work of a computation."""
 
     flops: float
     bytes: float  # inputs read once, the output written once
-    l2_bytes: float = 0.0  # read from tensors that fit the L2 cache, again and again, once the operations are done
-    exponentials: float = 0.0  # computed beside the operations or, if they follow, after them
+    l2_bytes: float = 0.0  # read repeatedly from tensors that fit the L2 cache, once the operations are done
+    exponentials: float = 0.0  # overlap with the operations or, if they follow, come after them
     exponentials_follow: bool = False
-    eight_bits: bool = False  # the operations are of values of 8 bits
+    eight_bits: bool = False  # the operations are on 8-bit values
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The shortest possible time of a piece of work, and which of the two ceilings sets it."""
+    """The shortest possible time of some work, and which ceiling sets it."""
 
     milliseconds: float
     bound: str
 
 
 def floor_of(work: Work, ceilings: Ceilings) -> Floor:
-    """Return the floor of a piece of work: the longer of its two times at the ceilings.
+    """Return the floor of some work: the longer of its two times at the ceilings.
 
-    What it reads from the L2 cache comes after that, where that cache was measured. Exponentials, where they were
-    measured, are a third time, or if they follow come after that too. Products of 8 bits whose rate was not measured
-    count as twice as fast as the others.
+    If the L2 bandwidth was measured, the time of L2 reads is added. If the rate of exponentials was measured, they are
+    a third time to take the longest of, or are added if they follow. 8-bit products without a measured rate count as
+    twice as fast as the others.
     """
     rate = ceilings.flops_per_second
     if work.eight_bits:

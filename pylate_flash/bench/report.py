@@ -1,4 +1,4 @@
-"""A result on the terminal: progress while it is measured, then a table, then what needs saying."""
+"""A result on the terminal: progress while it is measured, then a table, then remarks."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rich.table import Table
 
 from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
 
-# What the two times of a cell are.
+# Explains the two times of a cell.
 TWO_TIMES = (
     "Two times: of the call, with the host's part in view, by which systems are compared; and of the GPU alone, once "
     "the host has launched all of it. Multiples are of both, in this order."
 )
 
-# The system that is compared with pylate_flash even where another is faster: what a user has without a package.
+# The baseline without a kernel package: compared with pylate_flash even if another system is faster.
 TORCH = "torch"
 
 
 def make_console() -> Console:
-    """Return a console that does not fold the table where the output goes to a file."""
+    """Return a console that does not wrap the table if the output goes to a file."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, 240))
 
 
 class Progress(Observer):
-    """A progress bar over the rows; where the output is no terminal, a line for each step, and for each row."""
+    """A progress bar over the rows; if the output is not a terminal, a line for each step and each row."""
 
     def __init__(self, console: Console, rows: int, unit: str) -> None:
         self.console = console
@@ -56,14 +56,14 @@ class Progress(Observer):
         self.bar.stop()
 
     def doing(self, what: str) -> None:
-        """Show what is being done, and since the start of the run which second that begins in."""
+        """Show the current step; without a terminal also the seconds since the start of the run."""
         self.bar.update(self.task, description=escape(what))
         if not self.console.is_terminal:
             seconds = time.monotonic() - self.started
             self.console.print(f"{seconds:5.0f} s: {what}", highlight=False, markup=False)
 
     def finished(self, row: dict[str, Any]) -> None:
-        """Count the row, and print it where no bar can show."""
+        """Count the row, and print it if there is no bar."""
         self.bar.advance(self.task)
         if not self.console.is_terminal:
             times = ", ".join(f"{name} {cell(state, self.unit)}" for name, state in row["systems"].items())
@@ -73,15 +73,15 @@ class Progress(Observer):
 
 
 def duration(milliseconds: float, unit: str) -> str:
-    """Format a time in ms or us: three decimals, fewer where three significant digits need none."""
+    """Format a time in ms or us, with at most three decimals, and fewer for 10 or more."""
     value = 1e3 * milliseconds if unit == "us" else milliseconds
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def cell(state: dict[str, Any], unit: str) -> str:
-    """Return what a table shows for a system's state: its median, or the status that it has instead.
+    """Return the text of a table cell for a system's state: its median, or else its status.
 
-    After a stroke, the device's own time where it was measured (`TWO_TIMES`).
+    After a slash comes the time of the device alone, if it was measured (`TWO_TIMES`).
     """
     if "median_ms" not in state:
         return "-" if state["status"] == "absent" else str(state["status"])
@@ -90,12 +90,12 @@ def cell(state: dict[str, Any], unit: str) -> str:
 
 
 def two_times(result: dict[str, Any]) -> str:
-    """Return the sentence that explains cells of two times, or nothing where a result has none."""
+    """Return the sentence that explains cells with two times, or an empty string if a result has none."""
     states = (state for row in result["rows"] for state in row["systems"].values())
     return TWO_TIMES if any("device_ms" in state for state in states) else ""
 
 
-# Ceilings that only some rows need, and how a heading says them, in 1e12 a second.
+# Ceilings that only some rows need -> their text in a heading, in 1e12 per second.
 _FURTHER = {
     "l2_bytes_per_second": " (L2: {:.3g} TB/s)",
     "exponentials_per_second": ", {:.3g} T exponentials/s",
@@ -104,7 +104,7 @@ _FURTHER = {
 
 
 def heading(result: dict[str, Any]) -> str:
-    """Say in one line what was measured on, with what type of input."""
+    """Return one line: machine, versions, input dtype and ceilings."""
     machine, versions, ceilings = result["machine"], result["versions"], result["ceilings"]
     about = {"compute capability": machine["compute_capability"], "driver": machine["driver"]}
     about |= {name: versions[name] for name in ("torch", "triton")}
@@ -115,7 +115,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def titles(suite: Suite, result: dict[str, Any]) -> dict[str, str]:
-    """Return the heads of the systems that a result has, by name, with the version of another package."""
+    """Return the column heads of the systems in a result, by name; those of other packages with their version."""
     present = {name for row in result["rows"] for name in row["systems"]}
     heads = {}
     for system in (*suite.systems, *suite.compiled):
@@ -128,12 +128,12 @@ def titles(suite: Suite, result: dict[str, Any]) -> dict[str, str]:
 def columns(
     suite: Suite, result: dict[str, Any], style: Callable[[str, dict[str, Any], str], str]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the heads of a result's table, and the cells of its rows.
+    """Return the column heads of a result's table, and the cells of its rows.
 
-    ``style`` is given a system's name, its state and the cell's text, and returns the text as it is shown.
+    ``style`` maps a system's name, its state and the cell's text to the text shown.
     """
     heads = titles(suite, result)
-    # Of whose time ours is given as a multiple, which not every result has.
+    # Systems whose time ours is given as a multiple of; not every result has some.
     counted = {name for row in result["rows"] for name in row.get("multiples", {})}
     multiples = [name for name in heads if name in counted]
     yardsticks = {system.name for system in suite.systems if system.yardstick}
@@ -141,7 +141,7 @@ def columns(
     for row in result["rows"]:
         states = row["systems"]
         ours = states.get(OURS, {})
-        # Ratios are of times with the host's part in view, and after a stroke of the devices' own.
+        # Ratios are of times that include the host's part and, after a slash, of times of the device alone.
         alone = ours.get("device_ms")
         others = [
             state["device_ms"]
@@ -161,14 +161,14 @@ def columns(
 
 
 def _ratios(value: float | None, alone: float | None = None) -> str:
-    """A ratio of times, and after a stroke that of the devices' own."""
+    """Format a ratio of times and, after a slash, that of the times of the device alone."""
     if value is None:
         return "-"
     return f"{value:.2f}" if alone is None else f"{value:.2f} / {alone:.2f}"
 
 
 def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
-    """Print a result: the table, then one line for each remark."""
+    """Print a result: the table, then one line per remark."""
     protocol = result["protocol"]
     cache = f"{protocol['flush_bytes'] / 1e6:.0f} MB written before every call" if protocol["flush_bytes"] else "warm"
     console.print(f"[bold]{escape(suite.title)}[/bold], {suite.unit}: {escape(heading(result))}", highlight=False)
@@ -207,7 +207,7 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
 
 
 def _over_ours(row: dict[str, Any], name: str) -> float | None:
-    """How many times our time a system takes."""
+    """The time of a system as a multiple of ours."""
     theirs, ours = (row["systems"].get(system, {}).get("median_ms") for system in (name, OURS))
     return theirs / ours if theirs and ours else None
 
@@ -219,7 +219,7 @@ def _styled(state: dict[str, Any], text: str, unit: str) -> str:
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
-    """Return a line for each thing that the table cannot say: why there is no time, what was chosen, memory."""
+    """Return the remarks below the table: why a time is missing, which variants were chosen, memory, facts."""
     lines: list[str] = []
     absent: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:

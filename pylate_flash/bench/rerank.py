@@ -1,4 +1,4 @@
-"""Reranking as a user of PyLate calls it: `rank.rerank`, from arrays or tensors to sorted lists."""
+"""Reranking as PyLate users call it: `rank.rerank`, from arrays or tensors to sorted lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pylate_flash.bench.suite import Candidate, Unavailable
 
 
 def need_pylate() -> None:
-    """Raise where PyLate cannot be imported."""
+    """Raise `Unavailable` if PyLate cannot be imported."""
     try:
         import pylate.rank  # noqa: F401
     except ImportError as error:
@@ -26,13 +26,13 @@ def need_pylate() -> None:
 
 
 def ids_of(row: Row) -> list[list[int]]:
-    """Ids that count the candidates of a row's queries, all of them, from 0."""
+    """Consecutive ids from 0 for the candidates of all queries of a row."""
     return torch.arange(row.documents).view(row.Nq, row.Nd).tolist()
 
 
 @dataclass(frozen=True)
 class Rerank(Call):
-    """For each query its tokens and its documents, arrays or tensors; another package computes in PyLate's own call."""
+    """Each query's tokens and documents, as arrays or tensors; other packages run as backends of PyLate's own call."""
 
     ids: list[list[int]]
     queries: list[Any]
@@ -44,7 +44,7 @@ class Rerank(Call):
         return self.where
 
     def reference(self) -> Result:
-        """The scores in the order of the ids, on the host, where rankings are read."""
+        """The scores in the order of the ids, on the host, like `scores_by_id`."""
         scores = []
         for query, documents in zip(self.queries, self.documents, strict=True):
             tokens = torch.as_tensor(query).unsqueeze(0)
@@ -52,12 +52,12 @@ class Rerank(Call):
         return torch.cat([score.flatten() for score in scores]).cpu()
 
     def candidate(self, label: str, rerank: Any) -> Candidate:
-        """A way to rerank, whose rankings are read by id."""
+        """The candidate that times ``rerank``; its rankings are read by id."""
         call = partial(rerank, self.ids, self.queries, self.documents, device=self.where)
         return Candidate(label, call, partial(scores_by_id, documents=sum(map(len, self.ids))))
 
     def through_pylate(self, backend: str) -> list[Candidate]:
-        """PyLate's own `rank.rerank` with one of its backends, which only the environment can choose there."""
+        """PyLate's own `rank.rerank` with one of its backends, selected by the environment variable."""
         need_pylate()
         from pylate.rank import rerank
 
@@ -86,7 +86,7 @@ class Rerank(Call):
 
 
 def scores_by_id(rankings: list[list[Any]], documents: int) -> torch.Tensor:
-    """Read rankings: the scores in the order of the ids, NaN where a document is missing or a ranking is not sorted."""
+    """Return scores in the order of the ids; NaN if a document is missing or its ranking is not sorted."""
     scores = [math.nan] * documents
     for ranking in rankings:
         in_order = all(better["score"] >= worse["score"] for better, worse in zip(ranking, ranking[1:], strict=False))

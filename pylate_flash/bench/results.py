@@ -1,29 +1,28 @@
-"""Results as JSON: what was measured, where, with what, and when.
+"""Results as JSON: what was measured, where, with which versions, and when.
 
 The layout, version 1::
 
     schema: 1
-    suite, date (ISO 8601, UTC), complete (it has every row of the suite), quick (too few repetitions to be kept)
+    suite, date (ISO 8601, UTC), complete (it has every row of the suite), quick (too few repetitions for a record)
     machine:   device, name, compute_capability, memory_bytes, driver, cuda (None where there is no GPU)
     versions:  python, torch, triton, pylate_flash, and of the packages in `peers.PEERS` (None where absent)
     protocol:  dtype, float32_matmul_precision, clock, warmup, repetitions, flush_bytes, retuned (peers, for
                every row), reduced (batches, on a CPU)
     ceilings:  flops_per_second, bytes_per_second, l2_bytes_per_second, exponentials_per_second and
                eight_bit_flops_per_second (these three None where no row needs them)
-    rows:      [name, shape, flops, bytes, floor_ms, bound (what sets the floor: compute or memory, "... and L2" where
-                reads of the cache come after it, or the name of a system that is a yardstick), best_peer,
-                best_peer_over_ours, multiples (our time over that of each system that is counted, in suites that have
-                some),
-                systems: {name: status, and what that status has}, memory_error (why no memory was measured, where it
-                was asked for and failed)]
-    facts:     numbers and words that belong to no row (in suites that have them)
+    rows:      [name, shape, flops, bytes, floor_ms, bound (what sets the floor: compute or memory, "... and L2" if
+                L2 reads are added, or the name of a yardstick system), best_peer, best_peer_over_ours, multiples
+                (our time over that of each counted system, in suites that have some),
+                systems: {name: status, and the keys of that status}, memory_error (why the requested memory
+                measurement failed)]
+    facts:     numbers and strings that belong to no row (in suites that have them)
 
-The status of a system in a row is one of ``ok``, ``inaccurate`` (ours alone: timed, but past the accuracy it promises),
-``wrong`` (its result is, so it has no time), ``failed`` (it raised) and ``absent``. ``ok`` and ``inaccurate`` come with
+The status of a system in a row is one of ``ok``, ``inaccurate`` (ours only: timed, but less accurate than promised),
+``wrong`` (result is wrong, so it has no time), ``failed`` (it raised) and ``absent``. ``ok`` and ``inaccurate`` have
 ``variant``, ``error`` (largest relative error against float64, as the suite measures it; None for a yardstick),
 ``median_ms``, ``iqr_ms``, ``host_ms`` (the time until the call returned), ``repetitions``, ``over_floor``, and
-``memory_bytes`` where memory was measured; the others with a ``reason``, and ``wrong`` with its ``error`` (None where
-it is not finite).
+``memory_bytes`` if memory was measured; the others have a ``reason``, and ``wrong`` also its ``error`` (None if it is
+not finite).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _STATUS_KEYS = {
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return what the machine is: the GPU, or the processor and the number of threads that torch uses."""
+    """Describe the machine: the GPU, or the processor and the number of threads that torch uses."""
     if device.type != "cuda":
         name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
         unknown = dict.fromkeys(("compute_capability", "memory_bytes", "driver", "cuda"))
@@ -74,7 +73,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version of the GPU's driver, or None where it cannot be asked."""
+    """The version of the GPU's driver, or None if nvidia-smi fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -85,7 +84,7 @@ def _driver() -> str | None:
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Return the versions of everything that a time may depend on."""
+    """Return the versions of everything that timings may depend on."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -107,7 +106,7 @@ def make(
     retuned: bool,
     reduced: bool,
 ) -> dict[str, Any]:
-    """Return a result without rows, dated now."""
+    """Return a result with the current date and no rows."""
     return {
         "schema": SCHEMA,
         "suite": suite,
@@ -131,7 +130,7 @@ def make(
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write a result, which `validate` takes; an interrupted write leaves what was there before."""
+    """Validate a result and write it; an interrupted write leaves the previous file intact."""
     validate(result, str(path))
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +138,7 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a result; a ValueError says where the file is not JSON, or not a result of this version."""
+    """Read a result; raise a ValueError if the file is not JSON, or not a result of this version."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -149,21 +148,21 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def joined(earlier: dict[str, Any], later: dict[str, Any], rows: Sequence[str]) -> dict[str, Any]:
-    """Return the later result with the rows of an earlier one that it does not have, in the order of ``rows``.
+    """Return the later result, plus the rows that only the earlier one has, in the order of ``rows``.
 
-    Those are the names of all rows of the suite; others are left out. Ceilings and date are the later one's; a row
-    keeps the floor of its own run. Two that were not measured alike are a ValueError (`check_alike`).
+    ``rows`` has the names of all rows of the suite; other rows are dropped. Ceilings and date are the later one's; each
+    row keeps the floor of its own run. Raises a ValueError if they were not measured alike (`check_alike`).
     """
     check_alike(earlier, later)
-    found = {row["name"]: row for row in (*earlier["rows"], *later["rows"])}
-    kept = [found[name] for name in rows if name in found]
-    # Facts are measured with all rows only.
+    all_rows = {row["name"]: row for row in (*earlier["rows"], *later["rows"])}
+    known_rows = [all_rows[name] for name in rows if name in all_rows]
+    # Facts are only measured along with all rows.
     facts = {"facts": earlier["facts"]} if "facts" in earlier else {}
-    return {**facts, **later, "rows": kept, "complete": len(kept) == len(rows)}
+    return {**facts, **later, "rows": known_rows, "complete": len(known_rows) == len(rows)}
 
 
 def check_alike(earlier: dict[str, Any], later: dict[str, Any]) -> None:
-    """Raise a ValueError for results of two suites, of two machines or versions, or measured in two ways."""
+    """Raise a ValueError if the results differ in suite, machine, versions or protocol."""
     for key in ("suite", "machine", "versions", "protocol"):
         if earlier[key] != later[key]:
             raise ValueError(
@@ -172,10 +171,10 @@ def check_alike(earlier: dict[str, Any], later: dict[str, Any]) -> None:
 
 
 def validate(result: Any, where: str) -> None:
-    """Raise a ValueError naming ``where`` and what is amiss unless ``result`` has the layout above."""
+    """Raise a ValueError with ``where`` and the problem unless ``result`` has the layout above."""
     if not isinstance(result, dict) or result.get("schema") != SCHEMA:
-        found = result.get("schema") if isinstance(result, dict) else type(result).__name__
-        raise ValueError(f"{where}: 'schema' is {found!r}, expected a benchmark result with schema {SCHEMA}")
+        schema = result.get("schema") if isinstance(result, dict) else type(result).__name__
+        raise ValueError(f"{where}: 'schema' is {schema!r}, expected a benchmark result with schema {SCHEMA}")
     _require(result, _KEYS, where)
     if not isinstance(result["rows"], list):
         raise ValueError(f"{where}: 'rows' is of type {type(result['rows']).__name__}, expected a list")

@@ -1,4 +1,4 @@
-"""The rows of suites: shapes with names, and the work that their scores, or training steps, cannot avoid."""
+"""The rows of suites: named shapes, and the unavoidable work of their scores or training steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ AnyRow = TypeVar("AnyRow", bound="Row")
 
 
 def _measure_l2(device: torch.device) -> float:
-    # Its kernel needs Triton, which is not everywhere.
+    # Imported here, as its kernel needs Triton, which may not be installed.
     from pylate_flash.bench.l2 import measure_l2
 
     return measure_l2(device)
 
 
-# The further ceilings of suites whose steps gather embeddings from the L2 cache.
+# The extra ceiling of suites whose steps gather embeddings from the L2 cache.
 L2 = {"l2_bytes_per_second": _measure_l2}
 
 
@@ -27,8 +27,8 @@ L2 = {"l2_bytes_per_second": _measure_l2}
 class Row:
     """``Nq`` queries of ``Lq`` tokens against ``Nd`` documents of ``Ld`` tokens, embeddings of size ``d``.
 
-    ``own``: each query has ``Nd`` documents of its own. ``shortest``: documents have that many to ``Ld`` tokens.
-    ``step``: gradients are computed too. ``kind``: what else there is to say of the inputs.
+    ``own``: each query has its own ``Nd`` documents. ``shortest``: documents have that many to ``Ld`` tokens.
+    ``step``: gradients are computed too. ``kind``: a further property of the inputs.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def shape(self) -> str:
-        """The shape, for people; the embedding size is named where it is not 128."""
+        """The shape for display; the embedding size is included if it is not 128."""
         lengths = f"{self.Ld}" if self.shortest is None else f"{self.shortest}..{self.Ld}"
         text = f"{self.Nq} x {self.Nd}{' of its own' if self.own else ''}, {self.Lq} x {lengths}"
         if self.d != 128:
@@ -53,11 +53,11 @@ class Row:
 
     @property
     def documents(self) -> int:
-        """How many documents there are in all."""
+        """The total number of documents."""
         return self.Nq * self.Nd if self.own else self.Nd
 
     def lengths(self) -> torch.Tensor:
-        """The lengths of all documents, drawn uniformly and always the same."""
+        """The lengths of all documents, drawn uniformly with a fixed seed."""
         if self.shortest is None:
             return torch.full((self.documents,), self.Ld)
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ class Row:
     def work(self, dtype: torch.dtype) -> Work:
         """One multiplication and one addition per product; embeddings read once, float32 scores written.
 
-        In a step the gradients are written once too, and after that the rows gathered for every argmax.
+        A step also writes the gradients once, and then gathers two embeddings from L2 per argmax.
         """
         tokens = self.documents * self.Ld if self.shortest is None else int(self.lengths().sum())
         embeddings = self.d * (self.Nq * self.Lq + tokens)
@@ -78,7 +78,7 @@ class Row:
         )
 
     def within(self: AnyRow, flops: float) -> AnyRow:
-        """The same row with fewer queries, and documents, as often halved as it takes for it to cost that at most."""
+        """The same row with queries and documents halved until it takes at most ``flops`` operations."""
         row = self
         while row.work(torch.float32).flops > flops and (row.Nq > 1 or (row.Nd > 1 and not row.own)):
             row = replace(row, Nq=-(-row.Nq // 2), Nd=row.Nd if row.own else -(-row.Nd // 2))

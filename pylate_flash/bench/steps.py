@@ -1,4 +1,4 @@
-"""The training steps that suites time: from embeddings to the loss, and back to their gradients."""
+"""The training steps that suites time: from embeddings to the loss and their gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pylate_flash.bench.suite import Candidate
 
 
 def differentiated(loss_of: Callable[..., Any], *leaves: torch.Tensor) -> exact.Step:
-    """The loss of leaves, or the loss and the scores that it is of, and its gradients."""
+    """Run ``loss_of``, which returns the loss, or the loss and the scores, and differentiate the loss."""
     with torch.enable_grad():
-        found = loss_of(*leaves)
-    loss, scores = found if isinstance(found, tuple) else (found, None)
+        output = loss_of(*leaves)
+    loss, scores = output if isinstance(output, tuple) else (output, None)
     gradients = torch.autograd.grad(loss, leaves)
     return exact.Step(loss.detach(), None if scores is None else scores.detach(), *gradients)
 
@@ -32,8 +32,8 @@ def differentiated(loss_of: Callable[..., Any], *leaves: torch.Tensor) -> exact.
 class Step(Padded):
     """A training step: `maxsim`, torch's loss, and the gradients of queries and documents, which require them.
 
-    The loss is the cross entropy of every query's scores, divided by the ``temperature``, its own document being the
-    first ones in order; or with a ``teacher`` [Nq, K] (log-probabilities) the divergence from it.
+    The loss is the cross entropy of every query's scores, divided by the ``temperature``, where query i's own document
+    is document i; or, with a ``teacher`` [Nq, K] (log-probabilities), the KL divergence from it.
     """
 
     teacher: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class Step(Padded):
 
     @property
     def labels(self) -> torch.Tensor:
-        """Each query's own document."""
+        """The index of each query's own document."""
         return torch.arange(len(self.queries), device=self.device)
 
     def loss(self, scores: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,20 +66,22 @@ class Step(Padded):
         return self.step(label, loss_of)
 
     def step(self, label: str, loss_of: Callable[..., Any]) -> Candidate:
-        """What is timed of a way to compute the loss."""
+        """The candidate that times the loss and its gradients."""
         return Candidate(label, partial(differentiated, within(self.context, loss_of), self.queries, self.documents))
 
     def reference(self) -> exact.Result:
         return exact.step(*self.as_computed(), **self.masks, loss=self.loss)
 
     def lik(self, *backwards: str) -> list[Candidate]:
-        """`maxsim`, with the named ways through its backward if there are some."""
+        """`maxsim`, with each of the named backwards, or the default one."""
         score = partial(LIK["maxsim"], q_mask=self.queries_mask, d_mask=self.documents_mask)
-        ways = {f"maxsim, {backward}": partial(score, backward=backward) for backward in backwards} or {"maxsim": score}
-        return [candidate for label, way in ways.items() for candidate in self.in_each_type(label, way)]
+        scorers = {f"maxsim, {backward}": partial(score, backward=backward) for backward in backwards} or {
+            "maxsim": score
+        }
+        return [candidate for label, scorer in scorers.items() for candidate in self.in_each_type(label, scorer)]
 
     def flash_maxsim(self) -> list[Candidate]:
-        """Given, the lengths spare it a kernel that would fill them in."""
+        """Passing the lengths saves a kernel that would fill them in."""
         shared = {"shared_docs": self.documents.dim() == 3, "doc_lengths": self.lengths()}
         score = partial(FLASH_MAXSIM["flash_maxsim_batched_train"], **shared)
         if self.queries_mask is not None:
@@ -87,16 +89,16 @@ class Step(Padded):
         return self.in_each_type("flash_maxsim_batched_train", score)
 
     def torch(self) -> list[Candidate]:
-        """An einsum over as many documents at a time as fit; its autograd keeps where the maxima were.
+        """An einsum over as many documents at a time as fit; its autograd saves the argmax.
 
-        Its backward was seen to hold the similarities six times.
+        Its backward was observed to hold the similarities six times.
         """
         chunk = chunk_sizes(self.queries, self.documents, held=6.0)[-1]
         return [self.candidate(f"einsum, chunks of {chunk}", partial(chunked_scores, chunk=chunk, **self.masks))]
 
 
 class FusedStep(Step):
-    """The same step by `maxsim_cross_entropy` or `maxsim_kl_divergence`, scores and loss in one."""
+    """The same step by `maxsim_cross_entropy` or `maxsim_kl_divergence`, which fuse scores and loss."""
 
     def ours(self, **options: Any) -> list[Candidate]:
         operation: Callable = pylate_flash.maxsim_cross_entropy
@@ -107,10 +109,10 @@ class FusedStep(Step):
 
 
 class Embedded:
-    """Stands in for a ColBERT model whose embeddings are there already, in the features."""
+    """Stands in for a ColBERT model: the features already contain the embeddings."""
 
     do_query_expansion = False
-    # Tokens that the texts do not have, as many as there are marks of punctuation in ASCII.
+    # Tokens that do not occur in the texts, as many as ASCII has punctuation characters.
     skiplist = list(range(32))
 
     def __call__(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -118,30 +120,34 @@ class Embedded:
 
 
 def features_of(*masks: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """What a model is given for texts whose tokens count so."""
+    """The features of texts with these attention masks."""
     return [{"input_ids": torch.full_like(mask, 100, dtype=torch.int64), "attention_mask": mask} for mask in masks]
 
 
-def loss_of_embedded(loss: Any, masks: Sequence[torch.Tensor], *more: Any) -> Callable[..., torch.Tensor]:
-    """The loss of a model that is `Embedded`, as a function of its embeddings."""
+def loss_of_embedded(loss: Any, masks: Sequence[torch.Tensor], *extra_args: Any) -> Callable[..., torch.Tensor]:
+    """Turn a loss of an `Embedded` model into a function of the embeddings."""
     texts = features_of(*masks)
     return lambda *embeddings: loss(
-        [{**text, "token_embeddings": some} for text, some in zip(texts, embeddings, strict=True)], *more
+        [
+            {**text, "token_embeddings": token_embeddings}
+            for text, token_embeddings in zip(texts, embeddings, strict=True)
+        ],
+        *extra_args,
     )
 
 
 class Contrastive(Step):
-    """`losses.Contrastive`, from a model's embeddings to their gradients: it normalises, masks, scores, takes the loss.
+    """`losses.Contrastive`, from a model's embeddings to their gradients: normalise, mask, score, loss.
 
-    Embeddings have the type that the model's linear layers give them under autocast.
+    Embeddings have the dtype that the model's linear layers return under autocast.
     """
 
     def through(self, label: str, make: Callable[[Any], Any]) -> list[Candidate]:
-        """The step by the loss that ``make`` makes for a model."""
+        """The step by the loss that ``make`` creates for a model."""
         return [self.step(label, loss_of_embedded(make(Embedded()), list(self.masks.values())))]
 
     def reference(self) -> exact.Step:
-        """Not rounded once normalised, as no winner may change with it: one of a thousand is 4 % of the gradients."""
+        """Not rounded after normalisation, as that may change the argmax: one in a thousand is 4 % of the gradients."""
 
         def score(queries: torch.Tensor, documents: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
             return einsum_scores(F.normalize(queries, dim=-1), F.normalize(documents, dim=-1), **masks)

@@ -1,8 +1,8 @@
-"""What a suite is, and the loop that runs one: check every system, time them in turn, compare.
+"""The definition of a suite, and the loop that runs one: check every system, time them in turn, compare.
 
-A suite is a set of rows (shapes with names), a way to make a row's inputs, the right answer in float64, and the systems
-that compute it. A system offers one or several candidates for a row, such as the chunk sizes of a chunked loop, and is
-granted the fastest of them: a deployment would have to find it.
+A suite has rows (named shapes), a function that creates a row's inputs, a float64 reference, and the systems that
+compute the row. A system offers one or several candidates for a row, such as the chunk sizes of a chunked loop, and
+only the fastest counts, as a deployment would choose it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from pylate_flash.bench.protocol import (
     measure_ceilings,
 )
 
-# The system that is compared with the others. A name that begins with it is another way through this package: it stands
-# in the table, and is no "other".
+# The system that is compared with the others. A system whose name starts with it is another path through this package:
+# it is listed in the table, but is not one of the "others".
 OURS = "pylate_flash"
 
-# What a system's error may be unless it says otherwise (`System.tolerance`).
+# The default tolerance of a system's error (`System.tolerance`).
 WRONG = 1e-2
 
-# What pylate_flash may exceed its own accuracy target by before a row says so (a maximum over a million scores).
+# The factor by which pylate_flash may exceed its accuracy target unreported (a maximum over a million scores).
 MARGIN = 5.0
 
-# Wrong, inaccurate and failed are the states in which a system does not do what it promises.
+# The states in which a system does not deliver what it promises.
 BROKEN = ("wrong", "inaccurate", "failed")
 
 
 class Unavailable(Exception):
-    """Raised by a system's ``candidates`` where it cannot be measured: the message says why."""
+    """Raised by a system's ``candidates`` if it cannot be measured; the message says why."""
 
 
 class Candidate(NamedTuple):
-    """One way to compute a row: what it is called, a call without arguments, and how to read what the suite compares.
+    """One way to compute a row: a label, a call without arguments, and a function that reads what the suite compares.
 
     Reading the result is not timed.
     """
@@ -60,23 +60,23 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class System:
-    """Something that is measured."""
+    """A system that is measured."""
 
     name: str  # the key in results: ``pylate_flash``, ``lik``, ...
-    title: str  # what a table's head says
-    # From a row's inputs, the ways in which this system may compute it. Its calls run without gradients.
+    title: str  # the head of its table column
+    # Maps a row's inputs to the candidates of this system. Their calls run without gradients.
     candidates: Callable[[Any], Sequence[Candidate]]
-    peer: peers.Peer | None = None  # the package that it comes from, where it needs another one
-    about: str = ""  # what the title stands for, where that needs saying
-    # It computes something else, to show what is possible: its result is not checked, it is not compared with
-    # pylate_flash, and the fastest yardstick of a row is its floor, in place of the ceilings.
+    peer: peers.Peer | None = None  # the other package that it needs, if any
+    about: str = ""  # what the title stands for, if not obvious
+    # It computes something else, as a bound: its result is not checked, it is not compared with pylate_flash, and the
+    # fastest yardstick of a row is its floor, instead of the one from the ceilings.
     yardstick: bool = False
     counted: bool = False  # our time is also given as a multiple of its time
-    # A larger error is no rounding of this system: it computes something else on these inputs, and is not timed.
+    # A larger error cannot be rounding: the system computes something else on these inputs, and is not timed.
     tolerance: float = WRONG
 
 
-# Of inputs that offer what each of these is asked for, as those of `calls` do.
+# For inputs with a method per system, as those of `calls`.
 OUR_SYSTEM = System(OURS, "pylate_flash", methodcaller("ours"))
 LIK_SYSTEM = System("lik", "LIK", methodcaller("lik"), peer=peers.LIK, about="late-interaction-kernels")
 FLASH_MAXSIM_SYSTEM = System(
@@ -85,14 +85,14 @@ FLASH_MAXSIM_SYSTEM = System(
 TORCH_SYSTEM = System("torch", "torch", methodcaller("torch"))
 
 
-def another_way(name: str, title: str | None = None, **more: Any) -> System:
-    """A system of this package that inputs offer under a name of its own."""
-    more.setdefault("candidates", methodcaller(name))
-    return System(f"{OURS}_{name}", title or name, **more)
+def another_way(name: str, title: str | None = None, **kwargs: Any) -> System:
+    """Another path through this package: by default the inputs' method ``name``."""
+    kwargs.setdefault("candidates", methodcaller(name))
+    return System(f"{OURS}_{name}", title or name, **kwargs)
 
 
 class Row(Protocol):
-    """A shape with a name, for people too. A suite's own row class says what else it knows."""
+    """A named shape. A suite's own row class may have more fields."""
 
     @property
     def name(self) -> str: ...
@@ -101,49 +101,49 @@ class Row(Protocol):
     def shape(self) -> str: ...
 
     def work(self, dtype: torch.dtype) -> Work:
-        """The operations and bytes that it cannot avoid with inputs of that type."""
+        """The unavoidable operations and bytes with inputs of that dtype."""
 
     def within(self, flops: float) -> Row:
-        """The same row with fewer queries and documents, so that it takes no more operations than that."""
+        """The same row with fewer queries and documents, so that it takes at most ``flops`` operations."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of rows, and how to make, check and compute them."""
+    """A set of rows, and how to create, check and compute them."""
 
     name: str  # for results
-    title: str  # for people
+    title: str  # for display
     rows: Sequence[Row]  # in the order of the table
     systems: Sequence[System]  # pylate_flash first
     make_inputs: Callable[[Any, torch.device, torch.dtype], Any]  # of a row, random, never zeros
-    reference: Callable[[Any], Any] = methodcaller("reference")  # from the inputs, the right answer in float64
+    reference: Callable[[Any], Any] = methodcaller("reference")  # maps inputs to the float64 reference
     # The relative error that pylate_flash promises for inputs of a type.
     accuracy: Callable[[Any, torch.dtype], float] = lambda inputs, dtype: inputs.accuracy(dtype)
-    # Of what a candidate read from its result, and the reference: the relative error, infinite if it is not finite.
+    # Maps what a candidate read from its result, and the reference, to the relative error (infinite if not finite).
     error: Callable[[Any, Any], float] = exact.error
     compiled: Sequence[System] = ()  # variants of ``torch.compile``, measured on request only
-    unit: str = "ms"  # in which times are shown, or ``us``; results keep milliseconds
+    unit: str = "ms"  # of the times shown, or ``us``; results keep milliseconds
     stopwatch: Callable[[torch.device, int], CpuStopwatch] = make_two_times_stopwatch  # of a device and flush_bytes
-    device: str | None = None  # the only type of device that it measures
-    # What belongs to no row, by name, where all rows are measured.
+    device: str | None = None  # the only device type that it measures
+    # Measurements that belong to no row, by name; taken only if all rows are measured.
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
-    # What measures further rates that the floors of its rows need, by name (`protocol.Ceilings`).
+    # Functions that measure further rates for the floors of its rows, by field name (`protocol.Ceilings`).
     ceilings: Mapping[str, Callable[[torch.device], float | None]] = field(default_factory=dict)
-    retunes: bool = True  # unless it is to be quick, peers tune their kernels for every row: not for the host's time
-    script: str | None = None  # the file that it stands in, if it is none of the package
+    retunes: bool = True  # unless quick, peers tune for every row; not needed if only host time matters
+    script: str | None = None  # its file, if it is not part of the package
 
 
 class Observer:
-    """Hears how far a run is; `report.Progress` shows it. This one stays silent."""
+    """Receives the progress of a run; `report.Progress` shows it. This base class ignores it."""
 
     def doing(self, what: str) -> None:
-        """Something that may take a while begins."""
+        """Called when a step that may take a while begins."""
 
     def finished(self, row: dict[str, Any]) -> None:
-        """A row of the result is complete."""
+        """Called when a row of the result is complete."""
 
 
-# On a CPU a row for a GPU would take minutes: its batch is cut until it costs no more than this.
+# On a CPU a row for a GPU would take minutes: its batch is reduced until it takes at most this many operations.
 CPU_FLOPS = 5e8
 
 
@@ -163,28 +163,27 @@ def run(
     begin: Callable[[dict[str, Any]], None] = lambda result: None,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Measure the ceilings, unless they are given, and every row; return the result, as `results` describes it.
+    """Measure the ceilings, unless they are given, and every row; return the result in the layout of `results`.
 
-    A CPU gets smaller batches of the same rows (`CPU_FLOPS`), unless the suite is for CPUs. A row's name that is
-    unknown is a ValueError.
+    A CPU gets smaller batches of the same rows (`CPU_FLOPS`), unless the suite is for CPUs. Raises a ValueError
+    for an unknown row name.
 
     Parameters
     ----------
     rows
-        Names of the rows wanted; empty means all.
+        Names of the rows to measure; empty means all.
     with_peers, with_compiled, with_memory
         Whether to measure the other packages, the systems under ``torch.compile``, and each system's memory beyond its
-        inputs, in a process of its own (`memory`).
+        inputs, in a fresh process (`memory`).
     quick
-        Spare the peers' tuning for every row: a peer then keeps for a row what it found best for an earlier one that
-        shares its key, and one call of each candidate of a system decides between them. The result says that it is a
-        quick one.
+        Do not tune the peers for every row: a peer then reuses its choice for an earlier row with the same autotuner
+        key, and a single call of each candidate of a system selects between them. The result is marked as quick.
     observer
-        Hears of the progress, and of each row when it is done.
+        Receives the progress, and each row when it is done.
     begin
-        Is given the result before the first row, and may refuse by an error what would be of no use.
+        Called with the result before the first row; may raise to reject a run that would be of no use.
     keep
-        Is given the result after every row, incomplete until the last, so that a run cut short leaves what it measured.
+        Called with the result after every row, incomplete until the last, so that an interrupted run keeps its rows.
     """
     chosen = choose(suite, rows)
     observer = observer or Observer()
@@ -199,8 +198,8 @@ def run(
     measurement = _Measurement(
         suite, systems, device, dtype, rounds, suite.stopwatch(device, rounds.flush_bytes), ceilings, quick, observer
     )
-    how = {"retuned": retuned, "reduced": reduces(suite, device)}
-    result = results.make(suite.name, device, dtype, rounds, measurement.stopwatch, ceilings, quick=quick, **how)
+    flags = {"retuned": retuned, "reduced": reduces(suite, device)}
+    result = results.make(suite.name, device, dtype, rounds, measurement.stopwatch, ceilings, quick=quick, **flags)
     begin(result)
     for row in chosen:
         with torch.no_grad():
@@ -213,7 +212,7 @@ def run(
             try:
                 memory = memory_of(suite.script or suite.name, row.name, variants, device, dtype)
             except RuntimeError as error:
-                # What was measured, and the rows to come, are not to be lost with it.
+                # A failed memory measurement must lose neither the timings nor the remaining rows.
                 measured["memory_error"], memory = str(error).splitlines()[-1][:200], {}
             for name, taken in memory.items():
                 timed[name]["memory_bytes"] = taken
@@ -233,8 +232,8 @@ def memory_of(
 ) -> dict[str, int]:
     """Return the bytes that systems take for a row beyond its inputs.
 
-    ``suite`` and ``row`` are names, or the suite a path; ``variants`` says for each system's name with which of its
-    candidates it is measured.
+    ``suite`` is a name or a path, ``row`` a name; ``variants`` maps each system's name to the label of the candidate to
+    measure.
 
     Raises
     ------
@@ -247,17 +246,17 @@ def memory_of(
 
 
 def reduces(suite: Suite, device: torch.device) -> bool:
-    """Return whether the suite's rows are too large for the device: those of a GPU are for a CPU."""
+    """Return whether the rows are reduced for the device: a suite for GPUs runs on a CPU."""
     return device.type == "cpu" and suite.device != "cpu"
 
 
 def fit(suite: Suite, row: Row, device: torch.device) -> Row:
-    """Return the row as it is measured on a device."""
+    """Return the row as measured on a device."""
     return row.within(CPU_FLOPS) if reduces(suite, device) else row
 
 
 def choose(suite: Suite, names: Sequence[str]) -> list[Row]:
-    """Return the rows of those names (all where there is none), or raise a ValueError for an unknown one."""
+    """Return the rows of those names (all if empty); raise a ValueError for an unknown one."""
     known = [row.name for row in suite.rows]
     for name in names:
         if name not in known:
@@ -267,7 +266,7 @@ def choose(suite: Suite, names: Sequence[str]) -> list[Row]:
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What the rows of a run have in common."""
+    """The settings that the rows of a run share."""
 
     suite: Suite
     systems: Sequence[System]
@@ -323,9 +322,9 @@ class _Measurement:
     def prepare(
         self, system: System, inputs: Any, reference: Any, what: str
     ) -> tuple[dict[str, Any], Candidate | None]:
-        """Compile, check and compare a system's candidates; return its state, and the fastest right one if any is.
+        """Compile, check and compare a system's candidates; return its state, and the fastest correct one, if any.
 
-        The observer hears of each candidate, after `what`: some compile for minutes.
+        The observer is notified of each candidate (``what``, label), as some compile for minutes.
         """
         self.observer.doing(what)
         if system.peer is not None:
@@ -334,9 +333,9 @@ class _Measurement:
                 return {"status": "absent", "reason": reason}, None
             if self.device.type == "cuda" and self.suite.retunes and not self.quick:
                 system.peer.forget_tuning()
-        # A system that sizes itself by the free memory must not count what the others have cached.
+        # Free cached memory, for systems that choose sizes by the free memory.
         release(self.device)
-        right: list[tuple[float, float, Candidate]] = []
+        correct: list[tuple[float, float, Candidate]] = []
         problems: list[dict[str, Any]] = []
         try:
             candidates = list(system.candidates(inputs))
@@ -357,17 +356,17 @@ class _Measurement:
                     continue
                 seconds = 0.0
                 if len(candidates) > 1:
-                    # The first calls of a kernel are slower; one to settle is enough to choose between candidates. For
-                    # a look, that was the check.
+                    # The first calls of a kernel are slower; one warm-up call is enough to choose between candidates.
+                    # In quick mode the check was that call.
                     times = [self.stopwatch.time(candidate.call).seconds for _ in range(1 if self.quick else 6)]
                     seconds = statistics.median(times[-5:])
-                right.append((seconds, error, candidate))
+                correct.append((seconds, error, candidate))
             except Exception as exception:
-                # Whatever another package raises (out of memory, a compiler's error) is that candidate's result.
+                # Any exception of another package (out of memory, a compiler error) is that candidate's result.
                 problems.append({"status": "failed", "reason": f"{candidate.label}: {_sentence(exception)}"})
                 release(self.device)
-        if right:
-            _, error, fastest = min(right, key=lambda found: found[0])
+        if correct:
+            _, error, fastest = min(correct, key=lambda entry: entry[0])
             return {"status": "ok", "error": error}, fastest
         if problems:
             return min(problems, key=lambda problem: problem["status"] != "wrong"), None
@@ -376,10 +375,10 @@ class _Measurement:
     def after(
         self, system: System, state: dict[str, Any], candidate: Candidate, reference: Any, accuracy: float
     ) -> dict[str, Any]:
-        """The state of a system that was timed, but for its times."""
+        """The state of a system that was timed, without its times."""
         if system.yardstick:
             return {"status": "ok", "variant": candidate.label, "error": None}
-        # Once more on the way out: an error that has moved since the check is a race.
+        # Check again after the timing: an error that has changed since the first check is a race.
         error = max(state["error"], check(candidate, reference, self.suite.error))
         if error > system.tolerance:
             return _wrong(f"{candidate.label}: right before the timing, wrong after it: a race", error)
@@ -394,8 +393,8 @@ def _wrong(reason: str, error: float) -> dict[str, Any]:
 def check(candidate: Candidate, reference: Any, error: Callable[[Any, Any], float] = exact.error) -> float:
     """Make the call once and return its relative error.
 
-    Before it, memory of the result's size is filled with NaN and given back, so that an element which the call does not
-    write is not found right because an earlier call wrote it there.
+    Memory of the result's size is filled with NaN and freed before, so that elements which the call does not write do
+    not pass because an earlier call wrote them there.
     """
     tensors = (reference,) if isinstance(reference, torch.Tensor) else reference
     poison = [torch.full_like(part, torch.nan, dtype=torch.float32) for part in tensors if part is not None]
@@ -404,32 +403,35 @@ def check(candidate: Candidate, reference: Any, error: Callable[[Any, Any], floa
 
 
 def compare(states: dict[str, dict[str, Any]], counted: Sequence[str], yardsticks: Container[str]) -> dict[str, Any]:
-    """Name the fastest of the other systems, and how many times our time it takes (None where either is missing).
+    """Name the fastest of the other systems, and its time as a multiple of ours (None if either is missing).
 
-    And our time as a multiple of that of each system that is ``counted``, if there are any.
+    Also our time as a multiple of that of each ``counted`` system, if there are any.
     """
     times = {name: state["median_ms"] for name, state in states.items() if "median_ms" in state}
     ours = times.get(OURS)
     others = {name: time for name, time in times.items() if not name.startswith(OURS) and name not in yardsticks}
     best = min(others, key=lambda name: others[name], default=None)
     multiples = {name: ours / times[name] if ours and name in times else None for name in counted}
-    found = {"best_peer": best, "best_peer_over_ours": others[best] / ours if best is not None and ours else None}
-    return found | ({"multiples": multiples} if counted else {})
+    best_of_others = {
+        "best_peer": best,
+        "best_peer_over_ours": others[best] / ours if best is not None and ours else None,
+    }
+    return best_of_others | ({"multiples": multiples} if counted else {})
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU the current one, where some packages launch whatever the device of their tensors is."""
+    """Make a GPU the current device: some packages launch there, whatever the device of their tensors is."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def release(device: torch.device) -> None:
-    """Give cached device memory back."""
+    """Release cached device memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _sentence(exception: BaseException) -> str:
-    """The first line of an exception's text, with its type: enough for a table and a JSON file."""
+    """The type and the first line of an exception's message, for a table and a JSON file."""
     lines = str(exception).strip().splitlines()
     return f"{type(exception).__name__}: {lines[0][:200]}" if lines else type(exception).__name__

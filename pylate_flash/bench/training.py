@@ -1,14 +1,14 @@
 """The suite `training`: the scores' part of a training step, forward, loss and backward for queries and documents.
 
-The in-batch rows take the cross entropy of every query against all documents, its own being the right one; the rows
-with candidates take the divergence from a teacher's scores (knowledge distillation). What needs no encoder is all that
-is timed: embeddings in, scores and both gradients out.
+The in-batch rows take the cross entropy of every query against all documents, labelled with its own; the rows with
+candidates take the divergence from a teacher's scores (knowledge distillation). Only the part without an encoder is
+timed: embeddings in, scores and both gradients out.
 
-In the rows named "skewed", half of all wins go to one document token in twenty, as in a model's embeddings, where the
-tokens of markers and stopwords win again and again: rows that many tokens write to must not wait for each other.
+In the rows named "skewed", one document token in twenty gets half of all argmaxes, as in a model's embeddings, where
+marker tokens and stopwords win repeatedly: writes of many tokens to the same gradient row must not serialise.
 
-The floor is the forward's operations at the ceiling, and after it the rows that the backward must gather, one from the
-documents and one from the queries for every argmax, at the speed of the L2 cache, which holds either side.
+The floor is the forward's operations at the ceiling, plus the rows that the backward must gather, one from the
+documents and one from the queries per argmax, at the bandwidth of the L2 cache, which holds either side.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ ROWS = (
     *(row for batch in UNIFORM for row in (batch, replace(batch, name=f"{batch.name}-skewed", kind=SKEWED))),
     Batch("kd-64x16", 64, 16, 32, 300, own=True),
     Batch("kd-32x32", 32, 32, 32, 512, own=True),
-    # A small step, and one in which each query brings five hard negatives beside its own document.
+    # A small step, and one with five hard negatives per query besides its own document.
     Batch("train-32", 32, 32, 32, 180),
     Batch("negatives-64x5", 64, 6 * 64, 32, 150),
-    # Embeddings as long as those of some models of pages.
+    # Embedding sizes of some models of page images.
     Batch("train-64-d320", 64, 64, 32, 180, d=320),
     Batch("pages-16-d2048", 16, 16, 32, 1000, d=2048),
 )
 
-# Of a skewed row's document tokens, and of its wins.
+# The share of hot tokens among a skewed row's document tokens, and their share of its argmaxes.
 HOT_TOKENS = 0.05
 HOT_WINS = 0.5
-# How far the share of wins may be from that (a small batch has few wins), and how many are looked at to set it.
+# The tolerance of the latter share (a small batch has few argmaxes), and the size of the sample that sets it.
 HOT_TOLERANCE = 0.1
 SAMPLED_ROWS = 256
 SAMPLED_DOCUMENTS = 64
@@ -62,7 +62,7 @@ SAMPLED_DOCUMENTS = 64
 
 @dataclass(frozen=True)
 class TrainingStep(FusedStep):
-    """A step in which the first ``hot`` tokens of every document share half of all wins, if there are some."""
+    """A step in which the first ``hot`` tokens of every document get half of all argmaxes, unless ``hot`` is 0."""
 
     hot: int = 0
 
@@ -72,26 +72,26 @@ class TrainingStep(FusedStep):
         Raises
         ------
         RuntimeError
-            If the inputs of a skewed row do not have their wins where they should.
+            If the hot tokens of a skewed row do not get their share of the argmaxes.
         """
         if self.hot and abs((share := self.share_of_wins()) - HOT_WINS) > HOT_TOLERANCE:
             raise RuntimeError(f"{share:.0%} of the wins are on the hot tokens, and not {HOT_WINS:.0%}")
         return super().reference()
 
     def share_of_wins(self) -> float:
-        """The share of all wins that the hot tokens have."""
+        """The share of all argmaxes that are hot tokens."""
 
         def wins(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
             first, rest = documents[..., : self.hot, :], documents[..., self.hot :, :]
             equation = "qsd,ntd->qnst" if documents.dim() == 3 else "qsd,qntd->qnst"
-            best, others = (torch.einsum(equation, queries, part).amax(dim=-1) for part in (first, rest))
-            return (best >= others).double().mean(dim=-1)
+            best, best_of_rest = (torch.einsum(equation, queries, part).amax(dim=-1) for part in (first, rest))
+            return (best >= best_of_rest).double().mean(dim=-1)
 
         return exact.scores(self.queries, self.documents, score=wins).mean().item()
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> TrainingStep:
-    """Draw random unit vectors, the same ones for the same row on the same kind of device."""
+    """Draw random unit vectors, reproducible per row and device type."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (row.Nq, row.Nd) if row.own else (row.Nd,)
     draw = partial(unit_vectors, generator=generator, dtype=torch.float32)
@@ -107,10 +107,10 @@ def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> TrainingS
 
 
 def with_hot_tokens(queries: torch.Tensor, documents: torch.Tensor, hot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn every query token, and the first ``hot`` tokens of every document, towards one direction.
+    """Rotate every query token, and the first ``hot`` tokens of every document, towards a common direction.
 
-    The queries share a fixed part of it. How far the documents' tokens turn is found by bisection, until they have half
-    of the wins in a sample. All stay unit vectors.
+    The queries get a fixed cosine to it. That of the document tokens is found by bisection, so that they get half of
+    the argmaxes in a sample. All stay unit vectors.
     """
     axis = F.normalize(torch.ones(queries.shape[-1], device=queries.device), dim=0)
 
@@ -119,18 +119,18 @@ def with_hot_tokens(queries: torch.Tensor, documents: torch.Tensor, hot: int) ->
         return cosine * axis + math.sqrt(1.0 - cosine**2) * across
 
     queries = turned(queries, 0.4)
-    others = turned(documents[..., hot:, :], 0.0)
+    cold_tokens = turned(documents[..., hot:, :], 0.0)
     sampled_rows = queries.flatten(0, 1)[:SAMPLED_ROWS]
     sampled = slice(0, SAMPLED_DOCUMENTS)
-    # In a sample it does not matter whose candidates they are.
-    first, rest = documents[..., :hot, :].flatten(0, -3)[sampled], others.flatten(0, -3)[sampled]
-    best_of_others = (rest @ sampled_rows.T).amax(dim=1)
+    # For the sample it does not matter which query the candidates belong to.
+    first, rest = documents[..., :hot, :].flatten(0, -3)[sampled], cold_tokens.flatten(0, -3)[sampled]
+    best_of_rest = (rest @ sampled_rows.T).amax(dim=1)
     low, high = 0.0, 1.0
     for _ in range(20):
         middle = (low + high) / 2
-        wins = (turned(first, middle) @ sampled_rows.T).amax(dim=1) > best_of_others
+        wins = (turned(first, middle) @ sampled_rows.T).amax(dim=1) > best_of_rest
         low, high = (low, middle) if wins.float().mean() > HOT_WINS else (middle, high)
-    return queries, torch.cat([turned(documents[..., :hot, :], high), others], dim=-2)
+    return queries, torch.cat([turned(documents[..., :hot, :], high), cold_tokens], dim=-2)
 
 
 def suite() -> Suite:

@@ -1,8 +1,8 @@
-"""The suite `varlen`: documents of many lengths, packed one after the other, and reranking through PyLate.
+"""The suite `varlen`: packed documents of variable lengths, and reranking through PyLate.
 
-Packed, no padding is stored or read; padded to the longest, every function for batches will do. Both ways are measured,
-and the floor counts the real tokens alone. The row `rerank` is the whole of `rank.rerank`, from numpy arrays in the
-host's memory to sorted lists, so its time is the host's and the device's together.
+Packed documents have no padding to store or read; documents padded to the longest work with any batched function. Both
+are measured, and the floor counts real tokens only. The row `rerank` times all of `rank.rerank`, from numpy arrays in
+host memory to sorted lists, so its time is that of the host and the device together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pylate_flash.bench.suite import (
 
 @dataclass(frozen=True)
 class Arrays(Row):
-    """Queries with candidates of their own, in float32: what PyLate's models return as arrays."""
+    """Queries with their own candidates, in float32: what PyLate's models return as arrays."""
 
     own: bool = True
 
@@ -40,25 +40,25 @@ class Arrays(Row):
 ROWS = (
     Row("varlen-uniform", 1, 10000, 32, 192, shortest=64),
     Row("varlen-ragged", 32, 4000, 32, 512, shortest=16),
-    # So many tokens that one of PyLate's padding, which it does not mask in `rerank`, is never the best.
+    # Long enough that PyLate's padding, which `rerank` there does not mask, is never the argmax.
     Arrays("rerank", 100, 100, 32, 180, shortest=40),
 )
 
 
 class Packed(Varlen):
-    """Packed documents, which other packages may also be given padded."""
+    """Packed documents; other packages may also be called with padding."""
 
     def ours(self) -> list[Candidate]:
-        """`maxsim_varlen`, which waits for the device unless told the longest lengths."""
+        """`maxsim_varlen`, which synchronises with the device unless the maximum lengths are given."""
         (packed,) = super().ours()
-        told = partial(packed.call, **self.longest_lengths)
-        return [Candidate(f"{packed.label}, longest lengths given", told), packed]
+        with_lengths = partial(packed.call, **self.longest_lengths)
+        return [Candidate(f"{packed.label}, longest lengths given", with_lengths), packed]
 
     def lik(self) -> list[Candidate]:
         return super().lik() + as_padded(self.padded().lik())
 
     def flash_maxsim(self) -> list[Candidate]:
-        """Also from float16, which spares it a cast."""
+        """Also from float16, which saves it a cast."""
         candidates = super().flash_maxsim()
         if self.documents.dtype != torch.float16:
             (halved,) = Varlen(self.queries.half(), self.documents.half(), self.lengths).flash_maxsim()
@@ -67,17 +67,17 @@ class Packed(Varlen):
 
 
 def as_padded(candidates: list[Candidate]) -> list[Candidate]:
-    """Ways whose names say that they are given padding."""
+    """Mark the labels of candidates that use padding."""
     return [candidate._replace(label=f"{candidate.label}, padded") for candidate in candidates]
 
 
 def ours_padded(inputs: Packed | Rerank) -> list[Candidate]:
-    """`maxsim` of padded documents and their mask; of arrays there is no such way."""
+    """`maxsim` of padded documents and their mask; no candidate for arrays."""
     return inputs.padded().ours() if isinstance(inputs, Packed) else []
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Packed | Rerank:
-    """Draw random unit vectors, the same ones for the same row on the same kind of device."""
+    """Draw random unit vectors, reproducible per row and device type."""
     reranked = isinstance(row, Arrays)
     lengths = row.lengths()
     generator = torch.Generator(device).manual_seed(0)
@@ -85,7 +85,7 @@ def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Packed | 
     queries, documents = draw(row.Nq, row.Lq, row.d), draw(int(lengths.sum()), row.d)
     if not reranked:
         return Packed(queries, documents, lengths)
-    # Copies, as every document of a model's output is an array of its own.
+    # Copies, as a model returns every document as a separate array.
     arrays = [tokens.numpy().copy() for tokens in documents.cpu().split(lengths.tolist())]
     return Rerank(
         ids=ids_of(row),

@@ -1,6 +1,6 @@
 """The command line: `pylate-flash demo | train | mine | evaluate | index | search | bench | doctor`, a file for each.
 
-Everything heavy is imported inside the commands, so that `--help` answers at once.
+Heavy modules are imported inside the commands, so that `--help` responds at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"pylate-flash {__version__}")
         raise typer.Exit()
 
@@ -78,7 +78,7 @@ app.command(
 @command
 def bench(context: typer.Context) -> None:
     """Measure this package, its peers and plain torch on this machine; `bench --help` lists the suites."""
-    # The options are the suite's own; reading them here would import torch for every `--help`.
+    # Options are parsed there; declaring them here would import torch for every `--help`.
     from ..bench.cli import main
 
     main(context.args, "pylate-flash bench")
@@ -89,23 +89,23 @@ app.command()(command(doctor.doctor))
 
 def main() -> None:
     """Run the command line."""
-    # A stream that was closed cannot be asked for a terminal, and the next file that is opened would have its number.
+    # A closed stream is None, which has no `isatty`, and the next file opened would get its descriptor.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- it lives as long as the process
     atexit.register(_end)
     try:
-        # What is written while options are read, such as `--help`, is no command's.
+        # `command` also covers output while options are parsed, such as `--help`.
         command(app)(prog_name="pylate-flash")
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
 
 
 def _end() -> None:
-    """Leave all objects to the end of the process: registered first, this is the last that Python itself runs."""
-    # Python ends with collections of garbage over all that the libraries hold, which take seconds and free nothing.
+    """Skip the cleanup of objects at exit: registered first, this runs last of all exit handlers."""
+    # At exit Python garbage-collects all objects of the libraries, which takes seconds and frees nothing.
     gc.freeze()
-    # Bindings made with nanobind, as Triton's from 3.9 on, list whatever is then left on standard error.
+    # nanobind bindings, which Triton uses from 3.9 on, report leaked objects on standard error afterwards.
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -1,4 +1,4 @@
-"""`evaluate --against`: other indexes of the same embeddings, measured by exact search."""
+"""`evaluate --against`: compare other indexes of the same embeddings with exact search."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 Results = list[list["SearchResult"]]
 Run = dict[str, list["SearchResult"]]
-# Documents retrieved, and the depths of exact search's lists that are compared.
+# Documents retrieved, and the depths at which lists are compared with those of exact search.
 K, DEPTHS = 100, (10, 100)
-# Documents that are scored again by 16 bits, of an index that keeps these beside fewer.
+# Documents rescored with 16 bits, in an index that also stores those.
 RESCORED = 2 * K
 PLAID = "plaid"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A way to search: what it finds, and what it costs where it was built and searched here.
+    """A system compared: its quality, and its costs if it was built and searched here.
 
-    `recall` is that of exact search's best documents, by how many of them.
+    `recall` maps a depth to the recall of exact search's best documents.
     """
 
     system: str
@@ -48,13 +48,13 @@ class Compared:
     bytes_a_token: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """As JSON values."""
-        found = asdict(self)
-        return {**found, "recall": {f"exact@{depth}": value for depth, value in self.recall.items()}}
+        """The fields as JSON values."""
+        fields = asdict(self)
+        return {**fields, "recall": {f"exact@{depth}": value for depth, value in self.recall.items()}}
 
 
 def check_systems(against: str, collections: Sequence[Collection]) -> dict[str, Run | None]:
-    """The systems that `--against` names, before any work: of files the runs, and of ways to keep embeddings None."""
+    """Parse and check `--against`: each name maps to its run if it is a file, or to None if it is a kind of index."""
     systems: dict[str, Run | None] = {name.strip(): None for name in against.split(",")}
     for name in systems:
         if name == PLAID:
@@ -81,9 +81,9 @@ def check_systems(against: str, collections: Sequence[Collection]) -> dict[str, 
 def compare_systems(
     systems: Mapping[str, Run | None], exact: Flat, collection: Collection, embeddings: list[Any], build_seconds: float
 ) -> list[Compared]:
-    """Search by the exact index of a collection, built in so many seconds, and by each system over the same embeddings.
+    """Search the exact index of a collection, built in `build_seconds`, and each system over the same embeddings.
 
-    `embeddings` are those of the queries of its `qrels`.
+    `embeddings` are those of the queries in its `qrels`.
     """
     from ..beir import evaluate_run, recall_of
     from ..indexes import Flat
@@ -93,9 +93,9 @@ def compare_systems(
     best, milliseconds = _searched(exact, embeddings)
     tokens = max(1, sum(map(len, documents)))
 
-    def compared(name: str, found: Results, *costs: float | None) -> Compared:
-        metrics, _ = evaluate_run(dict(zip(collection.qrels, found, strict=True)), collection.qrels)
-        recall = {depth: recall_of(found, best, min(depth, len(ids))) for depth in DEPTHS}
+    def compared(name: str, results: Results, *costs: float | None) -> Compared:
+        metrics, _ = evaluate_run(dict(zip(collection.qrels, results, strict=True)), collection.qrels)
+        recall = {depth: recall_of(results, best, min(depth, len(ids))) for depth in DEPTHS}
         return Compared(name, metrics, recall, *costs)
 
     rows = [compared("exact", best, build_seconds, milliseconds, exact.info().scored_bytes / tokens)]
@@ -112,12 +112,12 @@ def compare_systems(
                 index = Flat(folder, "index", dtype=name, device=exact.device, show_progress=False)
                 index.add_documents(ids, documents)
             built = time.perf_counter() - started
-            again = {"rescore": RESCORED} if "+" in name else {}
-            found, milliseconds = _searched(index, embeddings, **again)
+            options = {"rescore": RESCORED} if "+" in name else {}
+            results, milliseconds = _searched(index, embeddings, **options)
             files = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-            # What is read of every token; of few documents, scored again, more.
+            # Bytes read per token; rescoring reads more, but for few documents.
             size = files if name == PLAID else index.info().scored_bytes
-            rows.append(compared(name, found, built, milliseconds, size / tokens))
+            rows.append(compared(name, results, built, milliseconds, size / tokens))
             del index
     return rows
 
@@ -130,27 +130,27 @@ def _plaid(folder: str, exact: Flat, ids: list[str], documents: list[Any]) -> An
 
 
 def _searched(index: Callable[..., Any], embeddings: list[Any], **options: Any) -> tuple[Results, float]:
-    """What an index finds, and milliseconds a query; a search before has brought all that is loaded or compiled."""
+    """The results of an index, and milliseconds per query; a first search warms up loading and compilation."""
     index(embeddings[:1], k=K, **options)
     started = time.perf_counter()
-    found = index(embeddings, k=K, **options)
-    return found, 1e3 * (time.perf_counter() - started) / len(embeddings)
+    results = index(embeddings, k=K, **options)
+    return results, 1e3 * (time.perf_counter() - started) / len(embeddings)
 
 
 def plain_table(labels: Sequence[str], title: str) -> Table:
-    """A table of names and numbers for 80 columns, of which a long name takes two lines."""
+    """A table of names and numbers that fits 80 columns; long names are folded."""
     numbers = (Column(label, justify="right", no_wrap=True) for label in labels)
     box: dict[str, Any] = {"box": SIMPLE_HEAD, "show_edge": False, "padding": (0, 0, 0, 1)}
     return Table(Column(overflow="fold"), *numbers, title=title, title_justify="left", title_style="bold", **box)
 
 
 def show_table(table: Table) -> None:
-    """Print it: where there are fewer columns, its lines are broken rather than its numbers cut."""
+    """Print a table at 80 columns or more: a narrower terminal wraps lines instead of truncating numbers."""
     Console(width=max(80, console.width)).print(table)
 
 
 def comparison_table(rows: Sequence[Compared], title: str) -> Table:
-    """Quality, the share of exact search's best documents, and costs, a row for each system."""
+    """The table of quality, recall of exact search's best documents, and costs, one row per system."""
     names = ["nDCG@10", "R@100", *(f"exact@{depth}" for depth in DEPTHS), "build s", "ms/query", "B/token"]
     table = plain_table(names, title)
     for row in rows:
@@ -166,7 +166,7 @@ def comparison_table(rows: Sequence[Compared], title: str) -> Table:
 
 
 def read_run(path: Path) -> Run:
-    """What a TREC run file found for every query, best first; a ValueError names a line that is none of a run."""
+    """Read a TREC run file: results per query, best first; a ValueError names a malformed line."""
     from ..data.files import read_lines
     from ..index.search import SearchResult
 
@@ -182,18 +182,20 @@ def read_run(path: Path) -> Run:
                 raise ValueError(
                     f"{where}: expected query id, Q0, document id, rank, score and a name, got {line!r:.100}"
                 ) from None
-            found = run.setdefault(query_id, {})
-            if document_id in found:
+            scores = run.setdefault(query_id, {})
+            if document_id in scores:
                 raise ValueError(f"{where}: query {query_id!r} has document {document_id!r} more than once")
-            found[document_id] = score
+            scores[document_id] = score
     return {
-        query_id: [SearchResult(id=id_, score=found[id_]) for id_ in sorted(found, key=found.__getitem__, reverse=True)]
-        for query_id, found in run.items()
+        query_id: [
+            SearchResult(id=id_, score=scores[id_]) for id_ in sorted(scores, key=scores.__getitem__, reverse=True)
+        ]
+        for query_id, scores in run.items()
     }
 
 
 def check_run_ids(collections: Sequence[Collection]) -> None:
-    """Refuse ids with blanks, which are between the fields of a TREC run file."""
+    """Reject ids with blanks, which separate the fields of a TREC run file."""
     for collection in collections:
         for id_ in (*collection.qrels, *(document["id"] for document in collection.documents)):
             if len(id_.split()) != 1:

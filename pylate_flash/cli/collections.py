@@ -1,4 +1,4 @@
-"""The collections that `evaluate` reads: BEIR folders, and what is fetched by name."""
+"""The collections that `evaluate` reads: BEIR folders, and downloads by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NANO_BEIR = "sentence-transformers/NanoBEIR-en"
 
 
 class Collection(NamedTuple):
-    """A collection to evaluate on; `data` is what it is asked for by."""
+    """A collection to evaluate on; `data` is its `--data` argument."""
 
     name: str
     data: str
@@ -25,20 +25,20 @@ class Collection(NamedTuple):
 
 
 def load_collections(sources: list[str], split: str) -> list[Collection]:
-    """Load what `--data` names: folders, `beir:NAME`, and `nanobeir`, which is thirteen, or `nanobeir:NAME`."""
-    found: list[Collection] = []
+    """Load the collections of `--data`: folders, `beir:NAME`, `nanobeir` (all thirteen), or `nanobeir:NAME`."""
+    collections: list[Collection] = []
     for source in sources:
         kind, _, name = source.partition(":")
         if kind == "nanobeir":
-            found += _load_nano_beir(name)
+            collections += _load_nano_beir(name)
         else:
             folders = _fetch_beir(name) if kind == "beir" and name else [Path(source)]
-            found += [_load_folder(folder, split) for folder in folders]
-    names = [collection.name for collection in found]
+            collections += [_load_folder(folder, split) for folder in folders]
+    names = [collection.name for collection in collections]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--data: two collections are called {name!r}; name each once")
-    return found
+    return collections
 
 
 def _load_folder(folder: Path, split: str) -> Collection:
@@ -49,7 +49,7 @@ def _load_folder(folder: Path, split: str) -> Collection:
 
 
 def _fetch_beir(name: str) -> list[Path]:
-    """The folder of a BEIR collection, or those of its parts, fetched once."""
+    """The folder of a BEIR collection, or those of its parts; downloaded once."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pylate-flash" / "beir"
     if not (cache / name).is_dir():
         check_installed("beir", f"--data beir:{name}", "eval")
@@ -58,11 +58,11 @@ def _fetch_beir(name: str) -> list[Path]:
 
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            # The collection appears when it is whole: the next call would take half of it for all.
+            # Move it into place when complete, or the next call would take a partial download for all of it.
             with tempfile.TemporaryDirectory(dir=cache, prefix=".") as folder:
                 download_and_unzip(_BEIR.format(name), folder)
                 os.rename(Path(folder, name), cache / name)
-        # Whatever requests and zipfile raise.
+        # requests and zipfile raise many types.
         except Exception as error:
             raise UserError(f"--data beir:{name} could not be fetched: {cause(error, named=True)}") from error
     if (cache / name / "corpus.jsonl").exists():
@@ -77,7 +77,7 @@ def _load_nano_beir(name: str) -> list[Collection]:
         return load_dataset(_NANO_BEIR, subset, split=split)
 
     loading(f"{name or 'collections'} of {_NANO_BEIR}")
-    found = []
+    collections = []
     try:
         names = [f"Nano{name}"] if name else get_dataset_split_names(_NANO_BEIR, "corpus")
         for split in names:
@@ -86,8 +86,8 @@ def _load_nano_beir(name: str) -> list[Collection]:
             qrels: dict[str, dict[str, int]] = {}
             for row in rows("qrels", split):
                 qrels.setdefault(row["query-id"], {})[row["corpus-id"]] = int(row.get("score", 1))
-            found.append(Collection(split, f"nanobeir:{split.removeprefix('Nano')}", documents, queries, qrels))
-    # Whatever the hub's client raises, without a network or of a name that it has not.
+            collections.append(Collection(split, f"nanobeir:{split.removeprefix('Nano')}", documents, queries, qrels))
+    # The hub client raises many types, without a network or for an unknown name.
     except Exception as error:
         raise UserError(f"--data nanobeir could not be fetched: {cause(error, named=True)}") from error
-    return found
+    return collections

@@ -1,4 +1,4 @@
-"""What the commands share: the terminal, tidy endings, and checks that come before any work."""
+"""Shared by the commands: the terminal, error handling and exit codes, and checks before any work."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from rich.console import Console
 from .._extras import MissingExtraError
 
 console = Console()
-"""Standard output: the results, and nothing else."""
+"""Standard output: results only."""
 notes = Console(stderr=True)
-"""Standard error: progress, and what is worth knowing beside the results."""
+"""Standard error: progress and notes."""
 
 TRACEBACK_VARIABLE = "PYLATE_FLASH_TRACEBACK"
 UNEXPECTED = 70
-"""Exit code of an error that the command does not know: a mistake of the program rather than of the user."""
+"""Exit code of an unexpected error: a bug in the program, not a mistake of the user."""
 _LONGEST_CAUSE = 300
 
 
 class UserError(Exception):
-    """Something that the user can put right: one sentence, exit code 2."""
+    """An error that the user can fix: one sentence, exit code 2."""
 
 
 def say(text: str) -> None:
-    """Print a sentence of the results."""
+    """Print a sentence to standard output."""
     print(_wrapped(text, console), flush=True)
 
 
 def note(text: str) -> None:
-    """Print a sentence beside the results, on standard error, above a progress bar that may be there."""
+    """Print a sentence to standard error, above any progress bar."""
     from tqdm import tqdm
 
     tqdm.write(_wrapped(text, notes), file=sys.stderr)
 
 
 def _wrapped(text: str, terminal: Console) -> str:
-    """A sentence as a terminal shows it best: on lines that end between words, of which none, as a path, is cut."""
+    """Wrap a sentence to the width of a terminal without breaking words, such as paths."""
     if not terminal.is_terminal:
         return text
     return textwrap.fill(text, terminal.width, break_long_words=False, break_on_hyphens=False)
 
 
 def print_any_text() -> None:
-    """Let characters that the encoding of the output lacks be printed as escapes, where they would be an error."""
+    """Print characters that the output encoding lacks as escapes, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _LETS_PRINT:
             stream.reconfigure(errors=_LETS_PRINT[stream.errors])
 
 
 def _bytes_or_escapes(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The bytes of a file's name that Python keeps as surrogates, and of other characters their escapes."""
+    """Encode surrogates of a file name as their original bytes, and other characters as escapes."""
     try:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeEncodeError:
@@ -71,16 +71,16 @@ def _bytes_or_escapes(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 codecs.register_error("pylate_flash", _bytes_or_escapes)
-# By how a stream treats what its encoding lacks: "surrogateescape" is standard output's in the locale C.
+# Error handler of a stream -> its replacement; "surrogateescape" is that of standard output in the locale C.
 _LETS_PRINT = {"strict": "backslashreplace", "surrogateescape": "pylate_flash"}
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """End a command tidily: one line on standard error, and an exit code that says what kind of end it was.
+    """Turn exceptions of a command into one line on standard error and an exit code.
 
-    A `UserError`, and an extra that is not installed, exit with 2, Ctrl-C with 130, any other exception with
-    `UNEXPECTED`; a GPU without memory, and a disk that is full or fails, also behind standard output, with 2. With the
-    environment variable `PYLATE_FLASH_TRACEBACK` set, the traceback comes before that line.
+    A `UserError` and a missing extra exit with 2, Ctrl-C with 130, and any other exception with `UNEXPECTED`; a GPU out
+    of memory, and a disk that is full or fails (standard output included), with 2. If the environment variable
+    `PYLATE_FLASH_TRACEBACK` is set, the traceback is printed before that line.
     """
 
     @functools.wraps(function)
@@ -88,7 +88,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         print_any_text()
         try:
             function(*args, **kwargs)
-            # What is still in memory is written here, where an error can be told. A closed output takes nothing.
+            # Flush buffered output here, where an error can be reported. A no-op if standard output is closed.
             print(end="", flush=True)
         except (UserError, MissingExtraError) as error:
             _fail(" ".join(str(error).split()), 2)
@@ -97,16 +97,16 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(130) from None
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError, SystemExit, GeneratorExit):
             raise
-        # Not only Exception: the panics of libraries in Rust, such as tokenizers, are none.
+        # Not only Exception: panics of Rust libraries, such as tokenizers, derive from BaseException.
         except BaseException as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
                 try:
                     print(end="", flush=True)
                 except OSError:
-                    # Or the end of the process would try once more, and exit with a code of its own.
+                    # Otherwise the interpreter would flush again at exit, and change the exit code.
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 _fail(f"reading or writing failed: {cause(error)}", 2)
-            if type(error).__name__ == "OutOfMemoryError":  # of torch, which need not be imported for this
+            if type(error).__name__ == "OutOfMemoryError":  # torch's, matched by name without importing torch
                 _fail(f"a GPU is out of memory: {cause(error)}; a smaller --batch-size or --device cpu may do", 2)
             _fail(f"unexpected {cause(error, named=True)}; {TRACEBACK_VARIABLE}=1 shows where", UNEXPECTED)
 
@@ -121,9 +121,9 @@ def _fail(sentence: str, code: int) -> NoReturn:
 
 
 def cause(error: BaseException, named: bool = False) -> str:
-    """What an exception says, on one line of at most some 300 characters.
+    """The message of an exception on one line of at most some 300 characters.
 
-    The name of its type comes first if it is `named`, or if the message alone may say little, as a KeyError's does.
+    Its type comes first if `named`, or if the message alone may be unclear, as for a KeyError.
     """
     text = " ".join(_message(error).split())
     if len(text) > _LONGEST_CAUSE:
@@ -134,16 +134,16 @@ def cause(error: BaseException, named: bool = False) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """What an exception says, without the number that the system's errors have."""
+    """The message of an exception; for an OSError without its errno."""
     if isinstance(error, OSError) and error.strerror:
-        # No name where a file is written to that was opened before.
+        # Errors while writing to an open file have no file name.
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 @contextmanager
 def explained(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
-    """Turn errors that already say what was wrong with an input into a `UserError`."""
+    """Convert errors whose message already explains a bad input to a `UserError`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -153,18 +153,18 @@ def explained(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError
 
 
 def loading(what: str) -> None:
-    """Say on standard error what is loaded, before the seconds that it takes."""
+    """Note on standard error what is being loaded, as it takes seconds."""
     note(f"Loading {what} ...")
 
 
 def be_quiet() -> None:
-    """Keep the libraries' notes about loading off the terminal; warnings about results still come through."""
+    """Silence the libraries' messages about loading; warnings about results are still shown."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # The libraries read these when they are imported, which takes seconds and is left to whoever needs them.
+    # Read by the libraries when they are imported, which takes seconds and is left to the code that needs them.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    # Python compiles a library's files when they are first imported, if no installer did, and warns of what it finds.
+    # Python compiles files on first import, if the installer did not, and emits SyntaxWarnings then.
     warnings.simplefilter("ignore", SyntaxWarning)
     for name in ("sentence_transformers", "pylate"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -176,7 +176,7 @@ def be_quiet() -> None:
 
 
 def check_device(device: str | None) -> None:
-    """Compute one number there: a device that is missing, unknown, or computes nothing, as "meta", is refused."""
+    """Compute one number on the device: reject one that is missing, unknown, or cannot compute, such as "meta"."""
     import torch
 
     if device is None:
@@ -188,10 +188,10 @@ def check_device(device: str | None) -> None:
 
 
 def decoded(text: str, name: str) -> str:
-    """The text of an argument, whose bytes are UTF-8 also where the locale is none; else a `UserError`."""
+    """Decode an argument's bytes as UTF-8, whatever the locale; raise a `UserError` if they are not."""
     if not _is_text(text):
         try:
-            # A byte that the locale's encoding lacks is a single surrogate.
+            # Bytes that the locale's encoding cannot decode are lone surrogates.
             text = os.fsencode(text).decode("utf-8")
         except UnicodeError:
             raise UserError(f"{name} must be valid UTF-8 text, got {ascii(text)}") from None
@@ -199,7 +199,7 @@ def decoded(text: str, name: str) -> str:
 
 
 def check_text(text: str, name: str) -> None:
-    """Refuse a name that libraries cannot take: no UTF-8, or in the locale's encoding no characters at all."""
+    """Reject a name that libraries cannot handle: not UTF-8, or not decodable in the locale's encoding."""
     if not _is_text(text):
         raise UserError(
             f"{name} {decoded(text, name)!r} is not of the characters of this locale, {sys.getfilesystemencoding()}; "
@@ -208,7 +208,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def _is_text(text: str) -> bool:
-    """Whether there are no single surrogates, which no tokenizer takes."""
+    """Whether the text has no lone surrogates, which tokenizers reject."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -34,7 +34,7 @@ def demo(
     """
     check_host("pylate", "pylate-flash demo")
     if model is None:
-        # Nothing is to be fetched, so no time is lost on asking.
+        # Nothing needs to be downloaded: skip requests to the hub.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     else:
         check_model_name(model)
@@ -57,7 +57,7 @@ def demo(
     else:
         if host_of(model, trust_remote_code) != PYLATE:
             raise UserError(f"the demo trains models of PyLate, and {model} is a MultiVectorEncoder; name another one")
-        # Loaded before anything is prepared: what cannot be used says so at once, and code of its own does not run.
+        # Load it before preparing data, so that an unusable model fails at once; remote code does not run.
         torch.manual_seed(settings.seed)
         encoder = load_model(
             model,

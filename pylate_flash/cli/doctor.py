@@ -46,7 +46,7 @@ def doctor(
     console.print(table)
 
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    # One function chooses for all operations, so the table is the same for each of them.
+    # All operations share one choice function, so one table covers them.
     console.print(
         "\n[bold]Operations[/]: maxsim and maxsim_pairwise (scores, losses), maxsim_varlen (rerank, search); d = 128"
     )
@@ -68,13 +68,13 @@ def doctor(
 
 
 def _kernels_of_calls(device: Any) -> Table:
-    """Which kernel serves some calls on a GPU, as `pylate_flash.explain` says of any."""
+    """The table of kernels of typical calls on a GPU, from `pylate_flash.explain`."""
     import torch
 
     from ..ops import explain
 
     def embeddings(*shape: int) -> torch.Tensor:
-        # Only what tensors say of themselves is looked at.
+        # Only metadata is read: expand one element.
         return torch.empty(1, dtype=torch.bfloat16, device=device).expand(*shape, 128)
 
     table = Table("call, bfloat16", "kernel", "tile", "why", title="Kernels", title_justify="left", title_style="bold")
@@ -91,7 +91,7 @@ def _kernels_of_calls(device: Any) -> Table:
 
 
 def _about_triton(device: Any) -> str:
-    """What of the kernels depends on the version of Triton."""
+    """Sentences on the Triton version and what depends on it."""
     from ..kernels.tables import architecture
     from ..kernels.versions import TESTED, has_gluon, launcher_is_known, triton_version
 
@@ -106,28 +106,27 @@ def _about_triton(device: Any) -> str:
 
 
 def _about_threads(threads: int, cores: int) -> str:
-    """Whether torch's threads wait for one another: by spinning, so that they keep the cores from those that work."""
+    """A sentence on torch's threads: if there are more than cores, those that wait spin, and take cores from others."""
     text = f"Threads: torch computes with {threads}, and {cores} of the processor's cores may be used"
     if threads <= cores:
         return f"{text}."
-    given = os.environ.get("OMP_NUM_THREADS")
+    setting = os.environ.get("OMP_NUM_THREADS")
     return f"{text}: threads above them can make every call ten times slower. Set OMP_NUM_THREADS={cores}" + (
-        f" in place of {given}." if given else ", which is not set."
+        f" in place of {setting}." if setting else ", which is not set."
     )
 
 
 def _free_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that this process may use: by its affinity, and by the quotas of its control groups, as of a container.
+    """The cores that this process may use, by its affinity and by cgroup quotas, as in a container.
 
-    `groups` has lines of hierarchy, controllers and group, as of cgroups 1 and 2, whose hierarchies are mounted at
-    `root`.
+    `groups` has lines "hierarchy:controllers:group" for cgroups v1 and v2, which are mounted at `root`.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [float(cores)]
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, name = line.split(":", 2)
         group = Path(name.lstrip("/"))
-        # The hierarchy of cgroups 2 has no name. A container may show its group's folder as the whole hierarchy.
+        # cgroups v2 lists no controllers. A container may mount its group's folder as the root.
         for folder in (root / ("cpu" if controllers else "") / part for part in (group, *group.parents)):
             with contextlib.suppress(OSError, ValueError):
                 if controllers:
@@ -146,20 +145,20 @@ def _describe_host(module: str, host: Host) -> str:
 
 
 def _look_at_hosts() -> tuple[bool, str]:
-    """Whether `register()` should work, from what is installed: importing the hosts would take many seconds."""
-    found = [(host, _version_of(module, host)) for module, host in HOSTS.items() if not host.by_name]
-    supported = [f"{host.title} {version}" for host, version in found if _is_supported(host, version)]
+    """Whether `register()` should work, judged by installed versions, as importing the hosts takes many seconds."""
+    versions = [(host, _version_of(module, host)) for module, host in HOSTS.items() if not host.by_name]
+    supported = [f"{host.title} {version}" for host, version in versions if _is_supported(host, version)]
     if supported:
         verb = "is" if len(supported) == 1 else "are"
         return True, f"{' and '.join(supported)} {verb} supported; doctor --check tries it."
-    host, version = next((pair for pair in found if pair[1]), found[0])
+    host, version = next((pair for pair in versions if pair[1]), versions[0])
     if version is None:
         return False, f'no host is installed; for {host.title}: pip install "pylate-flash[{host.extra}]"'
     return False, f'{host.title} {version} is not supported: pip install "{host.distribution}{host.supported}"'
 
 
 def _who_loads_models() -> str:
-    """Which library the commands load models by, see `cli.models.host_of`."""
+    """A sentence on which library loads which models, see `cli.models.host_of`."""
     by_pylate, by_st = (
         _is_supported(HOSTS[module], _version_of(module, HOSTS[module]))
         for module in ("pylate", "sentence_transformers")
@@ -189,7 +188,7 @@ def _try_register() -> tuple[bool, str]:
     try:
         with registered():
             return True, "works with what is installed."
-    # Whatever a broken installation raises while it is imported.
+    # A broken installation may raise anything on import.
     except Exception as error:
         return False, f"does not work: {cause(error)}"
 

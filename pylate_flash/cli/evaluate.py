@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..indexes import Flat
     from .models import Model
 
-# What stands in the name of a model for the seed that it was trained with.
+# The placeholder for the training seed in the name of a model.
 _SEED = "{seed}"
 
 
@@ -119,12 +119,12 @@ def evaluate(
     elif overwrite:
         raise UserError("--overwrite replaces the index in --index, which was not given")
     files_of_beir = ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv")
-    others = [("--data", Path(folder) / name) for folder in data for name in files_of_beir]
-    others += [("--against", Path(name)) for name in (against or "").split(",") if name]
+    used_files = [("--data", Path(folder) / name) for folder in data for name in files_of_beir]
+    used_files += [("--against", Path(name)) for name in (against or "").split(",") if name]
     for option, file in (("--run", run), ("--per-query", per_query), ("--json", json_file), ("--picture", picture)):
         if file is not None:
-            check_new_file(file, option, *others)
-            others.append((option, file))
+            check_new_file(file, option, *used_files)
+            used_files.append((option, file))
     names = [model if seed is None else model.replace(_SEED, str(seed)) for seed in seeds]
     for name in names:
         check_model_name(name)
@@ -157,7 +157,7 @@ def evaluate(
         check_scorer(chosen, loaded)
         for collection in collections:
             if index is not None:
-                # Loading takes long enough for somebody else to have built one there.
+                # Check again: another process may have built one there while the model was loading.
                 _check_index(index, overwrite)
             if len(collections) > 1:
                 note(f"{collection.name}: {size_of(collection)}")
@@ -185,12 +185,12 @@ def _seeds(repeat: str | None, model: str) -> list[int | None]:
     return [int(seed) for seed in seeds]
 
 
-def _load(name: str, **given: Any) -> Model:
+def _load(name: str, **kwargs: Any) -> Model:
     import torch
 
-    # A projection that the encoder has not got is drawn at random: the same one at every call.
+    # A missing projection is initialised randomly: seed it, so that it is the same in every call.
     torch.manual_seed(options.SEED)
-    loaded = load_model(name, **given)
+    loaded = load_model(name, **kwargs)
     if has_random_projection(loaded, name):
         note(
             f"Warning: {name} is an encoder without a projection. A random one was drawn, so the numbers below say "
@@ -210,7 +210,7 @@ def _evaluate(
     compare_torch: bool,
     systems: dict[str, Run | None],
 ) -> Evaluated:
-    """Encode a collection, and search it by all that is asked for."""
+    """Encode a collection, and search it with the scorer and everything to compare."""
     from .. import beir
     from ..demo.agreement import compare
     from ..index.catalog import ConcurrentWriteError
@@ -224,14 +224,14 @@ def _evaluate(
         embeddings = encode(loaded, texts, is_query=True, batch_size=batch_size, show_progress=notes.is_terminal)
         timings = {"encode_queries": time.perf_counter() - started}
 
-        def search(by: str | None) -> beir.RetrievalEvaluation:
+        def search(search_scorer: str | None) -> beir.RetrievalEvaluation:
             return beir.evaluate_retrieval(
                 loaded,
                 collection.documents,
                 collection.queries,
                 collection.qrels,
                 index=flat,
-                scorer=by,
+                scorer=search_scorer,
                 metrics=list(METRICS),
                 batch_size=batch_size,
                 show_progress=notes.is_terminal,
@@ -239,33 +239,33 @@ def _evaluate(
             )
 
         result = search(scorer)
-        found = Evaluated(collection, name, seed, result, timings | result.timings)
+        output = Evaluated(collection, name, seed, result, timings | result.timings)
         if compare_torch:
-            found.theirs = search("torch")
-            found.timings["search_by_torch"] = found.theirs.timings["search"]
-            found.agreement, found.library = compare(found.theirs, result), title_of(loaded)
+            output.theirs = search("torch")
+            output.timings["search_by_torch"] = output.theirs.timings["search"]
+            output.agreement, output.library = compare(output.theirs, result), title_of(loaded)
         if systems:
-            found.compared = compare_systems(systems, flat, collection, embeddings, result.timings["index"])
-    return found
+            output.compared = compare_systems(systems, flat, collection, embeddings, result.timings["index"])
+    return output
 
 
 @contextmanager
 def _new_index(index: Path | None, model: Model, name: str, data: Path) -> Iterator[Flat]:
-    """An empty index that knows model and corpus; if the evaluation does not finish, none of its documents stay.
+    """An empty index that records model and corpus; if the evaluation fails, its documents are removed.
 
-    Nor does the folder, if it was not there before. Otherwise it stays, with whatever else is in it, and so does an
-    index that could not be emptied, or that another process has written to.
+    So is the folder, if it is new. An existing folder stays, with anything else in it, and so does an index that could
+    not be emptied, or that another process has written to.
     """
     from ..indexes import Flat
 
     with contextlib.ExitStack() as stack:
         if index is None:
-            place, is_new = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index"), False
+            path, is_new = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index"), False
         else:
-            place, is_new = index.resolve(), not os.path.lexists(index)
+            path, is_new = index.resolve(), not os.path.lexists(index)
         with explained(kinds=INDEX_ERRORS):
             flat = Flat(
-                place.parent, place.name, override=True, device=str(model.device), show_progress=notes.is_terminal
+                path.parent, path.name, override=True, device=str(model.device), show_progress=notes.is_terminal
             )
         try:
             with explained(kinds=INDEX_ERRORS):
@@ -273,12 +273,12 @@ def _new_index(index: Path | None, model: Model, name: str, data: Path) -> Itera
                 record_corpus(flat, data)
             yield flat
         except BaseException:
-            # The index refuses both where another process has written to it, to which all is left then.
+            # Both raise if another process has written to the index, which is then left as it is.
             with contextlib.suppress(*INDEX_ERRORS):
                 flat.remove_documents(flat.documents_ids)
                 flat.compact()
                 if is_new and flat.info().generation:
-                    shutil.rmtree(place)
+                    shutil.rmtree(path)
             raise
 
 

@@ -1,4 +1,4 @@
-"""What `evaluate` has found: as tables, as files, and as JSON."""
+"""The results of `evaluate`, as tables, files and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Evaluated", "show", "size_of", "write"]
 
 @dataclass
 class Evaluated:
-    """A collection, and what a model, of a seed or of none, found there; `theirs` by the torch scorer."""
+    """The evaluation of a model (of a seed, or None) on a collection; `theirs` is by the torch scorer."""
 
     collection: Collection
     model: str
@@ -41,12 +41,12 @@ class Evaluated:
 
     @property
     def seconds(self) -> tuple[float, float, float]:
-        """Seconds of encoding and of searching, and queries a second."""
+        """Seconds of encoding, seconds of searching, and queries per second."""
         encoding, searching = self.timings["encode_queries"] + self.timings["encode_documents"], self.timings["search"]
         return encoding, searching, len(self.collection.qrels) / searching
 
     def record(self, split: str) -> dict[str, Any]:
-        """As JSON values."""
+        """The result as JSON values."""
         about: dict[str, Any] = {"data": self.collection.data, "split": split, "model": self.model}
         about |= {} if self.seed is None else {"seed": self.seed}
         about |= {"documents": len(self.collection.documents), "queries": len(self.collection.qrels)}
@@ -60,17 +60,17 @@ class Evaluated:
 
 
 def size_of(collection: Collection) -> str:
-    """How many documents and queries it has."""
+    """A phrase with its numbers of documents and queries."""
     judged = len(collection.qrels)
     return f"{counted(len(collection.documents), 'document')}, {judged:,} {'query' if judged == 1 else 'queries'}"
 
 
 def show(evaluated: list[Evaluated], split: str) -> None:
-    """The table of all, what it took, and the comparisons."""
+    """Print the table of all evaluations, timings, and comparisons."""
     several = len({one.collection.name for one in evaluated}) > 1
     first = evaluated[0]
     size = f"{size_of(first.collection)} ({split})"
-    # Of 80 columns, so much is left for the names.
+    # Short labels leave room for the names within 80 columns.
     labels = ["encode s", "search s", "queries/s", *(name.replace("recall", "R") for name in METRICS.values())]
     title = f"{len(evaluated)} evaluations ({split})" if several else size
     table = plain_table(labels, title)
@@ -106,15 +106,15 @@ def show(evaluated: list[Evaluated], split: str) -> None:
 def write(
     evaluated: list[Evaluated], split: str, run: Path | None, per_query: Path | None, json_file: Path | None
 ) -> None:
-    """The files that were asked for."""
+    """Write the requested files."""
 
     def named(one: Evaluated) -> str:
         return one.collection.name if one.seed is None else f"{one.collection.name}-{one.seed}"
 
     if run is not None:
         for one in evaluated:
-            place = run if len(evaluated) == 1 else run.with_name(f"{run.stem}-{named(one)}{run.suffix}")
-            write_file(place, run_text(one.result.run), "--run")
+            path = run if len(evaluated) == 1 else run.with_name(f"{run.stem}-{named(one)}{run.suffix}")
+            write_file(path, run_text(one.result.run), "--run")
     if per_query is not None:
         lines = ["\t".join(["collection", "query", *METRICS])]
         for one in evaluated:
@@ -135,7 +135,7 @@ def _mean(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _add_rows(table: Table, row: list[str], metrics: Sequence[dict[str, float]]) -> None:
-    """Add a row of metrics: of several their means, and below these their standard deviations."""
+    """Add a row of metrics; for several seeds their means, and a row of standard deviations below."""
     columns = [[values[name] for values in metrics] for name in METRICS]
     table.add_row(*row, *(f"{mean(own):.4f}" for own in columns))
     if len(metrics) > 1:

@@ -1,4 +1,4 @@
-"""The files and folders that commands read and write: refused before any work, and replaced whole or not at all."""
+"""The files and folders that commands read and write: checked before any work, and replaced atomically."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from ..data.files import replace_file
 from .common import UserError, explained
 
-# What a folder may hold and still count as empty: the marks of a file system, of git and of other programs.
+# Entries that an empty folder may have: hidden files, and lost+found of a file system.
 _NO_CONTENT = re.compile(r"\..*|lost\+found")
 
 
 def check_file(path: Path) -> None:
-    """There must be something to read, be it a file or a pipe such as /dev/fd/63, which can be read only once."""
+    """Check that there is a readable file, or a pipe such as /dev/fd/63, which can be read only once."""
     if os.path.isdir(path):
         raise UserError(f"{path} is a folder; name a file")
     if not os.path.exists(path):
@@ -29,10 +29,10 @@ def check_file(path: Path) -> None:
 
 
 def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], overwrite: bool = True) -> None:
-    """A file must be writable there, or in the place of what is there; nothing is left of the trial.
+    """Check that a file can be created or replaced at `path`; the check leaves nothing behind.
 
-    `option` names it. The files of `others`, with their options' names, which are read or written too, are never
-    replaced; anything else is if `overwrite` says so.
+    `option` is its option. `others` are (option, path) of files that are read or written too, which are never replaced;
+    any other file is, if `overwrite`.
     """
     if os.path.isdir(path):
         raise UserError(f"{option}: {path} is a folder; name a file")
@@ -48,15 +48,15 @@ def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], ov
             raise ValueError(f"{path} is a link to nothing")
     if is_standard_output(path) or (os.path.exists(path) and not os.path.isfile(path)):
         return
-    for name, place in others:
-        if place is not None and any(_is_same(path, file) for file in (place, place / "corpus.jsonl")):
+    for name, other in others:
+        if other is not None and any(_is_same(path, file) for file in (other, other / "corpus.jsonl")):
             raise UserError(f"{option} {path} is the file of {name}; name another one")
     if os.path.isfile(path) and not overwrite:
         raise UserError(f"there is a file {path} already; --overwrite replaces it")
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Whether two files are one, or will be when they are written."""
+    """Whether two paths are the same file, or will be once written."""
     if os.path.exists(path) and os.path.exists(other):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
@@ -64,41 +64,41 @@ def _is_same(path: Path, other: Path) -> bool:
 
 @contextmanager
 def writable_folder(path: Path, option: str) -> Iterator[None]:
-    """Make a folder and try to write into it; at the end, those that were made and stayed empty are removed."""
+    """Create a folder and try to write into it; on exit, created folders that are still empty are removed."""
     missing = []
-    place = path.absolute()
-    while not os.path.lexists(place):
-        missing.append(place)
-        place = place.parent
-    if not os.path.isdir(place):
-        raise UserError(f"{option}: {place} is a file" + ("" if missing else "; name a folder"))
-    made: list[Path] = []
+    ancestor = path.absolute()
+    while not os.path.lexists(ancestor):
+        missing.append(ancestor)
+        ancestor = ancestor.parent
+    if not os.path.isdir(ancestor):
+        raise UserError(f"{option}: {ancestor} is a file" + ("" if missing else "; name a folder"))
+    created: list[Path] = []
     try:
         with explained(f"{option}: "):
             for folder in reversed(missing):
                 folder.mkdir()
-                made.append(folder)
+                created.append(folder)
             with tempfile.NamedTemporaryFile(dir=path, prefix=".pylate-flash-"):
                 pass
         yield
     finally:
-        for folder in reversed(made):
+        for folder in reversed(created):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 def other_files(folder: Path, *known: str) -> list[str]:
-    """Names in a folder, if it exists, other than those given and those that any empty folder may have."""
+    """Names in a folder, if it exists, except `known` ones and those that an empty folder may have."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return [name for name in names if name not in known and not _NO_CONTENT.fullmatch(name)]
 
 
 def write_file(path: Path, content: str | bytes, option: str) -> None:
-    """Write a file so that it holds, at every moment, what it held before or all of the content."""
+    """Write a file atomically: at every moment it holds the old content or all of the new."""
     with explained(f"{option}: "):
         data = content.encode() if isinstance(content, str) else content
         if is_standard_output(path):
-            # Its own stream, because a second one would begin at the start of the file that it goes to.
+            # Use its own stream: a second one would start at the beginning of a redirected file.
             sys.stdout.flush()
             sys.stdout.buffer.write(data)
             return
@@ -109,7 +109,7 @@ def write_file(path: Path, content: str | bytes, option: str) -> None:
 
 
 def is_standard_output(path: Path) -> bool:
-    """Whether what is written to a file comes out where results are printed."""
+    """Whether a path refers to standard output."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(1))
     except (OSError, ValueError):

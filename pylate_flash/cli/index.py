@@ -64,7 +64,7 @@ app = typer.Typer(
 )
 
 
-# How embeddings are kept: the keys of `index.layout.DTYPES`, whose import takes seconds.
+# How embeddings are stored: the keys of `index.layout.DTYPES`, which takes seconds to import.
 Dtype = Literal[
     "float32", "float16", "bfloat16", "int8", "uint8", "fp8", "residual4", "residual2",
     "int8+float16", "int8+bfloat16", "uint8+float16", "uint8+bfloat16", "fp8+float16", "fp8+bfloat16",
@@ -120,31 +120,31 @@ def build(
     each, on a GPU of their own, and the first adds them in order. If one ends, all do.
     """
     check_encoding_host("pylate-flash index build")
-    place = index_path(index)
+    path = index_path(index)
     flat: Flat | None = None
 
     def check() -> tuple[Corpus, list[str]]:
         nonlocal flat
-        check_new_index(place)
+        check_new_index(path)
         check_model_name(model)
-        if dtype is not None and (overwrite or not holds_index(place)):
+        if dtype is not None and (overwrite or not holds_index(path)):
             check_codec(dtype, "--dtype")
         corpus = open_corpus(data)
         ids = read_ids(corpus)
         if overwrite:
-            check_place(place)
+            check_place(path)
         else:
-            # Before the model is loaded, which takes longer.
-            flat = open_flat(place, device, dtype=dtype)
+            # Checked before loading the model, which takes longer.
+            flat = open_flat(path, device, dtype=dtype)
             _check_belongs(flat, corpus, set(ids))
         return corpus, ids
 
     def record() -> set[str]:
         nonlocal flat
         if flat is None:
-            flat = open_flat(place, device, dtype=dtype, override=True)
+            flat = open_flat(path, device, dtype=dtype, override=True)
         with explained(kinds=INDEX_ERRORS):
-            # Refuses another model than that of the documents which are there.
+            # Raises if the documents in the index are by another model.
             flat.record_model(encoder, name=model)
             record_corpus(flat, data)
         return set(flat.documents_ids)
@@ -160,29 +160,29 @@ def build(
             document_length=document_length,
             trust_remote_code=trust_remote_code,
         )
-        there = ranks.agreed(record)
-        before = len(there)
+        present_ids = ranks.agreed(record)
+        before = len(present_ids)
         if before == len(ids):
-            held = counted(before, "document")
-            say(f"Nothing to do: {place} holds the {held} of {corpus.path}, by their ids, already")
+            count = counted(before, "document")
+            say(f"Nothing to do: {path} holds the {count} of {corpus.path}, by their ids, already")
             return
         if before:
-            held = f"{before:,} of the {len(ids):,} documents"
-            say(f"Going on: {place} holds {held} of {corpus.path}, by their ids, already")
+            count = f"{before:,} of the {len(ids):,} documents"
+            say(f"Going on: {path} holds {count} of {corpus.path}, by their ids, already")
         elif flat is not None:
             train_codec(flat, encoder, corpus, len(ids), batch_size)
         try:
-            documents = (document for document in corpus if document.id not in there)
+            documents = (document for document in corpus if document.id not in present_ids)
             add_texts(flat, encoder, documents, len(ids) - before, batch_size, ranks=ranks)
         except KeyboardInterrupt:
             if flat is not None:
                 note(
-                    f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
+                    f"{len(flat):,} of {len(ids):,} documents are in {path}; the same command"
                     f"{' without --overwrite' if overwrite else ''} goes on"
                 )
             raise
-        say(f"{place} holds {counted(len(ids), 'document')}")
-        print(f'Next: pylate-flash search "..." {shlex.join(["--index", str(place)])}')
+        say(f"{path} holds {counted(len(ids), 'document')}")
+        print(f'Next: pylate-flash search "..." {shlex.join(["--index", str(path)])}')
 
 
 @app.command(epilog="Example: `pylate-flash index add --data more.jsonl --index my-index`")
@@ -206,24 +206,24 @@ def add(
     it stopped. With `--replace` they are encoded, and replace those there: then the same command begins anew.
     """
     check_encoding_host("pylate-flash index add")
-    place = index_path(index)
-    check_index(place)
+    path = index_path(index)
+    check_index(path)
     corpus = open_corpus(data)
     ids = read_ids(corpus)
-    flat = open_flat(place, device)
-    new = sum(id_ not in flat for id_ in ids)
-    there = len(ids) - new
-    if there and not replace:
-        say(f"{there} of the {len(ids)} documents of {corpus.path} are in {place} already; --replace replaces them")
-    if new or replace:
+    flat = open_flat(path, device)
+    n_new = sum(id_ not in flat for id_ in ids)
+    n_present = len(ids) - n_new
+    if n_present and not replace:
+        say(f"{n_present} of the {len(ids)} documents of {corpus.path} are in {path} already; --replace replaces them")
+    if n_new or replace:
         encoder = load_model_of(flat, model, device, trust_remote_code)
         with explained(kinds=INDEX_ERRORS):
             record_corpus(flat, data)
         known = set() if replace else set(flat.documents_ids)
         documents = (document for document in corpus if document.id not in known)
-        add_texts(flat, encoder, documents, len(ids) if replace else new, batch_size, replace)
-    replaced = f", replaced {there:,}" if replace else ""
-    say(f"Added {counted(new, 'document')}{replaced}; {place} holds {len(flat):,}")
+        add_texts(flat, encoder, documents, len(ids) if replace else n_new, batch_size, replace)
+    replaced = f", replaced {n_present:,}" if replace else ""
+    say(f"Added {counted(n_new, 'document')}{replaced}; {path} holds {len(flat):,}")
 
 
 @app.command(epilog="Example: `pylate-flash index remove d1 d2 --index my-index`")
@@ -238,18 +238,18 @@ def remove(
     index: Index = DEFAULT_INDEX,
 ) -> None:
     """Remove documents from an index, and from the disk: all of them or, if one is not there, none."""
-    place = index_path(index)
+    path = index_path(index)
     if bool(documents) == (ids is not None):
         raise UserError("give either IDs or --ids FILE" + (", not both" if documents else ""))
-    check_index(place)
+    check_index(path)
     unwanted = dict.fromkeys(documents or [], "") if ids is None else _read_ids(ids)
-    store = open_store(place)
+    store = open_store(path)
     for id_, where in unwanted.items():
         if store.positions_of([id_])[0] < 0:
-            raise UserError(f"{where}{ascii(id_):.100} is not in the index in {place}; nothing was removed")
+            raise UserError(f"{where}{ascii(id_):.100} is not in the index in {path}; nothing was removed")
     with explained(kinds=INDEX_ERRORS), noted():
         store.remove(store.positions_of(list(unwanted)))
-    say(f"Removed {counted(len(unwanted), 'document')}; {place} holds {len(store):,}")
+    say(f"Removed {counted(len(unwanted), 'document')}; {path} holds {len(store):,}")
 
 
 @app.command()
@@ -259,14 +259,14 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in place of the table.")] = False,
 ) -> None:
     """Say what an index holds: documents, tokens, size on the disk, and the model that it was built with."""
-    place = index_path(index)
-    described = _describe(open_store(place))
+    path = index_path(index)
+    described = _describe(open_store(path))
     if as_json:
         print(json.dumps(described))
         return
     model = described["model"]
     rows = {
-        "index": place,
+        "index": path,
         "documents": f"{described['documents']:,}",
         "tokens": f"{described['tokens']:,}",
         "embeddings": f"{described['embedding_size']} numbers each, {described['dtype']}",
@@ -292,11 +292,11 @@ def verify(index: Index = DEFAULT_INDEX) -> None:
 
     Exit code 0 if everything is as it was written; 2, and a sentence that names the file, if anything is not.
     """
-    place = index_path(index)
-    store = open_store(place)
+    path = index_path(index)
+    store = open_store(path)
     with explained():
         store.verify(show_progress=sys.stderr.isatty())
-    say(f"{place} is as it was written: {counted(len(store), 'document')}")
+    say(f"{path} is as it was written: {counted(len(store), 'document')}")
 
 
 @app.command()
@@ -307,13 +307,13 @@ def compact(index: Index = DEFAULT_INDEX) -> None:
     Additions and removals see to it that there are not many; this makes it the least, and takes as much room on the
     disk, for a while, as what it merges.
     """
-    place = index_path(index)
-    store = open_store(place)
+    path = index_path(index)
+    store = open_store(path)
     before = _describe(store)["files"]
     with explained(kinds=INDEX_ERRORS):
         store.compact()
     after = _describe(store)["files"]
-    say(f"{place} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
+    say(f"{path} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
 
 
 @app.command(epilog="Example: `pylate-flash index convert --index my-index --to my-new-index`")
@@ -327,24 +327,24 @@ def convert(
     The old one is only read, and compared with its checksums; delete it when you no longer need it. After an
     interruption the same command begins anew.
     """
-    place, new = index_path(index), index_path(to)
-    if not holds_old_index(place):
-        check_index(place)
-        raise UserError(f"the index in {place} needs no conversion")
+    path, new = index_path(index), index_path(to)
+    if not holds_old_index(path):
+        check_index(path)
+        raise UserError(f"the index in {path} needs no conversion")
     check_place(new)
     with writable_folder(new, "--to"):
         if os.listdir(new):
             raise UserError(f"--to: {new} is not empty; name another folder")
-    loading(f"the index in {place}")
+    loading(f"the index in {path}")
     from .old_index import convert as converted
 
     with explained(kinds=INDEX_ERRORS), noted():
-        store = converted(place, new, show_progress=sys.stderr.isatty())
-    say(f"{new} holds the {counted(len(store), 'document')} of {place}, which is as it was")
+        store = converted(path, new, show_progress=sys.stderr.isatty())
+    say(f"{new} holds the {counted(len(store), 'document')} of {path}, which is as it was")
 
 
 def _describe(store: PackedStore) -> dict[str, Any]:
-    """What a store holds, as JSON values."""
+    """The contents of a store, as JSON values."""
     state = store.state
     return {
         "path": str(store.path),
@@ -362,28 +362,28 @@ def _describe(store: PackedStore) -> dict[str, Any]:
 
 
 def _check_belongs(flat: Flat, corpus: Corpus, ids: set[str]) -> None:
-    """An index that is there already must be of this corpus, and of a model."""
+    """Check that an existing index belongs to this corpus, and records its model."""
     if not len(flat):
         return
-    place = flat.index_path
+    path = flat.index_path
     stranger = next((id_ for id_ in flat.documents_ids if id_ not in ids), None)
     if stranger is not None:
         raise UserError(
-            f"the index in {place} holds the document {ascii(stranger):.100}, which is not in {corpus.path}: "
+            f"the index in {path} holds the document {ascii(stranger):.100}, which is not in {corpus.path}: "
             "`index add` adds documents to it, --overwrite empties it first"
         )
     if flat.model is None:
         raise UserError(
-            f"the index in {place} does not say which model it was built with, so that no other should go on with it; "
+            f"the index in {path} does not say which model it was built with, so that no other should go on with it; "
             "--overwrite builds it anew"
         )
 
 
 def _read_ids(path: Path) -> dict[str, str]:
-    """Ids of a file, each with "file, line n: " for messages."""
+    """Read ids from a file -> "file, line n: " for error messages."""
     check_file(path)
     with explained(), path.open("rb") as file:
-        found = {line: f"{where}: " for _, where, line in read_lines(file, path)}
-    if not found:
+        ids = {line: f"{where}: " for _, where, line in read_lines(file, path)}
+    if not ids:
         raise UserError(f"{path} holds no ids")
-    return found
+    return ids

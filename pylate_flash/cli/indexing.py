@@ -1,4 +1,4 @@
-"""What `index` and `search` share: where an index lies, the model that belongs to it, and adding texts to it."""
+"""Shared by `index` and `search`: finding and opening an index, loading its model, and adding texts to it."""
 
 from __future__ import annotations
 
@@ -32,56 +32,56 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 DEFAULT_INDEX = Path("index")
-# How much work is lost, at most, when the process is killed; the step that is under way comes on top.
+# The most work lost if the process is killed, plus the step in progress.
 SECONDS_BETWEEN_WRITES = 10.0
 SECONDS_BETWEEN_NOTES = 30.0
-# Batches between two looks at the clock: texts are sorted by length within them, so few would waste work on padding,
-# and many would leave the progress bar standing still.
+# Batches per step: texts are sorted by length within a step, so fewer would waste work on padding, and more would
+# stall the progress bar.
 _BATCHES_PER_STEP = 8
-# Texts on which a codec is trained, at least, if there are as many.
+# The least number of texts to train a codec on, if there are as many.
 _SAMPLE = 2000
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-# What an index says of a change: RuntimeError where another process writes to it.
+# Errors of changes to an index: RuntimeError if another process is writing to it.
 INDEX_ERRORS = (ValueError, OSError, RuntimeError)
-# What a first write may leave that failed or was interrupted.
+# Files that a failed or interrupted first write may leave.
 LEFTOVERS = {"catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "committed"}
 
 
 def index_path(index: Path) -> Path:
-    """The same folder by a path that ends in the folder's own name, as those of `.` and `x/..` do not."""
+    """A path to the same folder that ends in the folder's own name, unlike `.` and `x/..`."""
     return index if index.name not in ("", "..") else index.resolve()
 
 
-def holds_index(place: Path) -> bool:
-    return os.path.isfile(place / "catalog.sqlite") or holds_old_index(place)
+def holds_index(path: Path) -> bool:
+    return os.path.isfile(path / "catalog.sqlite") or holds_old_index(path)
 
 
-def holds_old_index(place: Path) -> bool:
-    """Whether the index there has the format before this one."""
-    return not os.path.isfile(place / "catalog.sqlite") and os.path.isfile(place / "manifest.json")
+def holds_old_index(path: Path) -> bool:
+    """Whether the folder holds an index in the previous format."""
+    return not os.path.isfile(path / "catalog.sqlite") and os.path.isfile(path / "manifest.json")
 
 
-def check_index(place: Path) -> None:
-    if not holds_index(place):
+def check_index(path: Path) -> None:
+    if not holds_index(path):
         raise UserError(
-            f"there is no index in {place}; build one with `pylate-flash index --data ... --model ...`, or name one "
+            f"there is no index in {path}; build one with `pylate-flash index --data ... --model ...`, or name one "
             "with --index"
         )
 
 
-def check_new_index(place: Path) -> None:
-    """An index can be built there: in an empty folder, one that can be made, or in place of an index.
+def check_new_index(path: Path) -> None:
+    """Check that an index can be built there: the folder is empty, can be created, or holds an index.
 
-    What is left of one whose first write was interrupted counts as nothing.
+    Leftovers of an interrupted first write are ignored.
     """
-    with writable_folder(place, "--index"), explained("--index: "):
-        others = set(os.listdir(place)) - LEFTOVERS
-    if others and not holds_index(place):
-        raise UserError(f"--index: {place} holds files that are no index; name another folder")
+    with writable_folder(path, "--index"), explained("--index: "):
+        names = set(os.listdir(path)) - LEFTOVERS
+    if names and not holds_index(path):
+        raise UserError(f"--index: {path} holds files that are no index; name another folder")
 
 
 def escaped(text: str) -> str:
-    r"""`text` with its control characters written as `\t`, `\n`, `\x1b`, which no terminal obeys."""
+    r"""Escape the control characters of `text` as `\t`, `\n`, `\x1b`, so that terminals do not interpret them."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -97,7 +97,7 @@ def open_corpus(data: Path) -> Corpus:
 
 
 def read_ids(corpus: Corpus) -> list[str]:
-    """Ids of all documents. Every line is checked on the way, before a model is loaded."""
+    """Ids of all documents; also checks every line, before a model is loaded."""
     from ..index.filters import checked_metadata
 
     ids = []
@@ -113,62 +113,62 @@ def read_ids(corpus: Corpus) -> list[str]:
 
 
 def record_corpus(flat: Flat, data: Path) -> None:
-    """Of a pipe, and of what was fetched by its name, there is nothing to remember."""
+    """Record the path of a corpus; pipes and downloads by name have none to record."""
     if os.path.isfile(data) or os.path.isdir(data):
         flat.record_corpus(data)
 
 
-def open_store(place: Path) -> PackedStore:
-    """Open an index for what neither encodes nor searches, without PyLate, whose import takes seconds."""
-    check_index(place)
-    loading(f"the index in {place}")
+def open_store(path: Path) -> PackedStore:
+    """Open an index for commands that neither encode nor search, without the slow import of PyLate."""
+    check_index(path)
+    loading(f"the index in {path}")
     from ..index.store import PackedStore
 
     with explained(), noted():
-        return PackedStore(place)
+        return PackedStore(path)
 
 
-def check_place(place: Path) -> None:
-    """The folder of an index must have a name that every system takes."""
+def check_place(path: Path) -> None:
+    """Check that the name of an index's folder is valid on every system."""
     from ..index.arguments import check_name
 
     try:
-        check_name(place.name)
+        check_name(path.name)
     except ValueError:
         raise UserError(
-            f"--index: {place} cannot be the folder of an index: expected a name without backslashes, and without a "
-            f"colon after its first character, got {place.name!r}"
+            f"--index: {path} cannot be the folder of an index: expected a name without backslashes, and without a "
+            f"colon after its first character, got {path.name!r}"
         ) from None
 
 
-def open_flat(place: Path, device: str | None, dtype: str | None = None, override: bool = False) -> Flat:
-    """Open an index, or a new one, with options of `indexes.Flat`."""
-    there = holds_index(place) and not override
-    loading(f"the index in {place}" if there else "PyTorch")
+def open_flat(path: Path, device: str | None, dtype: str | None = None, override: bool = False) -> Flat:
+    """Open or create an index with options of `indexes.Flat`."""
+    exists = holds_index(path) and not override
+    loading(f"the index in {path}" if exists else "PyTorch")
     check_device(device)
-    check_place(place)
+    check_place(path)
     from ..indexes import Flat
 
     with explained(kinds=INDEX_ERRORS), noted():
         flat = Flat(
-            place.parent,
-            place.name,
+            path.parent,
+            path.name,
             device=device,
             show_progress=False,
-            dtype=None if there else dtype,
+            dtype=None if exists else dtype,
             override=override,
         )
-    kept_as = flat.info().dtype
-    if dtype not in (None, kept_as):
+    stored = flat.info().dtype
+    if dtype not in (None, stored):
         raise UserError(
-            f"--dtype {dtype}: the index in {place} keeps {kept_as}; leave out --dtype to use it as it is, or build it "
+            f"--dtype {dtype}: the index in {path} keeps {stored}; leave out --dtype to use it as it is, or build it "
             "anew with --overwrite"
         )
     return flat
 
 
 def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remote_code: bool) -> Model:
-    """Load the model that an index was built with, from `model` or else from where the index says that it is."""
+    """Load the model that an index was built with, from `model` or else from the path that the index records."""
     record = flat.model
     if record is not None and record.settings.get("hidden_states"):
         raise UserError(
@@ -195,7 +195,7 @@ def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remot
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Say on standard error what is warned of, in a line each."""
+    """Print warnings as notes on standard error, one line each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
@@ -214,19 +214,19 @@ def add_texts(
 ) -> None:
     """Encode documents and add them to an index, which only the first of `ranks` has, with progress on standard error.
 
-    They are added every few seconds, while the next are encoded, so that what has been encoded outlives the process,
-    and memory stays bounded. They are `total`, none of them in the index, or with `replace` some that take the place of
-    those there; each rank encodes a share. What was added stays if a document cannot be read, or the index be written.
+    They are added every few seconds, while the next are encoded, so that little work is lost if the process ends, and
+    memory stays bounded. There are `total`, none of them in the index unless `replace`; each rank encodes a share.
+    Documents added before an error in reading or writing stay in the index.
     """
     from tqdm import tqdm
 
     from ..index.store import ADDITION_BYTES
 
-    def encoded(some_texts: list[str]) -> list[Any]:
+    def encoded(texts: list[str]) -> list[Any]:
         if writing is not None and writing.done():
-            # So that other ranks hear of it.
+            # Raises a failed write here, so that other ranks are notified.
             _finish(writing)
-        return encode(model, some_texts, is_query=False, batch_size=batch_size) if some_texts else []
+        return encode(model, texts, is_query=False, batch_size=batch_size) if texts else []
 
     ranks = ranks or Alone()
     terminal = sys.stderr.isatty()
@@ -242,30 +242,30 @@ def add_texts(
         tqdm(total=total, desc="Encoding", unit="doc", disable=not terminal) as progress,
     ):
         step = batch_size * _BATCHES_PER_STEP
-        for some in _steps(documents, step * ranks.size):
-            some_texts = [document.text for document in some]
+        for step_documents in _steps(documents, step * ranks.size):
+            texts = [document.text for document in step_documents]
             if not done:
-                _note_truncation(model, some_texts[:step])
-            share = partial(encoded, some_texts[step * ranks.rank :][:step])
-            found = list(itertools.chain(*ranks.to_first(share, "encode")))
+                _note_truncation(model, texts[:step])
+            encode_share = partial(encoded, texts[step * ranks.rank :][:step])
+            encoded_share = list(itertools.chain(*ranks.to_first(encode_share, "encode")))
             if flat is None:
                 continue
-            embeddings += found
-            nbytes += sum(array.nbytes for array in found)
-            ids += [document.id for document in some]
-            metadata += [document.metadata for document in some]
-            done += len(some)
-            progress.update(len(some))
+            embeddings += encoded_share
+            nbytes += sum(array.nbytes for array in encoded_share)
+            ids += [document.id for document in step_documents]
+            metadata += [document.metadata for document in step_documents]
+            done += len(step_documents)
+            progress.update(len(step_documents))
             now = time.monotonic()
             if now - written >= SECONDS_BETWEEN_WRITES or nbytes >= ADDITION_BYTES:
                 _finish(writing)
                 writing = writer.submit(flat.add_documents, ids, embeddings, replace=replace, metadata=metadata)
                 ids, embeddings, metadata, nbytes, written = [], [], [], 0, time.monotonic()
             if not terminal and now - noted >= SECONDS_BETWEEN_NOTES:
-                # A bar that is drawn again and again does not suit a log.
+                # A log gets lines instead of a redrawn progress bar.
                 rate, noted = done / (now - started), now
-                left = tqdm.format_interval((total - done) / rate)
-                note(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left")
+                time_left = tqdm.format_interval((total - done) / rate)
+                note(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {time_left} left")
         if ids and flat is not None:
             _finish(writing)
             writing = writer.submit(flat.add_documents, ids, embeddings, replace=replace, metadata=metadata)
@@ -275,15 +275,15 @@ def add_texts(
 
 
 def check_codec(dtype: str, option: str) -> None:
-    """What trains the codec of residual codes must be there before an index is emptied for them, or texts encoded."""
+    """Check that the trainer of residual codecs is installed, before an index is emptied or texts are encoded."""
     if dtype.startswith("residual"):
         check_installed("fastkmeans", f"{option} {dtype}", "residual")
 
 
 def train_codec(flat: Flat, model: Model, corpus: Corpus, total: int, batch_size: int) -> None:
-    """Train the codec of an empty index that keeps residual codes on texts from the whole corpus.
+    """Train the codec of an empty index of residual codes on a sample of the corpus.
 
-    As in PLAID, their number grows with the square root of that of all.
+    As in PLAID, the sample grows with the square root of the corpus size.
     """
     if not flat.info().dtype.startswith("residual"):
         return
@@ -301,7 +301,7 @@ def _finish(writing: Future[Any] | None) -> None:
 
 
 def _note_truncation(model: Model, texts: list[str]) -> None:
-    """Say how many of the first texts are longer than what is read of them; tokenizing all would cost too much."""
+    """Note how many of the first texts will be truncated; tokenizing all would cost too much."""
     _, length = read_lengths(model)
     if length is None:
         return

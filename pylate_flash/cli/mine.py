@@ -81,7 +81,7 @@ def mine(
         from ..data.training import read_training_file
 
         lines = read_training_file(data)
-    # Stripped, as the texts of a corpus are.
+    # Stripped, like the texts of a corpus.
     queries, positives = list(lines.rows["query"]), [text.strip() for text in lines.rows["positive"]]
     texts, with_titles = (None, None) if corpus is None else _texts(corpus, set(positives))
     check_device(device)
@@ -96,7 +96,7 @@ def mine(
     )
     from ..negatives import mine_hard_negatives
 
-    found = mine_hard_negatives(
+    mined = mine_hard_negatives(
         loaded,
         queries,
         positives,
@@ -110,22 +110,22 @@ def mine(
         batch_size=batch_size,
         show_progress_bar=notes.is_terminal,
     )
-    among = f"{counted(len(set(positives if texts is None else texts)), 'text')} of {corpus or data}"
-    if not found:
+    pool = f"{counted(len(set(positives if texts is None else texts)), 'text')} of {corpus or data}"
+    if not mined:
         raise UserError(
-            f"no pair has {counted(num_negatives, 'negative')} among the {among} within the bounds, so nothing was "
+            f"no pair has {counted(num_negatives, 'negative')} among the {pool} within the bounds, so nothing was "
             "written; ask for fewer, or give a larger --corpus or a smaller margin"
         )
     unused = [*lines.rows.column_names[2:], *lines.ignored]
     if unused:
         note(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}")
-    rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in found)
+    rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in mined)
     write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
-    # Lines for whoever reads them are all that standard output gets.
+    # If the lines go to standard output, messages go to standard error.
     tell = note if is_standard_output(output) else say
-    tell(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")
-    if len(found) < len(queries):
-        tell(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
+    tell(f"{output} holds {counted(len(mined), 'line')} of {counted(num_negatives, 'negative')} out of the {pool}")
+    if len(mined) < len(queries):
+        tell(f"Left out: {counted(len(queries) - len(mined), 'pair')} with fewer within the bounds")
     if tell is say:
         print(f"Next: pylate-flash train --data {shlex.quote(str(output))} ...")
 
@@ -139,7 +139,7 @@ def _check_margins(max_score: float | None, absolute_margin: float | None, relat
 
 
 def _texts(path: Path, positives: set[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The texts of a corpus, and of each positive those that are it with a title. What is empty is no negative."""
+    """The non-empty texts of a corpus, and for each positive its forms with a title."""
     texts: list[str] = []
     with_titles: dict[str, list[str]] = {}
     corpus = open_corpus(path)

@@ -1,4 +1,4 @@
-"""What is asked of a model's folder when it is loaded: loaders say little, run code that it names, and fill gaps."""
+"""Checks of a model's folder before loading: loaders report little, run code that it names, and fill gaps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Those that are objects; others, such as MiniLM's data_config.json, are nobody's business here.
+# Configurations that are JSON objects; others, such as MiniLM's data_config.json, are ignored.
 _CONFIGURATIONS = (
     "config.json",
     "config_sentence_transformers.json",
@@ -18,7 +18,7 @@ _CONFIGURATIONS = (
     "tokenizer.json",
     "router_config.json",
 )
-# No encoder has more, and building those of a damaged number would take all time and memory.
+# No encoder has more; building as many as a corrupt number says would exhaust time and memory.
 _MOST_LAYERS = 10_000
 _MODULES = ("sentence_transformers.", "pylate.")
 _PARTS = ("torch.nn.", "transformers.", *_MODULES)
@@ -28,19 +28,19 @@ def check_model_folder(folder: Path, trust_remote_code: bool) -> None:
     """Check the JSON of a model's folder, and that loading it runs no code but that of the known libraries.
 
     sentence-transformers imports whatever the `type` of an entry of modules.json names, from the folder itself or from
-    another repository of the hub, and does not ask `trust_remote_code` where the model is a folder; what the
-    configurations of its modules name is imported too, and called. A file that is not what its loader takes for
-    granted, or by which other code would run, is a ValueError that names it.
+    another repository of the hub, and ignores `trust_remote_code` if the model is a folder; names in the configurations
+    of its modules are imported too, and called. Raises a ValueError naming a file that its loader would fail on, or
+    that would run other code.
     """
-    places = [""]
+    folders = [""]
     if (folder / "modules.json").exists():
         for entry in _modules(folder):
             if not trust_remote_code:
                 _check_known("modules.json", entry["type"], _MODULES)
-            places.append(entry["path"])
-    for place in dict.fromkeys(places):
+            folders.append(entry["path"])
+    for subfolder in dict.fromkeys(folders):
         for name in _CONFIGURATIONS:
-            file = os.path.join(place, name)
+            file = os.path.join(subfolder, name)
             if not (folder / file).is_file():
                 continue
             config = _read(folder, file)
@@ -76,7 +76,7 @@ def _references(config: dict[str, Any]) -> Iterator[str]:
     types = config.get("types")
     values = [config.get("activation_function"), config.get("tokenizer_class")]
     values += list(types.values()) if isinstance(types, dict) else []
-    # transformers looks up names without a dot among its own classes.
+    # transformers resolves names without a dot to its own classes.
     return (value for value in values if isinstance(value, str) and "." in value)
 
 

@@ -1,4 +1,4 @@
-"""Loading the model of a command: what the checkpoint is decides which library does, and what is broken says so."""
+"""Loading the model of a command: the checkpoint decides which library loads it, and broken ones are reported."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     Model = ColBERT | MultiVectorEncoder
 
 PYLATE, SENTENCE_TRANSFORMERS = "pylate", "sentence-transformers"
-# The module of PyLate's that sentence-transformers 6 loads too, as its own.
+# The PyLate module that sentence-transformers 6 loads as its own.
 _PYLATE_DENSE = "pylate.models.Dense.Dense"
 
 
 def check_encoding_host(needed_by: str) -> None:
-    """Refuse what encodes texts where neither PyLate nor sentence-transformers 6 is installed, and name the extras.
+    """Raise an error naming the extras if neither PyLate nor sentence-transformers 6 is installed to encode texts.
 
-    Whichever of them it is, its notes about loading stay off the terminal from here on.
+    Otherwise silence their messages about loading.
     """
     if not any(HOSTS[name].is_there() for name in (PYLATE, SENTENCE_TRANSFORMERS)):
         raise MissingExtraError(
@@ -51,16 +51,16 @@ def check_encoding_host(needed_by: str) -> None:
 
 
 def title_of(model: Any) -> str:
-    """What the library of a loaded model is called."""
+    """The name of a loaded model's library."""
     return ABOUT["sentence_transformers" if is_multi_vector_encoder(model) else "pylate"].title
 
 
 def host_of(model: str, trust_remote_code: bool = False) -> str:
-    """Which library loads a checkpoint, a folder or a name: "pylate" or "sentence-transformers".
+    """Return the library that loads a checkpoint (a folder or a name): "pylate" or "sentence-transformers".
 
-    A `MultiVectorEncoder` needs sentence-transformers 6. PyLate's models, and encoders that are no such model yet, are
-    PyLate's where it is installed; sentence-transformers 6 loads them too. Refused are configurations that are broken,
-    or name code of the model's own which may not run, and a library that is not there in a version that is served.
+    A `MultiVectorEncoder` needs sentence-transformers 6. PyLate's models and plain encoders are loaded by PyLate if it
+    is installed, otherwise by sentence-transformers 6. Raises a `UserError` for configurations that are broken or name
+    code of the model that may not run, and if the library is not installed in a supported version.
     """
     what = _described(model)
     if os.path.isdir(model):
@@ -99,27 +99,26 @@ def load_model(
     query_length: int | None = None,
     document_length: int | None = None,
 ) -> Model:
-    """Load a model, a folder or a name on the hub, by the library that `host_of` tells, or say why it cannot be used.
+    """Load a model, a folder or a name on the hub, with the library from `host_of`; a `UserError` says why it fails.
 
-    It has been seen to encode, and its lengths are ones that its encoder allows. If it is loaded for `searching`, a
-    projection drawn at random is refused. None stands for a GPU if there is one, the saved scorer, and the lengths that
-    the model is set up with.
+    Checks that it encodes, and that its encoder allows its lengths. If `searching`, a randomly initialised projection
+    is rejected. None stands for a GPU if there is one, the saved scorer, and the model's own lengths.
     """
     what, host = _described(model), host_of(model, trust_remote_code)
     lengths: dict[str, Any] = {"query_length": query_length, "document_length": document_length}
-    given: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device": device}
+    kwargs: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device": device}
     with _loader_errors(model, what):
         loaded: Model
         with no_missing_weights():
             if host == PYLATE:
                 from ..models import ColBERT
 
-                loaded = ColBERT(model, scorer=scorer, **given, **lengths)
+                loaded = ColBERT(model, scorer=scorer, **kwargs, **lengths)
             else:
                 from ..hosts.sentence_transformers.models import MultiVectorEncoder
 
                 _check_scorer_of_encoder(scorer)
-                loaded = MultiVectorEncoder(model, scorer=scorer, **given)
+                loaded = MultiVectorEncoder(model, scorer=scorer, **kwargs)
         _check_words(loaded)
     with explained(f"{what}: "):
         if host == SENTENCE_TRANSFORMERS:
@@ -135,7 +134,7 @@ def load_model(
 
 
 def has_random_projection(model: Any, name: str) -> bool:
-    """Whether a layer of a model's projection was drawn at random when it was loaded from `name`."""
+    """Whether a layer of a model's projection was randomly initialised when it was loaded from `name`."""
     if not is_multi_vector_encoder(model):
         return model.projection_is_random
     if not any(type(module).__name__ == "Dense" for module in model.children()):
@@ -146,15 +145,15 @@ def has_random_projection(model: Any, name: str) -> bool:
 
 
 def document_tokens(model: Any, texts: list[str]) -> list[int]:
-    """How many tokens documents have, uncut, with the marker or the prompt that comes before them."""
-    # PyLate's marker is a token that it puts in.
+    """Numbers of tokens of documents without truncation, including the marker or the prompt before them."""
+    # PyLate's marker is inserted as one token.
     prompt, marker = prompt_of(model, is_query=False), 0 if is_multi_vector_encoder(model) else 1
-    found = model.tokenizer([prompt + text for text in texts], truncation=False)["input_ids"]
-    return [len(tokens) + marker for tokens in found]
+    input_ids = model.tokenizer([prompt + text for text in texts], truncation=False)["input_ids"]
+    return [len(tokens) + marker for tokens in input_ids]
 
 
 def check_scorer(scorer: str | None, model: Any) -> None:
-    """Score one token with it: what is not installed, or cannot compute here, says so before the work starts."""
+    """Score one token, to report a scorer that is not installed or cannot compute here before the work starts."""
     import torch
 
     one = torch.ones(1, 1, 16, device=model.device)
@@ -185,9 +184,9 @@ def _described(model: str) -> str:
 
 
 def _modules(model: str) -> list[dict[str, Any]]:
-    """What modules.json says of each module; nothing of a model without it."""
-    found = _read(model, "modules.json") or []
-    return [entry for entry in found if isinstance(entry, dict)]
+    """The entries of modules.json; empty for a model without it."""
+    entries = _read(model, "modules.json") or []
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def _read(model: str, file: str) -> Any:
@@ -195,7 +194,7 @@ def _read(model: str, file: str) -> Any:
     if os.path.isdir(model):
         path: str | None = os.path.join(model, file)
     else:
-        # From the cache, or from the hub: both hosts bring it.
+        # From the cache or the hub; both hosts depend on sentence-transformers.
         from sentence_transformers.util import load_file_path
 
         path = load_file_path(model, file)
@@ -206,7 +205,7 @@ def _read(model: str, file: str) -> Any:
 
 @contextmanager
 def _loader_errors(model: str, what: str) -> Iterator[None]:
-    """Turn whatever a loader raises about a model into a `UserError`."""
+    """Convert any error of a model loader to a `UserError`."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -234,7 +233,7 @@ def _is_set(variable: str) -> bool:
 
 
 def _check_words(model: Any) -> None:
-    """The tokenizer must have words, and the encoder an embedding of each: no loader asks for either."""
+    """Check that the tokenizer has words, and the encoder an embedding for each: no loader does."""
     tokenizer = model.tokenizer
     added = tokenizer.get_added_vocab()
     numbers = [number for word, number in tokenizer.get_vocab().items() if word not in added]
@@ -245,23 +244,23 @@ def _check_words(model: Any) -> None:
         raise ValueError(f"the number of a word in its tokenizer is {max(numbers)}, and its encoder knows {rows} words")
 
 
-def _check_lengths(model: Any, what: str, given: dict[str, int | None]) -> None:
+def _check_lengths(model: Any, what: str, requested: dict[str, int | None]) -> None:
     limit = longest_input(model)
     for name, value in text_lengths(model)._asdict().items():
-        subject = f"--{name.replace('_', '-')} {value}" if given[name] else f"{what}: its {name}, {value!r},"
+        subject = f"--{name.replace('_', '-')} {value}" if requested[name] else f"{what}: its {name}, {value!r},"
         if value is None and is_multi_vector_encoder(model):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 4:
             raise UserError(f"{subject} must be a whole number of at least 4")
         if limit is not None and value > limit:
-            more = "" if given[name] else f"; give a lower --{name.replace('_', '-')}"
+            more = "" if requested[name] else f"; give a lower --{name.replace('_', '-')}"
             raise UserError(
-                f"{subject} is more than the {limit} tokens that {what if given[name] else 'it'} can read{more}"
+                f"{subject} is more than the {limit} tokens that {what if requested[name] else 'it'} can read{more}"
             )
 
 
 def _check_encodes(model: Any, what: str) -> None:
-    """Encode a word: what does not fit together in a model, or is not finite, says so before the work starts."""
+    """Encode a word, to report mismatched or non-finite weights before the work starts."""
     import numpy as np
 
     for is_query in (True, False):
@@ -276,7 +275,7 @@ def _check_encodes(model: Any, what: str) -> None:
 
 
 def check_model_name(model: str) -> None:
-    """A folder must hold a model; what looks like a path must exist; anything else may be the name of one."""
+    """Check that a folder holds a model and that a path exists; anything else may be a model's name."""
     check_text(model, "--model")
     if os.path.isdir(model):
         if not any(os.path.isfile(os.path.join(model, name)) for name in ("modules.json", "config.json")):

@@ -1,4 +1,4 @@
-"""Indexes of the format before `catalog.sqlite`, read to be written anew: a manifest, safetensors shards, a journal."""
+"""Convert indexes of the format before `catalog.sqlite`: a manifest, safetensors shards, a journal."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..index.store import PackedStore
 __all__ = ["convert"]
 
 _FORMAT, _VERSIONS = "pylate_flash.packed", range(1, 5)
-# A journal begins with two heads, the last of which that is whole counts: a number, where the journal ends, how much of
-# it was on the disk, and the sha256 of its last record.
+# A journal begins with two heads, of which the latest valid one counts: a sequence number, the end of the journal, how
+# many of its bytes were flushed, and the sha256 of its last record.
 _HEAD, _HEAD_BYTES = struct.Struct("<8sQQQ32s"), 128
-# Before a record: its length, and its sha256, which goes on from that of the record before it.
+# The header of a record: its length, and its sha256, chained to that of the previous record.
 _RECORD, _RECORD_BYTES = struct.Struct("<Q32s"), 64
 _COPIED_BYTES = 16 << 20
 
@@ -35,10 +35,10 @@ _Documents = tuple[list[str], np.ndarray, np.ndarray]  # ids, lengths, and the b
 
 
 def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
-    """Write the documents of an index into a new one, row by row as they are; the old one is only read.
+    """Copy the documents of an index unchanged, row by row, into a new one; the old one is only read.
 
-    The folder of the new one is not there or is empty. It appears when all is in it; until then it has ".unfinished" in
-    its name. A ValueError or an OSError names a file that is missing, damaged, or cannot be read or written.
+    The new folder must be missing or empty. It is written under a name with ".unfinished" and renamed when complete. A
+    ValueError or an OSError names a file that is missing, damaged, or cannot be read or written.
     """
     manifest = _manifest(old / "manifest.json")
     layout, removed = Layout(manifest["dtype"], manifest["embedding_size"] or 0), manifest.get("removed", {})
@@ -47,8 +47,10 @@ def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
     for entry in tqdm(manifest["shards"], desc="Converting", unit="file", disable=not show_progress):
         _append(store, layout, _shard(old / entry["file"], entry, layout), removed.get(entry["file"], []))
     if manifest.get("journal"):
-        for documents, places in _journal(old / manifest["journal"], layout, removed.get(manifest["journal"], [])):
-            _append(store, layout, documents, places)
+        for documents, removed_indices in _journal(
+            old / manifest["journal"], layout, removed.get(manifest["journal"], [])
+        ):
+            _append(store, layout, documents, removed_indices)
     model = manifest.get("model") and ModelRecord.from_json(manifest["model"])
     if model and model.name is not None and model.relative is not None:
         model = replace(model, relative=_relative(model.name, model.relative, old, new))
@@ -60,9 +62,9 @@ def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
 
 
 def _relative(path: str, relative: str | None, old: Path, new: Path) -> str | None:
-    """As seen from the new index, what was recorded by these two paths."""
-    places = places_of(path, relative, old)
-    return relative_to(next((place for place in places if os.path.exists(place)), path), new)
+    """The recorded path (absolute and relative to `old`), relative to the new index."""
+    paths = places_of(path, relative, old)
+    return relative_to(next((candidate for candidate in paths if os.path.exists(candidate)), path), new)
 
 
 def _manifest(path: Path) -> dict:
@@ -72,7 +74,7 @@ def _manifest(path: Path) -> dict:
             raise ValueError(f"its format is {record['format']!r:.100}, version {record['version']!r:.100}")
         if "crc32" in record and record.pop("crc32") != zlib.crc32(json.dumps(record).encode()):
             raise ValueError("it has another CRC-32 than when it was written")
-        # They are used as paths: nothing outside the folder may be named.
+        # The names are used as paths, which must stay inside the folder.
         for name in (*(entry["file"] for entry in record["shards"]), record.get("journal") or "journal-00000-00000000"):
             if not re.fullmatch(r"(shard-\d{5,}-[0-9a-f]{8}\.safetensors|journal-\d{5,}-[0-9a-f]{8})", name):
                 raise ValueError(f"bad name {name!r:.100} of a file")
@@ -85,19 +87,19 @@ def _append(store: PackedStore, layout: Layout, documents: _Documents, removed: 
     ids, lengths, values = documents
     live = np.ones(len(ids), dtype=bool)
     live[removed] = False
-    kept = np.flatnonzero(live)
+    live_indices = np.flatnonzero(live)
     rows = values.reshape(-1, layout.nbytes)
-    begins = np.cumsum(lengths) - lengths
+    starts = np.cumsum(lengths) - lengths
 
     def pieces(start: int, stop: int) -> Iterator[torch.Tensor]:
-        places = kept[start:stop]
-        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
-            begin, end = int(begins[run[0]]), int(begins[run[-1]] + lengths[run[-1]])
+        indices = live_indices[start:stop]
+        for run in np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1):
+            begin, end = int(starts[run[0]]), int(starts[run[-1]] + lengths[run[-1]])
             for row in range(begin, max(end, begin + 1), step):
                 yield torch.from_numpy(np.array(rows[row : min(row + step, end)])).view(layout.dtype)
 
     step = max(1, _COPIED_BYTES // layout.nbytes)
-    store.append([ids[place] for place in kept.tolist()], lengths[kept], layout, pieces)
+    store.append([ids[i] for i in live_indices.tolist()], lengths[live_indices], layout, pieces)
 
 
 def _shard(path: Path, entry: dict, layout: Layout) -> _Documents:
@@ -106,7 +108,7 @@ def _shard(path: Path, entry: dict, layout: Layout) -> _Documents:
         digest = hashlib.sha256()
         for start in range(0, len(content), _COPIED_BYTES):
             digest.update(content[start : start + _COPIED_BYTES].data)
-        # Version 1 has none.
+        # Version 1 has no sha256.
         if entry.get("sha256") not in (None, digest.hexdigest()) or len(content) != entry["bytes"]:
             raise ValueError(f"it has {len(content)} bytes of sha256 {digest.hexdigest()}, the manifest says otherwise")
         return _decode(content, layout)
@@ -115,36 +117,36 @@ def _shard(path: Path, entry: dict, layout: Layout) -> _Documents:
 
 
 def _journal(path: Path, layout: Layout, removed: list[int]) -> Iterator[tuple[_Documents, list[int]]]:
-    """The documents of every addition, with the places in it of those that count as removed."""
+    """Yield the documents of every addition, and the indices of removed ones in it."""
     content = np.fromfile(path, dtype=np.uint8)
     heads = []
-    for place in (0, _HEAD_BYTES):
-        packed = bytes(content[place : place + _HEAD.size])
-        crc = bytes(content[place + _HEAD.size : place + _HEAD.size + 4])
+    for offset in (0, _HEAD_BYTES):
+        packed = bytes(content[offset : offset + _HEAD.size])
+        crc = bytes(content[offset + _HEAD.size : offset + _HEAD.size + 4])
         if packed.startswith(b"PLFLASHJ") and crc == struct.pack("<I", zlib.crc32(packed)):
             heads.append(_HEAD.unpack(packed)[1:])
     if not heads:
         raise ValueError(f"{path} is damaged: its heads are not those of a journal")
     _, end, flushed, last = max(heads)
-    # Where a head is not whole, a writer was interrupted while it replaced it: additions that are whole count.
-    place, before, first, limit = 2 * _HEAD_BYTES, bytes(32), 0, end if len(heads) == 2 else len(content)
-    while place < limit:
-        length, digest = _RECORD.unpack(bytes(content[place : place + _RECORD.size]).ljust(_RECORD.size, b"\0"))
-        payload = content[place + _RECORD_BYTES : place + _RECORD_BYTES + length]
+    # An invalid head means that a writer was interrupted while replacing it: read all complete additions.
+    offset, before, first, limit = 2 * _HEAD_BYTES, bytes(32), 0, end if len(heads) == 2 else len(content)
+    while offset < limit:
+        length, digest = _RECORD.unpack(bytes(content[offset : offset + _RECORD.size]).ljust(_RECORD.size, b"\0"))
+        payload = content[offset + _RECORD_BYTES : offset + _RECORD_BYTES + length]
         if not length or hashlib.sha256(before + payload.tobytes()).digest() != digest:
             break
         documents = _decode(payload, layout)
         count = len(documents[0])
         yield documents, [number - first for number in removed if first <= number < first + count]
-        place, before, first = place + _RECORD_BYTES + length, digest, first + count
-    if place < flushed or (place == end and before != last):
-        raise ValueError(f"{path} is damaged at byte {place}: an addition is another than was written")
-    if place < end:
-        warnings.warn(f"{path}: its last {end - place} bytes are lost, as after a power failure", stacklevel=2)
+        offset, before, first = offset + _RECORD_BYTES + length, digest, first + count
+    if offset < flushed or (offset == end and before != last):
+        raise ValueError(f"{path} is damaged at byte {offset}: an addition is another than was written")
+    if offset < end:
+        warnings.warn(f"{path}: its last {end - offset} bytes are lost, as after a power failure", stacklevel=2)
 
 
 def _decode(content: np.ndarray, layout: Layout) -> _Documents:
-    """The documents of a safetensors file."""
+    """Decode the documents of a safetensors file."""
     data = 8 + int.from_bytes(bytes(content[:8]), "little")
     header = json.loads(bytes(content[8:data]))
 

@@ -1,4 +1,4 @@
-"""The options that several commands have, and the defaults of all."""
+"""Options shared by several commands, and defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-# Texts encoded at a time; those of a step at a time, and what is random, of `train`; where the demo leaves its output.
+# Texts encoded at a time; mini-batch size and seed of `train`; the demo's output folder.
 BATCH_SIZE = 32
 MINI_BATCH_SIZE = 32
 SEED = 42

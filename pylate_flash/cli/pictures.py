@@ -1,4 +1,4 @@
-"""The pictures of `evaluate`: the metrics of collections, or the quality of indexes against the time that they take."""
+"""The figures of `evaluate`: metrics of collections, or quality of indexes against their search time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = ("#2563eb", "#7c3aed", "#0891b2", "#f59e0b")
 
 
 def draw(evaluated: list[Evaluated], form: str) -> bytes:
-    """Draw what was measured, as a file of the format png, svg or pdf holds it."""
+    """Draw the figure, and return it as the bytes of a png, svg or pdf file."""
     from matplotlib.figure import Figure
 
     compared = [one for one in evaluated if one.compared]
@@ -39,8 +39,8 @@ def _metrics(axes: Any, evaluated: list[Evaluated]) -> None:
         values = [
             mean(one.result.metrics[metric] for one in evaluated if one.collection.name == name) for name in names
         ]
-        places = [j + 0.4 - height * (i + 0.5) for j in range(len(names))]
-        bars = axes.barh(places, values, height * 0.9, color=_COLOURS[i], label=label)
+        positions = [j + 0.4 - height * (i + 0.5) for j in range(len(names))]
+        bars = axes.barh(positions, values, height * 0.9, color=_COLOURS[i], label=label)
         axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8, color=INK)
     axes.figure.set_size_inches(8, 1.4 + 0.9 * len(names))
     axes.set_yticks(range(len(names)), names)
@@ -49,7 +49,7 @@ def _metrics(axes: Any, evaluated: list[Evaluated]) -> None:
 
 
 def _quality_and_time(axes: Any, one: Evaluated) -> None:
-    """A point for each index that was searched; a run, of which no time is known, is a line."""
+    """Draw a point per index that was searched; a run, whose time is unknown, is a horizontal line."""
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
     for i, row in enumerate(one.compared):

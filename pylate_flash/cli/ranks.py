@@ -1,4 +1,4 @@
-"""Commands that torchrun starts: several processes do the work of one."""
+"""Commands started by torchrun: several processes share the work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Alone:
-    """One process, which does by itself what `Ranks` do together."""
+    """The interface of `Ranks` for a single process."""
 
     rank, size = 0, 1
 
@@ -35,9 +35,9 @@ class Alone:
 
 @contextlib.contextmanager
 def together() -> Iterator[Ranks | Alone]:
-    """The processes that torchrun has started, each of which runs what is in the context.
+    """The processes that torchrun has started; each runs the body of the context.
 
-    The first alone says something, unless another has ended.
+    Only the first prints, unless another one fails.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Alone()
@@ -50,16 +50,16 @@ def together() -> Iterator[Ranks | Alone]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     ranks = Ranks(dist.group.WORLD)
     try:
-        with contextlib.ExitStack() as unheard:
+        with contextlib.ExitStack() as silenced:
             if ranks.rank:
                 for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
-                    unheard.enter_context(redirect(io.StringIO()))
+                    silenced.enter_context(redirect(io.StringIO()))
             yield ranks
     except RankError as error:
         raise UserError(str(error)) from error
     except UserError as error:
         if ranks.rank and error is ranks.heard:
-            # The first says so.
+            # Rank 0 reports it.
             raise typer.Exit(2) from None
         raise
     finally:
@@ -67,7 +67,7 @@ def together() -> Iterator[Ranks | Alone]:
 
 
 def device_of_rank(device: str | None, ranks: Ranks | Alone) -> str | None:
-    """The device that a process computes on: of several GPUs, one of its own."""
+    """The device of a process: with several ranks on GPUs, each has its own."""
     if ranks.size == 1 or device not in (None, "cuda"):
         return device
     import torch

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from .models import Model
 
 _DEMO_INDEX = Path("demo-output/index")
-# Queries encoded and searched together: many, as every search walks over the whole index, yet not so many that their
-# embeddings fill the memory, and that the first results wait for the last query.
+# Queries encoded and searched together: many, as every search scans the whole index, but not so many that their
+# embeddings fill the memory, or that the first results wait too long.
 _QUERIES_AT_A_TIME = 1000
 
 
 class Hit(NamedTuple):
-    """A document found for a query; `text` is None where it is not known, `explanation` where none was asked for."""
+    """A document retrieved for a query; `text` is None if unknown, `explanation` if not requested."""
 
     rank: int
     id: str
@@ -134,24 +134,24 @@ def search(
         query, queries = None, "-"
     if (query is None) == (queries is None):
         raise UserError("give either a QUERY or --queries FILE" + ("" if query is None else ", not both"))
-    asked = [Text("", _checked(query))] if query is not None else _read_queries(str(queries))
+    all_queries = [Text("", _checked(query))] if query is not None else _read_queries(str(queries))
     where = None if where is None else decoded(where, "--where")
-    place = _find_index(index)
+    path = _find_index(index)
     corpora = [] if data is None else [open_corpus(data)]
-    flat = open_flat(place, device)
+    flat = open_flat(path, device)
     if where is not None or rescore is not None:
-        # What is wrong with them is known before the model is loaded, and what is found is kept for the search.
+        # An empty search reports errors in them before the model is loaded, and caches the filter for the search.
         with explained():
             flat([], k=k, where=where, rescore=rescore)
     if data is None:
         corpora = _known_corpora(flat)
     encoder = load_model_of(flat, model, device, trust_remote_code)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What the output cannot write, in an encoding other than UTF-8, is no reason to lose the rest.
+        # Escape characters that a non-UTF-8 output cannot encode, instead of failing.
         sys.stdout.reconfigure(errors="backslashreplace")
-    for start in range(0, len(asked), _QUERIES_AT_A_TIME):
-        some = asked[start : start + _QUERIES_AT_A_TIME]
-        words = [text for _, text in some]
+    for start in range(0, len(all_queries), _QUERIES_AT_A_TIME):
+        chunk = all_queries[start : start + _QUERIES_AT_A_TIME]
+        words = [text for _, text in chunk]
         with explained():
             results = flat(encode(encoder, words, is_query=True), k=k, where=where, matches=explain, rescore=rescore)
         try:
@@ -161,21 +161,23 @@ def search(
                 raise
             _note_no_texts(error)
             corpora, texts = [], {}
-        for asked_, known in zip(some, _found(results, texts, encoder, words, explain), strict=True):
+        for query_text, hits in zip(chunk, _with_texts(results, texts, encoder, words, explain), strict=True):
             if json_lines:
-                print(_json(asked_, known))
+                print(_json(query_text, hits))
             elif sys.stdout.isatty():
-                show(console, known, asked_.text if queries is not None or explain else None)
+                show(console, hits, query_text.text if queries is not None or explain else None)
             else:
-                for line in _lines(asked_, known, with_text=bool(corpora)):
+                for line in _lines(query_text, hits, with_text=bool(corpora)):
                     print(line)
 
 
 def show(console: Console, documents: Sequence[Hit], query: str | None = None) -> None:
-    """Print documents for a reader: under the query, if it is given, each with the beginning of its text."""
+    """Print documents for a terminal, below the query if given, each with the beginning of its text."""
     if query is not None:
-        own = documents[0].explanation if documents else None
-        console.print(RichText(_one_line(query), style="italic") if own is None else marked_query(query, own))
+        explanation = documents[0].explanation if documents else None
+        console.print(
+            RichText(_one_line(query), style="italic") if explanation is None else marked_query(query, explanation)
+        )
     for document in documents:
         line = RichText.assemble(
             (f"{document.rank:>2}. {escaped(document.id)}", "bold"), "  ", (f"{document.score:.2f}", "dim")
@@ -246,12 +248,12 @@ def _read_queries(name: str) -> list[Text]:
 
 def _find_index(index: Path | None) -> Path:
     if index is not None:
-        place = index_path(index)
-        check_index(place)
-        return place
-    for place in (DEFAULT_INDEX, _DEMO_INDEX):
-        if holds_index(place):
-            return place
+        path = index_path(index)
+        check_index(path)
+        return path
+    for path in (DEFAULT_INDEX, _DEMO_INDEX):
+        if holds_index(path):
+            return path
     raise UserError(
         f"there is no index in {DEFAULT_INDEX}, and no index in {_DEMO_INDEX}; build one with `pylate-flash index` or "
         "`pylate-flash demo`, or name one with --index"
@@ -259,27 +261,27 @@ def _find_index(index: Path | None) -> Path:
 
 
 def _known_corpora(flat: Flat) -> list[Corpus]:
-    """What was added to an index, the last first, or else what lies beside it."""
-    beside = flat.index_path.parent
-    places = (
+    """The corpora that were added to an index, latest first, or else one beside it."""
+    parent = flat.index_path.parent
+    paths = (
         flat.corpora[::-1]
-        or [place for place in (beside / "data" / "corpus.jsonl", beside / "corpus.jsonl") if os.path.isfile(place)][:1]
+        or [path for path in (parent / "data" / "corpus.jsonl", parent / "corpus.jsonl") if os.path.isfile(path)][:1]
     )
-    found = []
-    for place in places:
+    corpora = []
+    for path in paths:
         try:
-            found.append(open_corpus(place))
+            corpora.append(open_corpus(path))
         except UserError as error:
             _note_no_texts(error)
-    return found
+    return corpora
 
 
 def _note_no_texts(error: UserError) -> None:
-    """Say why no texts are shown: nobody has asked for those of this file."""
+    """Note why no texts are shown: not an error, as the user did not request this file."""
     note(f"Note: no texts are shown: {error}; --data names what was indexed")
 
 
-def _found(
+def _with_texts(
     results: list[list[SearchResult]], texts: dict[str, str], model: Model, queries: list[str], explain: bool
 ) -> list[list[Hit]]:
     explanations: list[list[Any]] = [[None] * len(documents) for documents in results]
@@ -298,7 +300,7 @@ def _found(
 
 
 def _texts(corpora: list[Corpus], ids: set[str]) -> dict[str, str]:
-    """Texts of some documents; the corpora are read until they are found."""
+    """Texts of the documents with these ids; corpora are read until all are found."""
     texts: dict[str, str] = {}
     for corpus in corpora:
         with explained():

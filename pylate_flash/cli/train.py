@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from .training.run import StopRequest
 
 
-# The options that have to be as they were for a run to be resumed.
+# The options that must not change if a run is resumed.
 _SETTINGS = (
     *("data", "model", "loss", "batch_size", "epochs", "max_steps", "lr", "temperature", "query_length"),
     *("document_length", "scorer", "seed", "precision", "eval_data", "eval_steps"),
 )
 
 
-# What the model computes in; weights are float32.
+# The compute precision; weights are float32.
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -175,8 +175,8 @@ def train(
     own each: a step takes a batch of each. The first writes the model. `--resume` needs as many again.
     """
     check_encoding_host("pylate-flash train")
-    given = {name for name in context.params if _is_given(context, name)}
-    _check_options(given, data, eval_data, epochs, lr, temperature)
+    explicit = {name for name in context.params if _is_given(context, name)}
+    _check_options(explicit, data, eval_data, epochs, lr, temperature)
     check_model_name(model)
     with explained(kinds=(ValueError, OSError, RuntimeError)):  # a link that leads to itself
         output = output.resolve()
@@ -201,14 +201,14 @@ def train(
                 "a batch of one line with one document has no negatives to learn from: raise --batch-size, or give "
                 f"{data} more lines or hard negatives"
             )
-        asked = context.params | {
+        values = context.params | {
             "data": lines.digest,
             "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
             "epochs": None if max_steps else epochs,
             "temperature": temperature if loss in USED_BY[host]["temperature"] else None,
             "eval_data": None if evaluated is None else evaluated.digest,
         }
-        settings = {_option(name): asked[name] for name in _SETTINGS} | {"processes": ranks.size}
+        settings = {_option(name): values[name] for name in _SETTINGS} | {"processes": ranks.size}
         checkpoint = checkpoints.check(settings) if resume else None
         loading(f"the model {model}")
         import torch
@@ -257,7 +257,7 @@ def train(
                         say(f"{len(evaluated.rows)} lines to evaluate with")
                     if loss == "cached" and tokens == "auto":
                         _find_budget(trainer, batch_size * lines.documents_per_query, precision)
-                    _print_notes(lines, loss, given, host)
+                    _print_notes(lines, loss, explicit, host)
                     _run(trainer, loaded, request, checkpoint, checkpoints, output)
                     if request.signal is not None and trainer.state.global_step < trainer.state.max_steps:
                         _say_where_it_is(trainer, checkpoints, overwrite)
@@ -280,18 +280,18 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _tokens(given: str | None, host: str, scorer: options.Scorer) -> int | str | None:
-    """`--mini-batch-tokens`, read: what it may be depends on the library that has the loss, and on the scorer."""
-    if given is None:
+def _tokens(value: str | None, host: str, scorer: options.Scorer) -> int | str | None:
+    """Parse `--mini-batch-tokens`; allowed values depend on the library of the loss, and on the scorer."""
+    if value is None:
         return None
-    if given != "auto" and not re.fullmatch("0*[1-9][0-9]{0,14}", given):
-        raise UserError(f"--mini-batch-tokens must be a number of tokens from 1 on, or auto, got {given:.100}")
-    # sentence-transformers' own loss takes a number, but counts no padding, so that this does not limit the memory.
+    if value != "auto" and not re.fullmatch("0*[1-9][0-9]{0,14}", value):
+        raise UserError(f"--mini-batch-tokens must be a number of tokens from 1 on, or auto, got {value:.100}")
+    # sentence-transformers' own loss takes a number, but does not count padding, so it does not bound the memory.
     of_st = host == SENTENCE_TRANSFORMERS
-    if scorer not in ("pylate_flash", "auto") and (given == "auto" or not of_st):
+    if scorer not in ("pylate_flash", "auto") and (value == "auto" or not of_st):
         name = "--mini-batch-tokens auto" if of_st else "--mini-batch-tokens"
         raise UserError(f"{name} needs --scorer pylate_flash or auto, got {scorer}")
-    return given if given == "auto" else int(given)
+    return value if value == "auto" else int(value)
 
 
 def _check_device(loaded: Model, precision: Precision, tokens: int | str | None) -> None:
@@ -305,16 +305,16 @@ def _check_device(loaded: Model, precision: Precision, tokens: int | str | None)
 
 
 def _check_options(
-    given: set[str], data: Path, eval_data: Path | None, epochs: float, lr: float, temperature: float
+    explicit: set[str], data: Path, eval_data: Path | None, epochs: float, lr: float, temperature: float
 ) -> None:
     for one, other in (("resume", "overwrite"), ("max_steps", "epochs")):
-        if {one, other} <= given:
+        if {one, other} <= explicit:
             raise UserError(f"{_option(one)} and {_option(other)} exclude each other; give one of them")
     for name, value in (("--epochs", epochs), ("--lr", lr), ("--temperature", temperature)):
-        # Numbers of 64 bits become numbers of 32.
+        # Checked as float32, to which it is converted.
         if not 0 < ctypes.c_float(value).value < math.inf:
             raise UserError(f"{name} must be a finite number above 0, got {value:g}")
-    if "eval_steps" in given and eval_data is None:
+    if "eval_steps" in explicit and eval_data is None:
         raise UserError("--eval-steps says how often to evaluate; give --eval-data, what to evaluate with")
     for path in (data, eval_data):
         if path is not None:
@@ -350,20 +350,22 @@ def _print_summary(
         size, on_average = len(rows) / (per_epoch * args.world_size), " on average"
     say(f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss} loss, scorer {scorer}, {loaded.device}")
     if loss == "distillation":
-        compared = f"{lines.documents_per_query} documents per query"
+        candidates = f"{lines.documents_per_query} documents per query"
     else:
         hard = lines.documents_per_query - 1
-        compared = f"{hard} hard negative{'' if hard == 1 else 's'} per query, "
-        compared += f"{round(size * lines.documents_per_query - 1, 1):g} negatives with those of the batch{on_average}"
+        candidates = f"{hard} hard negative{'' if hard == 1 else 's'} per query, "
+        candidates += (
+            f"{round(size * lines.documents_per_query - 1, 1):g} negatives with those of the batch{on_average}"
+        )
     query, document = lines.longest()
     query_length, document_length = read_lengths(loaded)
     say(
-        f"{compared}; longest query {query} characters, longest document {document}, "
+        f"{candidates}; longest query {query} characters, longest document {document}, "
         f"cut at {query_length} and {document_length} tokens"
     )
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    each = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
-    say(f"{steps} steps of {round(size, 1):g} lines{on_average}{each}, {steps / per_epoch:.3g} epochs")
+    per_process = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
+    say(f"{steps} steps of {round(size, 1):g} lines{on_average}{per_process}, {steps / per_epoch:.3g} epochs")
     if per_epoch > full:
         say(
             "note: texts repeat, and lines that share one are never in one batch, lest a positive be a negative: an "
@@ -371,11 +373,11 @@ def _print_summary(
         )
 
 
-def _print_notes(lines: TrainingData, loss: Loss, given: set[str], host: str) -> None:
+def _print_notes(lines: TrainingData, loss: Loss, explicit: set[str], host: str) -> None:
     if lines.ignored:
         names = ", ".join(map(repr, lines.ignored[:10])) + (", ..." if len(lines.ignored) > 10 else "")
         note(f"pylate-flash: note: keys that are not used: {names}")
-    for name in sorted(given & USED_BY[host].keys()):
+    for name in sorted(explicit & USED_BY[host].keys()):
         if loss not in USED_BY[host][name]:
             note(f"pylate-flash: note: {_option(name)} has no effect with --loss {loss}")
 
@@ -388,7 +390,7 @@ def _run(
     checkpoints: Checkpoints,
     output: Path,
 ) -> None:
-    """Train; what ends the training early is one sentence."""
+    """Train; report an error that ends the training as one sentence."""
     import torch
 
     from .training.run import Guard
@@ -440,6 +442,6 @@ def _write(loaded: Model, output: Path) -> None:
             f"the trained model is not finite (first such tensor: {tensor}), so nothing was written to {output}; a "
             "lower --lr may help"
         )
-    kept = write_model(loaded, output)
-    kept = [name for name in kept if name != CHECKPOINTS]
-    say(f"Model written to {output}" + (f"; kept beside it: {', '.join(kept)}" if kept else ""))
+    other_names = write_model(loaded, output)
+    other_names = [name for name in other_names if name != CHECKPOINTS]
+    say(f"Model written to {output}" + (f"; kept beside it: {', '.join(other_names)}" if other_names else ""))

@@ -1,5 +1,5 @@
-"""What the command line reads.
+"""Input files of the command line.
 
 files.py            corpora and queries: JSON Lines, folders of texts
-training.py         training data: triples, and candidates with a teacher's scores
+training.py         training data: triples, and candidates with teacher scores
 """

@@ -1,10 +1,10 @@
-"""Files of documents and of queries, read a line at a time and checked as they are read.
+"""Readers of document and query files, line by line, with checks.
 
     corpus.jsonl         {"_id": "d1", "title": "optional", "text": "...", "metadata": {"year": 2020}} per line, as in
                          BEIR; "metadata" is optional too
-    a folder             its corpus.jsonl, or else its .txt and .md files, a document each
+    a folder             its corpus.jsonl, or else its .txt and .md files, one document each
     queries.jsonl        {"_id": "q1", "text": "..."} per line, as in BEIR
-    queries.txt          a query per line
+    queries.txt          one query per line
 
 Everything is UTF-8. Errors name the file and the line.
 """
@@ -26,8 +26,8 @@ from typing import IO, Any, NamedTuple
 __all__ = ["Corpus", "Document", "Text", "json_object", "read_lines", "read_queries", "read_records", "replace_file"]
 
 _SUFFIXES = (".txt", ".md")
-# JSON may spell half of a pair, which no file and no tokenizer takes; Python puts one for a byte of a file's name that
-# is no UTF-8.
+# JSON may escape an unpaired surrogate, which no file and no tokenizer accepts; Python uses one for each byte of a file
+# name that is not UTF-8.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -39,9 +39,9 @@ class Text(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document: its text with the title before it, the same without, and what search may filter by.
+    """A document: its text with the title prepended, its body without title, and the metadata for search filters.
 
-    A list or an object in the metadata is the text of its JSON.
+    Lists and objects in the metadata are stored as JSON text.
     """
 
     id: str
@@ -51,21 +51,20 @@ class Document(NamedTuple):
 
 
 class Corpus:
-    """The documents of a file or folder; iterating reads them from the first on, one at a time.
+    """The documents of a file or folder; each iteration reads them from the start, one at a time.
 
     Parameters
     ----------
     path
-        A file in the layout of BEIR's corpus.jsonl, a folder that holds a corpus.jsonl, or a folder of texts: there,
-        every .txt and .md file at any depth is a document, and its path in the folder is its id, with "/" between the
-        parts. Files and folders whose names begin with a dot are left out. A pipe (`/dev/fd/N`) is read to its end at
-        once, into a temporary file.
+        A file in the format of BEIR's corpus.jsonl, a folder with a corpus.jsonl, or a folder of texts: every .txt and
+        .md file at any depth is a document, with its relative path as id, separated by "/". Files and folders whose
+        names begin with a dot are ignored. A pipe (`/dev/fd/N`) is read to its end immediately, into a temporary file.
 
     Raises
     ------
     ValueError
         If `path` is a folder without any of these files. While iterating: if a line is malformed, an id is empty or
-        given twice, a text is not UTF-8, or there are no documents; the message names the file and the line.
+        duplicated, a text is not UTF-8, or there are no documents; the message names the file and the line.
     OSError
         If a file is missing or cannot be read.
     """
@@ -89,25 +88,25 @@ class Corpus:
         return self._read_lines() if self._files is None else self._read_files(self._files)
 
     def find(self, ids: Collection[str]) -> dict[str, str]:
-        """Return the texts of some documents, by id; those that are not here are left out.
+        """Return the texts of these documents by id; unknown ids are left out.
 
-        The corpus is read as far as the last of them, with the errors of iterating.
+        The corpus is read up to the last of them, with the errors of iteration.
         """
-        wanted = set(ids)
+        remaining = set(ids)
         documents = iter(self)
         if self._files is not None:
-            documents = self._read_files(file for file in self._files if self._id(file) in wanted)
-        found: dict[str, str] = {}
-        while wanted and (document := next(documents, None)):
-            if document.id in wanted:
-                wanted.remove(document.id)
-                found[document.id] = document.text
-        return found
+            documents = self._read_files(file for file in self._files if self._id(file) in remaining)
+        texts: dict[str, str] = {}
+        while remaining and (document := next(documents, None)):
+            if document.id in remaining:
+                remaining.remove(document.id)
+                texts[document.id] = document.text
+        return texts
 
     def _read_lines(self) -> Iterator[Document]:
         opened = self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
         with opened as file:
-            # What shares its place with an earlier reader, a copied pipe and on some systems /dev/fd/N, is at its end.
+            # A file sharing its offset with an earlier reader (a copied pipe, on some systems /dev/fd/N) is at its end.
             file.seek(0)
             for id_, record in read_records(file, self.path):
                 metadata = {
@@ -126,18 +125,18 @@ class Corpus:
             if _SURROGATE.search(id_):
                 raise ValueError(f"{ascii(str(file))}: the name is not UTF-8 text")
             if not stat.S_ISREG(file.stat().st_mode):
-                # To open a pipe would be to wait for who writes into it.
+                # Opening a pipe would block until it has a writer.
                 raise ValueError(f"{file} is no regular file, as the texts of a folder are")
             text = _decoded(file.read_bytes(), file, str(file)).strip()
             yield Document(id_, text, text, {})
 
 
 def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[Text]:
-    """Read queries: one per line, or one JSON object per line if the first line that is not blank begins with "{".
+    """Read queries: one per line, or one JSON object per line if the first non-blank line begins with "{".
 
-    `lines` are, for example, a file opened for reading bytes, which messages call by its `name`. The id is the object's
-    "_id" or, where lines are the queries themselves, the number of the line, from 1. A ValueError names a line that is
-    malformed, an id that is given twice, or a query that is empty; or says that there is none.
+    `lines` is, for example, a file opened in binary mode; `name` names it in messages. The id is the object's "_id" or,
+    for plain text lines, the line number, from 1. A ValueError names a malformed line, a duplicate id or an empty
+    query, or says that there are no queries.
     """
     numbered = iter(read_lines(lines, name))
     first = next(numbered, None)
@@ -155,11 +154,10 @@ def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[T
 
 
 def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read corpus.jsonl or queries.jsonl: the id and the object of every line that is not blank.
+    """Read corpus.jsonl or queries.jsonl: the id and the object of every non-blank line.
 
-    A ValueError names a line that is malformed (it must hold an object, with strings for "_id", "text" and, if it is
-    there and not null, "title", and an object for "metadata"), and an id that is empty or given twice; or says that
-    there is none.
+    A ValueError names a malformed line (it must hold an object, with strings for "_id", "text" and, if present and not
+    null, "title", and an object for "metadata"), or an empty or duplicate id, or says that there are no records.
     """
     record = None
     for _, record in _records(read_lines(lines, name)):
@@ -169,7 +167,7 @@ def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterat
 
 
 def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
-    """Read UTF-8 text: of every line that is not blank its number, "file, line n" for messages, and its text.
+    """Read UTF-8 text: for every non-blank line its number, "file, line n" for messages, and its text.
 
     A ValueError names a line that is not UTF-8, or says that the file is compressed.
     """
@@ -181,7 +179,7 @@ def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator
 
 
 def _decoded(raw: bytes, name: str | os.PathLike[str], where: str, begins: bool = True) -> str:
-    """The text of bytes in UTF-8, without the mark that may stand where a file begins."""
+    """Decode UTF-8 bytes; strips a byte order mark if `begins`, at the start of a file."""
     try:
         return raw.decode("utf-8-sig" if begins else "utf-8")
     except UnicodeDecodeError as error:
@@ -191,20 +189,20 @@ def _decoded(raw: bytes, name: str | os.PathLike[str], where: str, begins: bool 
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
-    """The JSON object that a line is; ValueError, which begins with the place, where it is none."""
+    """Parse a line as a JSON object; raises a ValueError that begins with `where` otherwise."""
     try:
-        found = json.loads(line)
-    except ValueError as error:  # also what a number of thousands of digits raises
+        value = json.loads(line)
+    except ValueError as error:  # also raised for a number with thousands of digits
         raise ValueError(f"{where}: not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"{where}: not valid JSON: nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _records(lines: Iterable[tuple[int, str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place and object of every line, checked."""
+    """The location and the checked object of every line."""
     seen: dict[str, int] = {}
     for number, where, line in lines:
         record = json_object(line, where)
@@ -247,17 +245,17 @@ def _raise(error: OSError) -> None:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file that holds, at every moment, what it held before or all of the content; it keeps who may read it."""
-    place = path.resolve()
-    descriptor, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}-")
+    """Write a file atomically: it always holds its old or its full new content; existing permissions are kept."""
+    target = path.resolve()
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}-")
     try:
         with open(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        # That of a new one is for its owner alone.
+        # A temporary file is readable by its owner only.
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(part, place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~mask)
-        os.replace(part, place)
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~mask)
+        os.replace(temporary, target)
     except BaseException:
-        os.unlink(part)
+        os.unlink(temporary)
         raise

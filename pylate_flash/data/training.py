@@ -29,15 +29,15 @@ _LARGEST_SCORE = 1e38
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a training file holds.
+    """The contents of a training file.
 
     Attributes
     ----------
     rows
-        One column per key that is used: `query`, `positive` and the negatives in the order of their numbers, or
-        `query`, `documents` and `scores`.
+        One column per used key: `query`, `positive` and the negatives ordered by number, or `query`, `documents` and
+        `scores`.
     ignored
-        The keys that are not used, in the order in which they were met.
+        Unused keys, in order of first occurrence.
     digest
         SHA-256 of the lines read, in hexadecimal digits.
     """
@@ -48,25 +48,25 @@ class TrainingData:
 
     @property
     def documents_per_query(self) -> int:
-        """How many documents each line has: the positive and its negatives, or the candidates."""
+        """Number of documents per line: the positive and its negatives, or the candidates."""
         columns = self.rows.column_names
         return len(self.rows[0]["documents"]) if "documents" in columns else len(columns) - 1
 
     def longest(self) -> tuple[int, int]:
-        """Return the characters of the longest query and of the longest document."""
-        query, *others = (column for column in self.rows.column_names if column != "scores")
-        documents = (text for column in others for value in self.rows[column] for text in _texts(value))
+        """Return the lengths in characters of the longest query and the longest document."""
+        query, *document_columns = (column for column in self.rows.column_names if column != "scores")
+        documents = (text for column in document_columns for value in self.rows[column] for text in _texts(value))
         return max(map(len, self.rows[query])), max(map(len, documents))
 
 
 def read_training_file(path: str | os.PathLike[str], distillation: bool = False) -> TrainingData:
-    """Read a training file for `trainer.ColBERTTrainer`, once and from its start to its end, so that a pipe will do.
+    """Read a training file for `trainer.ColBERTTrainer` in a single sequential pass, so pipes are supported.
 
     It has one JSON object per line; empty lines are skipped. For the contrastive losses: `query`, `positive` and any
     number of hard negatives, `negative`, `negative_1`, `negative_2` and so on, all strings, the same keys in every
     line. For `distillation`: `query`, a string, `documents`, a list of at least two strings, and `scores`, as many
-    finite numbers; every line has the same number of documents. Other keys are ignored, and returned. A ValueError
-    gives file and line of what is malformed, or says that there are no lines.
+    finite numbers; every line has the same number of documents. Other keys are not used, but listed in `ignored`. A
+    ValueError names the file and line of malformed input, or says that there are no lines.
     """
     path = Path(path)
     rows: list[dict[str, Any]] = []
@@ -76,8 +76,8 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
     with path.open("rb") as file:
         for number, where, line in read_lines(file, path):
             digest.update(line.strip().encode() + b"\n")
-            found = json_object(line, where)
-            row = _distillation_row(found, where) if distillation else _contrastive_row(found, where)
+            record = json_object(line, where)
+            row = _distillation_row(record, where) if distillation else _contrastive_row(record, where)
             if not rows:
                 first = number
             elif row.keys() != rows[0].keys():
@@ -87,7 +87,7 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
                     f"{where}: expected {len(rows[0]['documents'])} documents, as in line {first}, "
                     f"found {len(row['documents'])}"
                 )
-            ignored.update(dict.fromkeys(key for key in found if key not in row))
+            ignored.update(dict.fromkeys(key for key in record if key not in row))
             rows.append(row)
     if not rows:
         raise ValueError(f"{path}: expected at least one line of JSON, found none")
@@ -121,9 +121,9 @@ def _distillation_row(row: dict[str, Any], where: str) -> dict[str, Any]:
         if isinstance(score, bool) or not isinstance(score, int | float):
             raise ValueError(f"{where}: 'scores' must be numbers, found {score!r}")
         if not -_LARGEST_SCORE <= score <= _LARGEST_SCORE:
-            found = score if isinstance(score, float) else f"an integer of {len(str(abs(score)))} digits"
+            shown = score if isinstance(score, float) else f"an integer of {len(str(abs(score)))} digits"
             raise ValueError(
-                f"{where}: 'scores' must be finite, from {-_LARGEST_SCORE:g} to {_LARGEST_SCORE:g}, found {found}"
+                f"{where}: 'scores' must be finite, from {-_LARGEST_SCORE:g} to {_LARGEST_SCORE:g}, found {shown}"
             )
     return {"query": row["query"], "documents": documents, "scores": [float(score) for score in scores]}
 

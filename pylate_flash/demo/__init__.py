@@ -1,9 +1,9 @@
 """The demo: a ColBERT model trained, indexed, searched and evaluated on the documentation of installed packages.
 
-- `corpus`: the text. Pure Python; it works without any of the packages below.
-- `job`: the run itself, and the pieces of it that the examples use.
+- `corpus`: the texts. Pure Python, without dependencies.
+- `job`: the run itself, and the parts of it that the examples use.
 - `agreement`: whether two scorers give the same ranking.
-- `picture`: `demo.png`.
+- `picture`: draws `demo.png`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do two scorers give the same ranking? The comparison behind `pylate-flash demo` and `evaluate --compare-torch`."""
+"""Whether two scorers rank alike: the comparison behind `pylate-flash demo` and `evaluate --compare-torch`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Agreement", "compare"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What two evaluations of the same collection have in common."""
+    """The agreement of two evaluations of the same collection."""
 
     queries: int
     """Queries compared."""
@@ -22,7 +22,7 @@ class Agreement:
     identical: int
     """Queries whose lists hold the same documents in the same order."""
     identical_up_to_ties: int
-    """The same, where documents may change places whose scores differ by no more than the tolerance."""
+    """The same, but documents whose scores differ by at most the tolerance may swap ranks."""
     metrics_equal: bool
     """Whether all metrics are equal to 4 decimals."""
 
@@ -44,9 +44,9 @@ def compare(
 ) -> Agreement:
     """Compare the metrics and the best documents, `depth` of each query, of two evaluations by `evaluate_retrieval`.
 
-    Scores that are as close as the `tolerance` count as equal: a sum of some tens of cosines carries float32 rounding
-    of about 1e-5, so two exact scorers may order such documents differently. Evaluations of other queries, or with
-    other metrics, are a ValueError.
+    Scores within the `tolerance` count as equal: a sum of some tens of cosines has a float32 rounding error of about
+    1e-5, so two exact scorers may order such documents differently. Evaluations with different queries or metrics raise
+    a ValueError.
     """
     if first.run.keys() != second.run.keys() or first.metrics.keys() != second.metrics.keys():
         raise ValueError("first and second must be evaluations of the same queries with the same metrics")
@@ -67,7 +67,7 @@ def compare(
 
 
 def _equal(ours: list[tuple[str, float]], theirs: list[tuple[str, float]], depth: int, tolerance: float) -> bool:
-    """Whether each of our best documents has, in their list, about the score of the document in its place."""
+    """Whether each of our best documents has, in their list, about the score of their document at the same rank."""
     scores = dict(theirs)
     if len(ours[:depth]) != len(theirs[:depth]):
         return False

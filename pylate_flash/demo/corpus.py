@@ -1,9 +1,9 @@
-"""A retrieval collection out of what every environment holds: the documentation of its Python packages.
+"""A retrieval collection from the documentation of the installed Python packages.
 
-Every module, class and function with a docstring is one document: the docstring minus its first sentence. That first
-sentence is the query, and its own document the relevant one. Sources are parsed and never imported, so building the
-collection runs none of their code. The collection depends on nothing but the installed versions: the same environment
-gives the same texts, in the same order.
+Every module, class and function with a docstring is one document: the docstring without its first sentence. That first
+sentence is the query, and its own document is relevant. Sources are parsed but never imported, so building the
+collection runs none of their code. The collection depends only on the installed versions: the same environment gives
+the same texts, in the same order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 from ..data.files import replace_file
 
-#: What the standard library is called among the packages.
+#: The package name that stands for the standard library.
 STANDARD_LIBRARY = "python"
 
-#: Packages searched in the evaluation. Like the training's, all come with the dependencies of the `demo` extra.
+#: Packages searched in the evaluation. Like those for training, all are dependencies of the `demo` extra.
 TEST_PACKAGES = (STANDARD_LIBRARY, "scipy", "networkx", "PIL", "huggingface_hub")
 
 #: Packages whose pairs train the model.
@@ -34,7 +34,7 @@ TRAIN_PACKAGES = (
     *("matplotlib", "numba", "datasets", "accelerate", "seaborn", "fsspec"),
 )
 
-# Bundled copies of other packages would put one text on both sides of the split, and nobody reads the docs of tests.
+# Vendored packages would put one text on both sides of the split; docs of tests are of no interest.
 _SKIPPED_FOLDERS = frozenset(
     [
         *("test", "tests", "testing", "_testing", "conftest", "__pycache__"),
@@ -75,14 +75,14 @@ class Corpus:
     def write(self, folder: Path) -> None:
         """Write a BEIR folder (`corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`) and `train.jsonl` (query, positive).
 
-        It is created, and files of these names are replaced.
+        The folder is created if missing; files with these names are replaced.
         """
         (folder / "qrels").mkdir(parents=True, exist_ok=True)
         lines = ["query-id\tcorpus-id\tscore", *(f"q-{e.name}\t{e.name}\t1" for e in self.queries)]
         replace_file(folder / "qrels" / "test.tsv", "\n".join(lines) + "\n")
         texts = {"corpus": [{"_id": e.name, "title": "", "text": e.text} for e in self.documents]}
         texts["queries"] = [{"_id": f"q-{e.name}", "text": e.query} for e in self.queries]
-        # The last: where it is, the others are (`job.data_folder`).
+        # Written last: its presence means that all files are (`job.data_folder`).
         texts["train"] = [{"query": e.query, "positive": e.text} for e in self.train]
         for name, rows in texts.items():
             replace_file(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -95,24 +95,24 @@ def build_corpus(
     test_packages: Iterable[str] = TEST_PACKAGES,
     train_packages: Iterable[str] = TRAIN_PACKAGES,
 ) -> Corpus:
-    """Build a collection out of the installed packages, split by package.
+    """Build a collection from the installed packages, split by package.
 
     Parameters
     ----------
     documents
-        Documents of the test collection, at most; the test packages share them evenly, as far as they reach.
+        Documents of the test collection, at most; shared evenly by the test packages, as far as they have enough.
     queries
-        Documents of it whose first sentence is asked, at most.
+        Documents whose first sentence is a query, at most.
     pairs
-        Training pairs, at most; shared likewise by the training packages.
+        Training pairs, at most; shared in the same way by the training packages.
     test_packages, train_packages
-        Import names, `"python"` being the standard library. Those not installed are left out.
+        Import names, or `"python"` for the standard library. Those not installed are skipped.
 
     Returns
     -------
     Corpus
-        Every list in an order that looks random but is a function of the names alone. No query and no text occurs
-        twice, neither within the two sides nor across them.
+        Every list in a pseudo-random order that depends only on the names. No query and no text occurs twice, neither
+        within a side nor across both.
 
     Raises
     ------
@@ -126,10 +126,12 @@ def build_corpus(
     seen: set[str] = set()
     sides = []
     for limit, packages in ((documents, test_packages), (pairs, train_packages)):
-        # Small packages leave some of their even share to the others, which have enough with three times theirs.
+        # Small packages leave part of their share to the others; three times the even share is enough for those.
         enough = 3 * -(-limit // max(1, len(packages)))
-        found = {package: list(_unique(read_package(package, enough), seen)) for package in packages}
-        entries = [entry for package, share in _shares(limit, found).items() for entry in found[package][:share]]
+        by_package = {package: list(_unique(read_package(package, enough), seen)) for package in packages}
+        entries = [
+            entry for package, share in _shares(limit, by_package).items() for entry in by_package[package][:share]
+        ]
         if not entries:
             raise ValueError(f"none of the packages {', '.join(packages)} is installed with documentation")
         sides.append(sorted(entries, key=lambda entry: _shuffle_key(entry.name)))
@@ -137,19 +139,19 @@ def build_corpus(
 
 
 def read_package(package: str, enough: int | None = None) -> list[Entry]:
-    """Return what is documented in an installed package, in an order that looks random but depends on names alone.
+    """Return the documented objects of an installed package, in a pseudo-random order that depends only on names.
 
     Parameters
     ----------
     package
         Its import name, or `"python"` for the standard library.
     enough
-        Read no more files once there are so many: parsing all of a large package takes seconds. None: all of them.
+        Stop reading files after this many entries: parsing all of a large package takes seconds. None: read all.
 
     Returns
     -------
     list of Entry
-        Those with a first sentence of 4 to 40 words and at least 20 words after it; empty if it is not installed.
+        Those with a first sentence of 4 to 40 words and at least 20 words after it; empty if not installed.
     """
     entries: dict[str, Entry] = {}
     for path, module in _sources(package):
@@ -164,7 +166,7 @@ def read_package(package: str, enough: int | None = None) -> list[Entry]:
 
 
 def split_docstring(docstring: str) -> tuple[str, str]:
-    """Return the first sentence of a docstring and the rest of it, both without doctests and markup.
+    """Split a docstring into its first sentence and the rest, both without doctests and markup.
 
     The sentence is on one line; blank lines separate the remaining paragraphs. Either may be empty.
     """
@@ -181,11 +183,11 @@ def split_docstring(docstring: str) -> tuple[str, str]:
 
 
 def _sources(package: str) -> Iterator[tuple[Path, list[str]]]:
-    """The package's source files, in an order that looks random, each with its module's name in parts."""
+    """Yield the source files of a package in pseudo-random order, each with the parts of its module's name."""
     if package == STANDARD_LIBRARY:
         root, prefix = Path(sysconfig.get_path("stdlib")), []
     else:
-        # Finding a top-level package imports nothing.
+        # `find_spec` of a top-level package imports nothing.
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             return
@@ -198,10 +200,10 @@ def _sources(package: str) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _docstrings(path: Path, module: list[str]) -> Iterator[tuple[str, str]]:
-    """Public dotted names and docstrings of a source file; nothing if it is no valid Python."""
+    """Yield public dotted names and docstrings of a source file; nothing if it is not valid Python."""
     try:
         with warnings.catch_warnings():
-            # Sources of others warn about their own escapes; that is not this program's business.
+            # Ignore warnings about invalid escapes in third-party sources.
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, OSError):
@@ -220,12 +222,12 @@ def _docstrings(path: Path, module: list[str]) -> Iterator[tuple[str, str]]:
                 nodes += [(scope, child) for child in node.body if isinstance(child, ast.ClassDef | ast.FunctionDef)]
         docstring = ast.get_docstring(node, clean=False)  # type: ignore[arg-type]
         if docstring and scope:
-            # A literal may spell half of a pair of surrogates, which no file takes.
+            # A literal may contain a lone surrogate, which cannot be written to a file.
             yield ".".join(scope), docstring.encode("utf-8", "ignore").decode()
 
 
 def _unique(entries: Iterable[Entry], seen: set[str]) -> Iterator[Entry]:
-    """Those whose query and whose text were not seen before; both are added to `seen`."""
+    """Yield entries whose query and text are new, and add both to `seen`."""
     for entry in entries:
         keys = {" ".join(entry.query.casefold().split()), " ".join(entry.text.casefold().split())}
         if not keys & seen:
@@ -233,12 +235,12 @@ def _unique(entries: Iterable[Entry], seen: set[str]) -> Iterator[Entry]:
             yield entry
 
 
-def _shares(limit: int, found: dict[str, list[Entry]]) -> dict[str, int]:
-    """How many entries each package gives: even shares, and what a small package leaves goes to the larger ones."""
+def _shares(limit: int, by_package: dict[str, list[Entry]]) -> dict[str, int]:
+    """Number of entries per package: even shares; what a small package leaves goes to larger ones."""
     shares: dict[str, int] = {}
-    waiting = sorted(found, key=lambda package: len(found[package]))
+    waiting = sorted(by_package, key=lambda package: len(by_package[package]))
     for position, package in enumerate(waiting):
-        shares[package] = min(len(found[package]), (limit - sum(shares.values())) // (len(waiting) - position))
+        shares[package] = min(len(by_package[package]), (limit - sum(shares.values())) // (len(waiting) - position))
     return shares
 
 

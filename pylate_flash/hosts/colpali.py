@@ -1,8 +1,8 @@
 """colpali-engine's MaxSim, fused, and the smooth maximum of its losses.
 
-Its batches are padded with zeros and have no masks, so a padded token competes with similarity 0, here as there: in a
-smooth maximum, each is a term of the sum. Scores are float32, or float64 of float64 embeddings; those that are served
-to the host have the type of the embeddings, as its own have.
+Its batches are padded with zeros and have no masks, so a padding token competes with similarity 0, as in
+colpali-engine: in a smooth maximum, each is a term of the sum. Scores are float32, or float64 for float64 embeddings;
+those returned to the host have the dtype of the embeddings, as its own have.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
 
 
 def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
-    """Score every query against its own candidates: as `maxsim_inbatch`, but of documents [Nq, K, Ld, d], [Nq, K].
+    """Score every query against its own candidates: as `maxsim_inbatch`, but for documents [Nq, K, Ld, d], [Nq, K].
 
     Examples
     --------
@@ -65,30 +65,30 @@ def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
 
 
 def served_maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
-    """A call of colpali-engine's `maxsim_inbatch` while it is routed."""
+    """Serve colpali-engine's `maxsim_inbatch` while it is routed."""
     return maxsim_inbatch(query, doc).to(query.dtype) if _is_ours() else _own("maxsim_inbatch", query, doc)
 
 
 def served_maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
-    """A call of colpali-engine's `maxsim_kd` while it is routed."""
+    """Serve colpali-engine's `maxsim_kd` while it is routed."""
     return maxsim_kd(query, doc).to(query.dtype) if _is_ours() else _own("maxsim_kd", query, doc)
 
 
 def served_inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
-    """A call of `ColbertModule._inbatch_scores`, which the losses score a batch by, while it is routed."""
+    """Serve `ColbertModule._inbatch_scores`, by which the losses score a batch, while it is routed."""
     if not (self.use_smooth_max and _is_ours()):
-        # Which calls `maxsim_inbatch` for the maximum.
+        # The original calls `maxsim_inbatch` for the hard maximum.
         original = COLPALI.original("colpali_engine.loss.late_interaction_losses:ColbertModule._inbatch_scores")
         return original(self, query_embeddings, doc_embeddings)
     scores = soft_maxsim(query_embeddings, doc_embeddings, 1.0 / self.tau).to(query_embeddings.dtype)
     if not self.normalize_scores:
         return scores
-    # A query's tokens are those that are no padding, as the host counts them.
+    # Count the query tokens that are not padding, as the host does.
     return self._apply_normalization(scores, query_embeddings[..., 0].count_nonzero(dim=1))
 
 
 def _is_ours() -> bool:
-    """Whether `COLPALI_SCORES_BACKEND` names no other backend; the host says which there are."""
+    """Whether `COLPALI_SCORES_BACKEND` does not select another backend; the host validates its value."""
     return os.environ.get("COLPALI_SCORES_BACKEND", "auto").lower() in ("auto", "pylate_flash")
 
 

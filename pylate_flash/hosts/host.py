@@ -1,4 +1,4 @@
-"""What `register` knows of a host: its name, the versions that it fits, and what holds and releases its routes."""
+"""What `register` needs to know about a host: its name, the supported versions, and its routes."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from .._extras import MissingExtraError, check_host
 
 
 class Host(NamedTuple):
-    """A library that this package serves."""
+    """A library that this package supports."""
 
-    about: About  # what it is called, and the versions that the tests run with
-    package: str  # what is imported
-    since: str  # the first version that has what is served: an older one, which another host may need, is no host
-    routes: Any  # whose `hold` routes its functions to this package, and `release` gives them back
+    about: About  # its title, and the versions that the tests run with
+    package: str  # import name
+    since: str  # first version with the routed functions; an older one, which another host may need, counts as absent
+    routes: Any  # `hold` routes the host's functions to this package, `release` restores them
 
     @property
     def name(self) -> str:
-        """That of its distribution, which `register` takes."""
+        """The name of its distribution, which `register` takes."""
         return self.about.distribution
 
     def is_there(self) -> bool:
-        """Whether it is installed, in a version that has what is served."""
+        """Whether it is installed in a version that has the routed functions."""
         return self._is_importable() and Version(self.version()) >= Version(self.since)
 
     def version(self) -> str:
-        """The version that was imported, or would be: importing it takes seconds.
+        """Return the imported version, or the one that would be imported, without importing it, which takes seconds.
 
-        ImportError if it has none that can be compared, as a folder of its sources beside no installation has.
+        Raises ImportError if it has no valid version, such as a source folder without an installation.
         """
-        found = getattr(sys.modules.get(self.package), "__version__", None)
+        installed = getattr(sys.modules.get(self.package), "__version__", None)
         try:
-            found = version(self.name) if found is None else found
-            Version(found)
+            installed = version(self.name) if installed is None else installed
+            Version(installed)
         except (PackageNotFoundError, InvalidVersion) as error:
-            raise self._unsupported("without a version" if found is None else repr(found)) from error
-        return found
+            raise self._unsupported("without a version" if installed is None else repr(installed)) from error
+        return installed
 
     def check(self, needed_by: str, strict: bool = True) -> None:
-        """Raise ImportError, which says what to install, unless there is one of the versions that the tests run with.
+        """Raise ImportError, which says what to install, unless a version that the tests run with is installed.
 
-        If not `strict`, any version will do that has what is served. `needed_by` names what needs it.
+        If not `strict`, any version with the routed functions is accepted. `needed_by` names what needs it.
         """
         check_host(self.package, needed_by)
         title, _, extra, supported, _ = self.about
@@ -57,19 +57,19 @@ class Host(NamedTuple):
                 f'installation: pip install "pylate-flash[{extra}]"',
                 name=self.package,
             )
-        found = self.version()
-        has_it = Version(found) >= Version(self.since)
-        if not SpecifierSet(supported).contains(found, prereleases=True) and (strict or not has_it):
-            raise self._unsupported(found, ", or try this one with register(strict=False)" if has_it else "")
+        installed = self.version()
+        is_served = Version(installed) >= Version(self.since)
+        if not SpecifierSet(supported).contains(installed, prereleases=True) and (strict or not is_served):
+            raise self._unsupported(installed, ", or try this one with register(strict=False)" if is_served else "")
 
     def _is_importable(self) -> bool:
-        """Whether there is a module: a mere folder of this name, as of a clone, is a package of nothing."""
+        """Whether there is a module: a plain folder of this name, such as a clone, is an empty namespace package."""
         spec = importlib.util.find_spec(self.package)
         return spec is not None and spec.origin is not None
 
-    def _unsupported(self, found: str, otherwise: str = "") -> ImportError:
+    def _unsupported(self, actual: str, hint: str = "") -> ImportError:
         title, _, _, supported, _ = self.about
         return ImportError(
-            f"this version of pylate_flash supports {title} {supported}, and {title} {found} is installed; install a "
-            f'supported one: pip install "{self.name}{supported}"{otherwise}'
+            f"this version of pylate_flash supports {title} {supported}, and {title} {actual} is installed; install a "
+            f'supported one: pip install "{self.name}{supported}"{hint}'
         )

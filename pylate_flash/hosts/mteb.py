@@ -1,9 +1,9 @@
-"""Exact search for mteb, of models of PyLate or of sentence-transformers, that encodes a corpus once.
+"""Exact search in mteb with models of PyLate or sentence-transformers, encoding each corpus once.
 
     mteb.evaluate(pylate_flash.hosts.mteb.search(model, "encoded"), tasks)
 
-It takes tasks of text, retrieval and reranking, in all their languages and subsets. `pylate_flash.register("mteb")`
-makes mteb's own wrappers of these models search so.
+It supports text tasks, retrieval and reranking, in all their languages and subsets. `pylate_flash.register("mteb")`
+makes mteb's own wrappers of these models use this search.
 """
 
 # ruff: noqa: E402
@@ -37,7 +37,7 @@ from . import _MTEB_WRAPPERS, MTEB
 
 __all__ = ["ExactSearch", "search"]
 
-# Called: for a checker that knows Python 3.10, its members are strings.
+# Constructed from values: a type checker for Python 3.10 takes the enum's members for strings.
 _QUERY, _DOCUMENT = PromptType("query"), PromptType("document")
 
 
@@ -48,7 +48,7 @@ def search(
     dtype: str | None = None,
     device: str | torch.device | None = None,
 ) -> ExactSearch:
-    """Make a model of either library one that mteb evaluates by exact search.
+    """Wrap a model of either library so that mteb evaluates it by exact search.
 
     Parameters
     ----------
@@ -56,18 +56,18 @@ def search(
         A ColBERT model of this package or of PyLate, or a `MultiVectorEncoder` of sentence-transformers. Its prompts
         are those of mteb's own wrappers.
     folder
-        Where encoded corpora are kept, an index for every model and corpus: whatever evaluates the same weights on the
-        same texts encodes no document again, and an evaluation that was interrupted goes on where it was. None: the
-        latest one is kept in memory.
+        Where encoded corpora are stored, one index per model and corpus: evaluating the same weights on the same texts
+        encodes no document again, and an interrupted evaluation resumes where it stopped. None: the latest corpus is
+        kept in memory.
     dtype
-        How embeddings are kept, as in `indexes.Flat`.
+        Storage format of the embeddings, as in `indexes.Flat`.
     device
-        Where to search. None: where the model is.
+        Device of the search. None: the model's device.
 
     Returns
     -------
     ExactSearch
-        What `mteb.evaluate` takes.
+        A model for `mteb.evaluate`.
 
     Raises
     ------
@@ -88,7 +88,7 @@ class ExactSearch:
     Attributes
     ----------
     index_path
-        Folder of the index that was searched last; None before there is one, or without `folder`.
+        Folder of the most recent index; None before the first one, or without `folder`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ExactSearch:
 
     @property
     def mteb_model_meta(self) -> ModelMeta:
-        """What mteb knows of the model. Without a revision, its weights stand for it: mteb keeps results by both."""
+        """Return the model's metadata, by which mteb keys results; a hash of the weights stands in for no revision."""
         if is_multi_vector_encoder(self.model):
             meta = ModelMeta.from_multi_vector_encoder_model(self.model)
         else:
@@ -143,12 +143,12 @@ class ExactSearch:
         num_proc: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Encode what is not in the corpus's index yet; arguments are those of mteb's protocol.
+        """Encode the documents that are not in the corpus's index yet; arguments are those of mteb's protocol.
 
         Raises
         ------
         ValueError
-            If the task is not one of texts alone, or a document's id is repeated.
+            If the task is not a pure text task, or a document's id is repeated.
         """
         texts = self._texts(corpus, task_metadata, _DOCUMENT, encode_kwargs, num_proc)
         prompt = get_prompt(self._prompts, task_metadata, _DOCUMENT)
@@ -157,13 +157,13 @@ class ExactSearch:
         model = _digest([json.dumps(record.to_json(), sort_keys=True)])
         name = _digest([self.dtype or "", prompt or "", *ids, *texts])
         if self._flat is None or self._name != f"{model}/{name}":
-            self._flat = None  # The memory that it takes is free before the next one is filled.
+            self._flat = None  # Free its memory before the next index is filled.
             folder = None if self.folder is None else self.folder / model
             device = self.model.device if self.device is None else self.device
             self._flat = Flat(folder, name, dtype=self.dtype, device=device, show_progress=False)
             self._flat.record_model(self.model)
             self._name = f"{model}/{name}"
-        # Those that are there are the first ones: all are added in their order.
+        # Documents are added in order, so an incomplete index holds the first ones.
         start = len(self._flat)
         documents = [{"id": id_, "text": text} for id_, text in zip(ids[start:], texts[start:], strict=True)]
         encode = self._encoder(_DOCUMENT, prompt, encode_kwargs)
@@ -187,12 +187,12 @@ class ExactSearch:
         Returns
         -------
         dict
-            For every query id, the scores of its `top_k` best documents by their ids.
+            For every query id, the scores of its `top_k` best documents by document id.
 
         Raises
         ------
         ValueError
-            If there is no corpus yet.
+            If no corpus has been indexed yet.
         """
         if self._flat is None:
             raise ValueError("there is no corpus to search: call index() before search()")
@@ -201,8 +201,8 @@ class ExactSearch:
         prompt = get_prompt(self._prompts, task_metadata, _QUERY)
         embeddings = self._encoder(_QUERY, prompt, encode_kwargs)(texts)
         subset = None if top_ranked is None else [list(top_ranked.get(id_, ())) for id_ in ids]
-        found = self._flat(embeddings, k=top_k, subset=subset)
-        return {id_: {hit["id"]: hit["score"] for hit in hits} for id_, hits in zip(ids, found, strict=True)}
+        results = self._flat(embeddings, k=top_k, subset=subset)
+        return {id_: {hit["id"]: hit["score"] for hit in hits} for id_, hits in zip(ids, results, strict=True)}
 
     def _record(self) -> ModelRecord:
         return ModelRecord.of(self.model, None, Path())
@@ -210,7 +210,7 @@ class ExactSearch:
     def _texts(
         self, rows: Any, task_metadata: Any, kind: PromptType, encode_kwargs: Mapping[str, Any], num_proc: int | None
     ) -> list[str]:
-        """Texts as mteb makes them: of title and body, query and instruction, or the turns of a conversation."""
+        """Build texts as mteb does: from title and body, query and instruction, or the turns of a conversation."""
         if task_metadata.modalities != ["text"]:
             raise ValueError(
                 f"{task_metadata.name} is a task of {', '.join(task_metadata.modalities)}, and this searches texts"
@@ -231,7 +231,7 @@ class ExactSearch:
 
 
 def _digest(parts: Iterable[str]) -> str:
-    """A name for strings: with their lengths, so that the same letters in other strings are other parts."""
+    """Hash strings to a name, including their lengths, so that moving characters between strings changes it."""
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode("utf-8", "surrogatepass")
@@ -240,7 +240,7 @@ def _digest(parts: Iterable[str]) -> str:
     return digest.hexdigest()[:32]
 
 
-# What searches for each of mteb's wrappers while it is registered.
+# The search of each of mteb's wrappers while it is registered.
 _searches: WeakKeyDictionary[Any, ExactSearch] = WeakKeyDictionary()
 
 
@@ -254,7 +254,7 @@ def served_index(
     num_proc: int | None,
     **kwargs: Any,
 ) -> None:
-    """A call of `index` of mteb's wrappers while they are routed; tasks that are not of texts alone are mteb's own."""
+    """Serve `index` of mteb's wrappers while they are routed; tasks that are not pure text run mteb's own code."""
     options = {"task_metadata": task_metadata, "hf_split": hf_split, "hf_subset": hf_subset, **kwargs}
     options |= {"encode_kwargs": encode_kwargs, "num_proc": num_proc}
     if task_metadata.modalities != ["text"]:
@@ -278,16 +278,16 @@ def served_search(
     timer: Any = None,
     **kwargs: Any,
 ) -> dict[str, dict[str, float]]:
-    """A call of `search` of mteb's wrappers while they are routed."""
+    """Serve `search` of mteb's wrappers while they are routed."""
     options = {"task_metadata": task_metadata, "hf_split": hf_split, "hf_subset": hf_subset, "top_k": top_k, **kwargs}
     options |= {"encode_kwargs": encode_kwargs, "top_ranked": top_ranked, "num_proc": num_proc}
-    # Without an index of ours, it was mteb's own code that was given the corpus.
+    # Without an index of ours, mteb's own code has indexed the corpus.
     if task_metadata.modalities != ["text"] or self not in _searches:
         return _own(self, "search")(self, queries, **options, **({} if timer is None else {"timer": timer}))
     return _searches[self].search(queries, **options)
 
 
 def _own(wrapper: Any, name: str) -> Callable[..., Any]:
-    of_pylate, of_encoders = _MTEB_WRAPPERS
-    path = of_encoders if isinstance(wrapper, MultiVectorSearchEncoderWrapper) else of_pylate
+    pylate_path, encoder_path = _MTEB_WRAPPERS
+    path = encoder_path if isinstance(wrapper, MultiVectorSearchEncoderWrapper) else pylate_path
     return MTEB.original(f"{path}.{name}")

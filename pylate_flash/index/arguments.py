@@ -1,4 +1,4 @@
-"""Ids, embeddings and projections in the forms in which users have them."""
+"""Checks and conversions of ids, embeddings and projections in all forms that users pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
 
 def check_name(name: object) -> None:
-    """Refuse the name of an index, that of its folder, if it is no plain component of a path on every system."""
+    """Refuse the name of an index, and of its folder, unless it is a plain path component on every system."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
     # On Windows, "C:" is a drive and "C:name" a file of its current folder.
     if not plain or (len(name) > 1 and name[1] == ":"):  # type: ignore[arg-type, index]
@@ -57,7 +57,7 @@ def ids_of(name: str, ids: object) -> list[str]:
 
 
 def batches_of(batches: object) -> Iterator[tuple[Any, Any, Any]]:
-    """Ids, embeddings and metadata (or None) of batches of documents."""
+    """Yield ids, embeddings and metadata (or None) of each batch of documents."""
     if isinstance(batches, str) or not isinstance(batches, Iterable):
         raise TypeError(f"documents_embeddings must be given, or an iterator of batches, got {type(batches).__name__}")
     for i, batch in enumerate(batches):
@@ -79,7 +79,7 @@ def check_distinct(name: str, ids: list[str]) -> None:
 
 
 def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, list[Sequence[str]] | None]:
-    """Ids to search among: those for all queries, or a list for each, whose ids are looked at later; or neither."""
+    """Return the ids to search among: those for all queries, or a list per query (ids checked later), or neither."""
     if subset is None:
         return None, None
     if isinstance(subset, str) or not isinstance(subset, (Sequence, np.ndarray)):
@@ -110,19 +110,19 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
 def checked_queries(
     queries: list[Tensor], size: int | None, path: Path, device: torch.device, dtype: torch.dtype
 ) -> Queries:
-    """At least one query, checked, to be scored on a device in a type."""
+    """Check the sizes and values of the queries, at least one, to be scored on a device in a dtype."""
     for i, query in enumerate(queries):
         if query.shape[1] != size:
             raise ValueError(f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {path} {size}")
-    found = Queries([query.detach() if query.requires_grad else query for query in queries], device, dtype)
-    # A look at values on a GPU would wait for it; there the search finds that scores are not finite.
+    checked = Queries([query.detach() if query.requires_grad else query for query in queries], device, dtype)
+    # Checking values on a GPU would synchronize with it; there the search detects scores that are not finite.
     if device.type != "cuda":
-        check_finite(found)
-    return found
+        check_finite(checked)
+    return checked
 
 
 def check_finite(queries: Queries) -> None:
-    """Refuse queries with NaN or infinite values in the type that is scored."""
+    """Refuse queries with NaN or infinite values in the dtype in which they are scored."""
     finite = torch.isfinite(queries.packed().values).all(dim=1)
     if not finite.all():
         i = int(np.searchsorted(queries.lengths.cumsum(), int(finite.int().argmin()), side="right"))
@@ -133,7 +133,7 @@ def _tensor_of(name: str, item: object) -> Tensor:
     if isinstance(item, list):
         try:
             item = np.asarray(item, dtype=np.float32)
-        # What NumPy raises of rows of several lengths, of words, of large integers and of tensors elsewhere.
+        # NumPy raises these for rows of several lengths, strings, large integers and tensors on other devices.
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise ValueError(f"{name} must be a list of rows of numbers, all of one length: {error}") from None
     if isinstance(item, np.ndarray) and item.dtype.kind in "iufc":
@@ -157,7 +157,7 @@ def _tensor_of(name: str, item: object) -> Tensor:
 
 
 def checked_memory(device_memory: object) -> int | str:
-    """Return how much memory of a device rows may take: bytes, or "auto"."""
+    """Return how much device memory rows may take: bytes, or "auto"."""
     if device_memory == "auto":
         return "auto"
     if isinstance(device_memory, bool) or not isinstance(device_memory, (int, np.integer)) or device_memory < 0:
@@ -166,7 +166,7 @@ def checked_memory(device_memory: object) -> int | str:
 
 
 def check_states(documents: list[Tensor], size: int) -> None:
-    """Refuse documents that are not hidden states of the size that a projection takes."""
+    """Refuse documents that are not hidden states of the projection's input size."""
     for i, document in enumerate(documents):
         if document.shape[1] != size:
             raise ValueError(
@@ -176,7 +176,7 @@ def check_states(documents: list[Tensor], size: int) -> None:
 
 
 def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a projection: a model's Dense layers, or the two themselves."""
+    """Return weight and bias of a projection, given as a model with Dense layers or as the two tensors."""
     if not isinstance(projection, tuple):
         from ..encoding.projection import dense_layers, fold_dense, normalizes
 
@@ -193,20 +193,20 @@ def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
 def joined(
     ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray, layout: Layout, device: torch.device
 ) -> Tensor:
-    """Pack documents [L_i, d] into rows [T, width] of a layout on a device. Those of one document may be its own.
+    """Pack documents [L_i, d] into rows [T, width] of a layout on a device. A single document's may share its memory.
 
-    A value that is NaN or infinite as it is kept is a ValueError.
+    A value that is NaN or infinite in the stored dtype raises a ValueError.
     """
-    given = layout.given
-    # From another device in one copy, as each waits for it.
+    input_dtype = layout.input_dtype
+    # From another device in one copy, as each copy synchronizes with it.
     devices = {document.device for document in documents}
-    together = devices.pop() if len(devices) == 1 else device
-    converted = [document.detach().to(together, given) for document in documents]
+    cat_device = devices.pop() if len(devices) == 1 else device
+    converted = [document.detach().to(cat_device, input_dtype) for document in documents]
     values = (converted[0] if len(converted) == 1 else torch.cat(converted)).to(device)
-    # A sum is NaN or infinite if one value is, and this is the cheapest look at all of them; but it may overflow.
+    # The sum is NaN or infinite if any value is, and is the cheapest check of all of them; but it may overflow.
     finite = math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
     rows = layout.rows(values) if finite else values
-    # The difference of two finite values may be infinite.
+    # Quantization may overflow: the difference of two finite values may be infinite.
     if not (finite and (not layout.quantized or is_finite(rows).all())):
         row = int(torch.argmin(is_finite(rows).to(torch.int8)))
         document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))

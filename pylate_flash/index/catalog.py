@@ -1,13 +1,13 @@
-"""`catalog.sqlite`: what an index consists of. A write takes effect when SQLite commits it, and only then.
+"""`catalog.sqlite`, the record of an index. A write takes effect when SQLite commits it, and only then.
 
     state       one row of JSON (`state.py`)
     parts       documents that were added together (`parts.py`)
-    removed     places in parts of documents that count as removed
-    codec       what makes residual codes (`codes.py`), of an index that keeps them
-    documents   the number of every id that does not, and what metadata it has (`filters.py`)
+    removed     positions, within their parts, of documents that are marked as removed
+    codec       the codec of residual codes (`codes.py`), if the index stores them
+    documents   the number and the metadata (`filters.py`) of every id that is not removed
 
-SQLite sees to turns, atomic writes and snapshots (WAL). It does not see all damage: a write-ahead log of which a bit
-has flipped ends before that bit, as one that was cut by a power failure does. So the file `committed` says which
+SQLite provides write locks, atomic writes and snapshots (WAL). It does not detect all damage: a write-ahead log with a
+flipped bit ends before that bit, like one that was cut by a power failure. So the file `committed` records which
 generation was committed last, which one is known to be on the disk, and the number of the next document then.
 """
 
@@ -41,7 +41,7 @@ from .state import State
 __all__ = ["Catalog", "ConcurrentWriteError"]
 
 _NAME = "catalog.sqlite"
-# What SQLite writes beside it.
+# Files that SQLite writes beside it.
 _BESIDE = (f"{_NAME}-wal", f"{_NAME}-shm", f"{_NAME}-journal")
 _SCHEMA = f"""
 CREATE TABLE state (record TEXT NOT NULL, generation INTEGER NOT NULL);
@@ -52,8 +52,8 @@ CREATE TABLE removed (number INTEGER PRIMARY KEY, places BLOB NOT NULL);
 _CODEC = "CREATE TABLE IF NOT EXISTS codec (content BLOB NOT NULL)"
 _COMMITTED = struct.Struct("<QQQ")
 _SLOT_BYTES = _COMMITTED.size + 4
-# Flushing takes milliseconds. At most so often (in seconds) it is done, so that a run of additions does not spend its
-# time on it, and a single addition is on the disk when it returns.
+# Minimum seconds between flushes, which take milliseconds each: a run of additions does not spend its time on them, and
+# a single addition is on the disk when it returns.
 _FLUSH_SECONDS = 0.2
 
 
@@ -65,27 +65,27 @@ class ConcurrentWriteError(RuntimeError):
 
 
 class Catalog:
-    """The catalog of the index in a folder, or with `in_memory` of one that keeps nothing on the disk."""
+    """The catalog of the index in a folder or, with `in_memory`, of one that stores nothing on the disk."""
 
     def __init__(self, folder: Path, dtype: str, in_memory: bool = False) -> None:
         self.path, self._in_memory = folder / _NAME, in_memory
-        self._memory = f"file:pylate_flash-{secrets.token_hex(8)}"  # what SQLite knows that in memory by
-        self.state = State(dtype=dtype)  # as it was read or written last by this object
-        self.codec: bytes | None = None  # that of the codes which it names, as it was read last
-        self.lost = 0  # of the last writes, which were committed and are not there, as after a power failure
+        self._memory = f"file:pylate_flash-{secrets.token_hex(8)}"  # name of the shared in-memory database
+        self.state = State(dtype=dtype)  # as this object read or wrote it last
+        self.codec: bytes | None = None  # content of the residual codec, as it was read last
+        self.lost = 0  # number of last writes that were committed but are missing, as after a power failure
         self.unflushed: int | None = None  # number of the first document that may not be on the disk
-        self.written: set[Segment] = set()  # of which the end may not be on the disk
+        self.written: set[Segment] = set()  # segments whose end may not be on the disk
         self._connection: sqlite3.Connection | None = None
         self._process = 0
-        self._sound = False  # whether SQLite has been asked
+        self._sound = False  # whether SQLite has checked its integrity
         self._flush_due = 0.0
         self._flushed = 0, 0  # generation, and number of the next document
-        # Whether what is written in this turn will be on the disk when it ends; then segments must be before.
+        # Whether this turn is flushed to the disk when it ends; its segments must then be flushed before.
         self.flushes = False
 
     @property
     def exists(self) -> bool:
-        """Whether there is a file, be it one of an empty index."""
+        """Whether the file exists, even if the index is empty."""
         return os.path.lexists(self.path)
 
     @property
@@ -96,12 +96,12 @@ class Catalog:
     # Reading
 
     def read(self) -> tuple[State, list[tuple[tuple, bytes]]]:
-        """State and rows of parts, each with the places that count as removed, as they are on the disk now."""
-        # Before the snapshot, which another writer may follow with a commit.
+        """Read the current state and rows of parts, each with its positions that are marked as removed."""
+        # Read before the snapshot is taken: another writer may commit after it.
         committed = self._read_committed()
         with self._explained(), self._reading() as connection, _transaction(connection, "DEFERRED"):
             if not _has_tables(connection):
-                # A first write was killed, if it is not damaged.
+                # The first write was killed, unless the file is damaged.
                 self._compare(self.state, *committed)
                 return self.state, []
             (record,) = connection.execute("SELECT record FROM state").fetchone() or ("",)
@@ -116,9 +116,9 @@ class Catalog:
                 (self.codec,) = connection.execute("SELECT content FROM codec").fetchone() or (None,)
         rows = [(part, removed.pop(part[0], b"")) for part in parts]
         try:
-            crc = parts_crc((part[-1], places) for part, places in rows)
+            crc = parts_crc((part[-1], positions) for part, positions in rows)
         except TypeError:
-            # A flipped bit may have made a column one of another type.
+            # A flipped bit may have changed the type of a column.
             crc = -1
         if removed or (len(rows), crc) != (state.parts, state.parts_crc):
             raise ValueError(f"{self.path} is damaged: it holds {len(rows)} parts, and says {state.parts}, or others")
@@ -127,10 +127,10 @@ class Catalog:
         return state, rows
 
     def open(self, device: torch.device) -> tuple[Documents, list[Part], Codec | None]:
-        """The documents, and the last parts of which rows have not come to the disk, with a warning.
+        """Return the documents, the last parts whose rows did not reach the disk (with a warning), and the codec.
 
-        And the codec that makes residual codes, on a device. It names a file that is missing, damaged, or of a newer
-        format in a ValueError, and one that cannot be opened in an OSError.
+        The codec of residual codes is on `device`, or None. Raises a ValueError that names a file that is missing,
+        damaged, or of a newer format, and an OSError that names one that cannot be opened.
         """
         folder = self.path.parent
         while True:
@@ -146,8 +146,8 @@ class Catalog:
                 if count != state.documents:
                     raise ValueError(f"it holds {count} documents, and says {state.documents}")
                 lost = self._lost_of(parts)
-                kept = parts[: len(parts) - len(lost)]
-                for part in kept:
+                retained = parts[: len(parts) - len(lost)]
+                for part in retained:
                     part.check_size()
             except (OSError, ValueError) as error:
                 # A writer may have deleted segments after the catalog was read here.
@@ -158,7 +158,7 @@ class Catalog:
                 raise ValueError(f"{self.path} is damaged: {error}") from None
             if lost:
                 warnings.warn(self.loss_of(lost), stacklevel=4)
-            return Documents(kept), lost, codec
+            return Documents(retained), lost, codec
 
     def _lost_of(self, parts: list[Part]) -> list[Part]:
         begin = self.unflushed
@@ -168,14 +168,14 @@ class Catalog:
         return [] if first is None else parts[parts.index(first) :]
 
     def loss_of(self, lost: Sequence[Part]) -> str:
-        """What to say of parts of which rows have not come to the disk."""
+        """The message about parts whose rows did not reach the disk."""
         return (
             f"{self.path}: the last {Documents(lost).count} documents that were added to the index are lost, which had "
             "not reached the disk, as after a power failure"
         )
 
     def check(self) -> None:
-        """Have SQLite read and compare all of it: if it is damaged, or writes are lost, a ValueError names it."""
+        """Run SQLite's integrity check; raise a ValueError that names the file if it is damaged, or writes are lost."""
         self._sound = False
         with self._explained(), self._reading() as connection:
             self._check_sound(connection)
@@ -183,19 +183,19 @@ class Catalog:
             raise ValueError(f"{self._loss()}; the next change of the index takes it as it is")
 
     def holds(self, documents: Iterable[tuple[int, bytes]]) -> bool:
-        """Whether number and id of its documents are these, in the order of addition, and metadata as they were."""
+        """Whether its documents have these numbers and ids, in order, and metadata match their checksums."""
         with self._explained(), self._reading() as connection:
             if not _has_tables(connection):
                 return not list(documents)
-            there = connection.execute('SELECT * FROM documents ORDER BY "#number"')
-            names = [name for name, *_ in there.description[3:]]
-            for row, other in itertools.zip_longest(there, documents):
-                if row is None or row[:2] != other or row[2] != metadata_crc(dict(zip(names, row[3:], strict=True))):
+            rows = connection.execute('SELECT * FROM documents ORDER BY "#number"')
+            names = [name for name, *_ in rows.description[3:]]
+            for row, expected in itertools.zip_longest(rows, documents):
+                if row is None or row[:2] != expected or row[2] != metadata_crc(dict(zip(names, row[3:], strict=True))):
                     return False
         return True
 
     def numbers_where(self, expression: str, parameters: tuple | dict) -> np.ndarray:
-        """The numbers of the documents, as they are now, whose metadata fulfil an expression: `filters.matching`."""
+        """The numbers of the current documents whose metadata satisfy an expression: `filters.matching`."""
         with self._explained(), self._reading(fresh=True) as connection:
             if not _has_tables(connection):
                 return np.zeros(0, dtype=np.int64)
@@ -205,11 +205,11 @@ class Catalog:
 
     @contextlib.contextmanager
     def turn(self, flush: bool = False) -> Iterator[sqlite3.Connection]:
-        """Take the turn to write: what is written, and a next `state`, takes effect at the end, or, on an error, not.
+        """Take the write lock. Writes, and a new `state`, are committed at the end, or rolled back on an error.
 
-        It is on the disk then with `flush`, or if that is due; what was written before is as well. It raises a
-        ConcurrentWriteError if another process is writing or has written since the catalog was read, and an OSError,
-        which names the folder, if it cannot be written.
+        With `flush`, or if a flush is due, they and all earlier writes are then on the disk. Raises a
+        ConcurrentWriteError if another process is writing or has written since the catalog was read, and an OSError
+        that names the folder if it cannot be written.
         """
         folder, before = self.path.parent, self.state
         try:
@@ -242,47 +242,47 @@ class Catalog:
             self._note_committed()
 
     def clear(self, dtype: str) -> list[Path]:
-        """Empty it, and have it keep another type; returns the segments that it no longer names."""
+        """Empty the catalog, set another dtype, and return the segments that it no longer names."""
         with self.turn() as connection:
             for table in ("parts", "removed", "documents", "codec"):
                 connection.execute(f"DELETE FROM {table}")
             self.state = State(dtype=dtype, generation=self.state.generation + 1)
-            # Not later, when another process may be making one.
+            # List them under the write lock: later, another process may be creating one.
             return list(self.path.parent.glob(SEGMENT_NAME))
 
     def compact(self) -> None:
-        """Make it as small as its content allows."""
+        """Shrink the file to the size of its content."""
         with self._explained():
             connection = self._prepared()
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def delete(self) -> None:
-        """Delete it, damaged as it is."""
+        """Delete the catalog, even a damaged one."""
         self.close()
         for path in (*self.path.parent.glob(_NAME + "*"), self.path.with_name("committed")):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Flush it and close it; it opens again at need. One in memory stays."""
+        """Flush and close the connection; it reopens on demand. An in-memory catalog stays open."""
         if self._connection is not None and not self._in_memory:
             self._connection = None
             self._closed()
 
-    # Of SQLite
+    # SQLite
 
     def _connect(self, mode: str, seconds: float) -> sqlite3.Connection:
-        """Connect, to wait at most so long for others who have all of it for a moment, as to recover or to close it."""
-        place = f"{self._memory}?mode=memory&cache=shared" if self._in_memory else f"{self.path.as_uri()}?{mode}"
-        return sqlite3.connect(place, uri=True, timeout=seconds, isolation_level=None, check_same_thread=False)
+        """Connect, waiting at most `seconds` for others that lock the whole file briefly, as to recover or close it."""
+        database = f"{self._memory}?mode=memory&cache=shared" if self._in_memory else f"{self.path.as_uri()}?{mode}"
+        return sqlite3.connect(database, uri=True, timeout=seconds, isolation_level=None, check_same_thread=False)
 
     @contextlib.contextmanager
     def _reading(self, fresh: bool = False) -> Iterator[sqlite3.Connection]:
-        """A connection that reads: that of the writer, or, always with `fresh`, one for this time."""
+        """Yield a connection to read from: the writer's or, always with `fresh`, a temporary one."""
         if self._in_memory and fresh:
             self._prepared()
             with contextlib.closing(self._connect("", 10)) as connection:
-                # Where a shared memory is, a reader would be refused while another thread writes.
+                # With a shared cache, a reader would be refused while another thread writes.
                 connection.execute("PRAGMA read_uncommitted = 1")
                 yield connection
             return
@@ -295,7 +295,7 @@ class Catalog:
             try:
                 _has_tables(connection)
             except sqlite3.OperationalError:
-                # Where it may not be written to, or the disk is full, SQLite cannot make its files, and nobody has.
+                # On a read-only or full disk SQLite cannot create these files; without them, there is no other writer.
                 if any(os.path.exists(self.path.with_name(name)) for name in _BESIDE):
                     raise
                 connection.close()
@@ -305,17 +305,17 @@ class Catalog:
             connection.close()
 
     def _refuse_links(self, *names: str) -> None:
-        """SQLite would write through them, to files that an index from elsewhere has no business with."""
+        """Refuse symbolic links: SQLite would write through them, to files that do not belong to the index."""
         for name in names:
             path = self.path.with_name(name)
             if path.is_symlink():
                 raise OSError(errno.ELOOP, f"{name} is a symbolic link, and is not written through", str(path))
 
     def _prepared(self) -> sqlite3.Connection:
-        """The connection that writes, which stays open."""
+        """Return the writing connection, which stays open."""
         if self._connection is None or self._process != os.getpid():
             if self._in_memory:
-                # A copy of the process has its own, after a fork.
+                # After a fork, the child process has its own copy of the database.
                 if self._connection is None:
                     self._connection = self._connect("", 0)
                     self._create(self._connection)
@@ -325,10 +325,10 @@ class Catalog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._committed = open_regular(self.path.with_name("committed"), os.O_RDWR | os.O_CREAT)
             connection = self._connect("mode=rwc", 0.2)
-            # Python's own end of a connection waits for its collector of cycles.
+            # Python would close the connection only when its garbage collector runs.
             self._closed = weakref.finalize(self, _close, connection, self._committed, self.written, os.getpid())
             try:
-                # A small addition writes four pages to the log; yet smaller ones would slow opening.
+                # A small addition writes four pages to the log; still smaller pages would slow down opening.
                 connection.execute("PRAGMA page_size = 2048")
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA wal_autocheckpoint = 8000")
@@ -341,26 +341,26 @@ class Catalog:
         return self._connection
 
     def _create(self, connection: sqlite3.Connection) -> None:
-        """Make the tables, if they are not there."""
+        """Create the tables if they do not exist."""
         with _transaction(connection, "IMMEDIATE"):
             if not _has_tables(connection):
                 for statement in _SCHEMA.split(";"):
                     connection.execute(statement)
                 connection.execute("INSERT INTO state VALUES (?, 0)", (State(dtype=self.state.dtype).to_json(),))
-            # Indexes that were made before there were codes have none.
+            # Indexes created before residual codes existed lack this table.
             connection.execute(_CODEC)
 
     def _check_sound(self, connection: sqlite3.Connection) -> None:
-        """Once: an id that cannot be found may be there, where the index of a table has been damaged."""
+        """Check the integrity once: with a damaged table index, an existing id might not be found."""
         if self._sound:
             return
-        (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-        if found != "ok":
-            raise ValueError(f"{self.path} is damaged: {found}")
+        (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if verdict != "ok":
+            raise ValueError(f"{self.path} is damaged: {verdict}")
         self._sound = True
 
     def _read_committed(self) -> tuple[int, int, int]:
-        """What the file `committed` says."""
+        """Read the file `committed`: the last committed generation, the last flushed one, and its next number."""
         path = self.path.with_name("committed")
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
@@ -368,12 +368,12 @@ class Catalog:
         except FileNotFoundError:
             return 0, 0, 0
         slots = [content[start : start + _SLOT_BYTES] for start in (0, _SLOT_BYTES)]
-        found = [
+        records = [
             _COMMITTED.unpack(slot[:-4]) for slot in slots if len(slot) == _SLOT_BYTES and slot == _slot(slot[:-4])
         ]
-        if content and not found:
+        if content and not records:
             raise ValueError(f"{path} is damaged: it has another CRC-32 than when it was written")
-        return max(found, default=(0, 0, 0))
+        return max(records, default=(0, 0, 0))
 
     def _compare(self, state: State, committed: int, flushed: int, number: int) -> None:
         if state.generation < flushed:
@@ -393,7 +393,7 @@ class Catalog:
         )
 
     def _note_committed(self) -> None:
-        """Say in `committed` what SQLite has committed. A failure here is none of the write, which has taken effect."""
+        """Record in `committed` what SQLite committed. An error here is ignored: the write has taken effect."""
         self.lost = 0
         if self._in_memory:
             return
@@ -403,12 +403,12 @@ class Catalog:
             self.written.clear()
         content = _slot(_COMMITTED.pack(self.state.generation, *self._flushed))
         with contextlib.suppress(OSError):
-            # In place of what was said before the last time, so that one is whole whenever this is interrupted.
+            # Overwrite the older of two slots, so that one is always complete if this is interrupted.
             write_all(self._committed, content, self.state.generation % 2 * _SLOT_BYTES)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn SQLite's errors into those of an index."""
+        """Translate SQLite's errors into those of an index."""
         folder = self.path.parent
         try:
             yield
@@ -430,11 +430,11 @@ class Catalog:
 
 
 def _close(connection: sqlite3.Connection, descriptor: int, written: set[Segment], process: int) -> None:
-    """Close what a process has opened; a copy of it in another one, by a fork, is not SQLite's to close."""
+    """Close what this process has opened; a forked copy of a connection must not be closed by SQLite."""
     os.close(descriptor)
     if process == os.getpid():
         for segment in written:
-            # Before SQLite flushes what names them.
+            # Before SQLite flushes the catalog that names them.
             with contextlib.suppress(OSError):
                 os.fsync(segment.descriptor)
         connection.close()
@@ -443,19 +443,19 @@ def _close(connection: sqlite3.Connection, descriptor: int, written: set[Segment
 
 
 def _checked_name(name: object) -> str:
-    # It is used as a path: nothing outside the folder may be named.
+    # The name is used as a path and must not lead out of the folder.
     if not isinstance(name, str) or not re.fullmatch(SEGMENT_NAME.replace("*", "[0-9a-f]{12}"), name):
         raise ValueError(f"bad name {name!r:.100} of a segment")
     return name
 
 
 def _slot(content: bytes) -> bytes:
-    """What `committed` says, with its CRC-32."""
+    """A slot of `committed`: its content and a CRC-32."""
     return content + zlib.crc32(content).to_bytes(4, "little")
 
 
 def parts_crc(parts: Iterable[tuple[int, bytes]], crc: int = 0) -> int:
-    """A CRC-32 over those of all parts, and over the places in them that count as removed; `crc` is of those before."""
+    """CRC-32 over the CRCs and removed positions of all parts, continued from `crc`, that of the parts before."""
     for part, removed in parts:
         crc = zlib.crc32(removed, zlib.crc32(b"%d:%d" % (part, len(removed)), crc))
     return crc

@@ -25,17 +25,17 @@ from .parts import COLUMNS, SEGMENT_NAME, Part, Segment, bytes_of
 __all__ = ["Change"]
 
 _INSERT = f"INSERT INTO parts VALUES ({', '.join('?' for _ in COLUMNS)})"
-# Of rows that are moved, so much is in memory.
+# Bytes of rows in memory at a time while they are moved.
 _MOVED_BYTES = 16 << 20
-# A part of fewer documents is small.
+# A part with fewer documents than this is small.
 _SMALL = 1024
 
 
 class Change:
-    """What becomes of an index, while its catalog is being written: `parts` that there will be, and `dropped` ones.
+    """A change in progress, under the catalog's write lock: the future `parts` of the index, and the `dropped` ones.
 
-    `codec` is what will make codes from now on, if that is new. `undo` takes back what was appended.
-    `written` are segments to which this change or ones before appended rows that may not be on the disk yet.
+    `codec` is a new residual codec, or None. `undo` reverts what was appended to files.
+    `written` are segments to which this change or earlier ones appended rows that may not be on the disk yet.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Change:
         self._in_memory = in_memory
         self.codec: Codec | None = None
         self.undo = contextlib.ExitStack()
-        self._open: Segment | None = None  # what is appended to
-        self._made = False  # whether there is a new segment
+        self._open: Segment | None = None  # the segment that rows are appended to
+        self._made = False  # whether a segment was created
 
     def append(
         self,
@@ -64,7 +64,7 @@ class Change:
         rows: Iterable[torch.Tensor],
         metadata: list[dict[str, Any]] | None,
     ) -> None:
-        """Write new documents to a segment."""
+        """Append new documents to a segment."""
         numbers = np.arange(first, first + len(ids))
         part = Part.of(layout, numbers, ids, lengths, **self._write(layout, rows, int(lengths.sum())))
         try:
@@ -80,51 +80,51 @@ class Change:
         self.parts.append(part)
 
     def take_codec(self, codec: Codec) -> None:
-        """Keep a codec in place of the one there."""
+        """Store a codec in place of the current one."""
         self.codec = codec
         self._connection.execute("DELETE FROM codec")
         self._connection.execute("INSERT INTO codec VALUES (?)", (codec.content,))
 
     def remove_ids(self, ids: Iterable[str]) -> None:
-        """Mark the documents of these ids as removed, as far as there are any."""
+        """Mark the documents with these ids as removed; unknown ids are ignored."""
         query = 'SELECT "#number" FROM documents WHERE "#id" = ?'
-        there = [row for id_ in ids for row in self._connection.execute(query, (encoded_id(id_),))]
-        self.remove(np.sort(np.array(there, np.int64).reshape(-1)))
+        numbers = [row for id_ in ids for row in self._connection.execute(query, (encoded_id(id_),))]
+        self.remove(np.sort(np.array(numbers, np.int64).reshape(-1)))
 
     def remove(self, numbers: np.ndarray) -> None:
-        """Mark the documents of these numbers, which ascend, as removed; a part of which nothing is left is dropped."""
+        """Mark the documents with these ascending numbers as removed; drop a part without live documents."""
         self._connection.executemany('DELETE FROM documents WHERE "#number" = ?', ((i,) for i in numbers.tolist()))
-        for at, part in reversed([*enumerate(self.parts)]):
+        for index, part in reversed([*enumerate(self.parts)]):
             low, high = np.searchsorted(numbers, (part.numbers[0], part.numbers[-1] + 1))
             if low == high:
                 continue
-            less = part.without(np.searchsorted(part.numbers, numbers[low:high]))
-            if len(less.removed) == less.documents:
+            reduced = part.without(np.searchsorted(part.numbers, numbers[low:high]))
+            if len(reduced.removed) == reduced.documents:
                 self._replace([part], [])
                 continue
-            row = int(part.numbers[0]), less.removed_bytes
+            row = int(part.numbers[0]), reduced.removed_bytes
             self._connection.execute("INSERT OR REPLACE INTO removed VALUES (?, ?)", row)
-            self.parts[at] = less
+            self.parts[index] = reduced
             self.dropped.append(part)
 
     def move(self, parts: list[Part], fresh: bool = False) -> None:
-        """Write the documents of neighbouring parts that are not removed to a segment, with `fresh` to a new one."""
+        """Rewrite the live documents of adjacent parts as one part, in a segment or, with `fresh`, in a new one."""
         if fresh and not self._in_memory:
             self._open_new()
         parts = [part for part in parts if len(part.removed) < part.documents]
         if not parts:
             return
-        places = [np.flatnonzero(part.live) for part in parts]
-        numbers = np.concatenate([part.numbers[some] for part, some in zip(parts, places, strict=True)])
-        lengths = np.concatenate([part.lengths[some] for part, some in zip(parts, places, strict=True)])
-        ids = [id_ for part, some in zip(parts, places, strict=True) for id_ in part.ids.some(some).to_list()]
+        positions = [np.flatnonzero(part.live) for part in parts]
+        numbers = np.concatenate([part.numbers[indices] for part, indices in zip(parts, positions, strict=True)])
+        lengths = np.concatenate([part.lengths[indices] for part, indices in zip(parts, positions, strict=True)])
+        ids = [id_ for part, indices in zip(parts, positions, strict=True) for id_ in part.ids.some(indices).to_list()]
         all_rows = [*parts, *(beside for part in parts if (beside := part.beside))]
         live = (rows for part in all_rows for rows in _live_rows(part))
-        place = self._write(parts[0].layout, live, int(lengths.sum()))
-        self._replace(parts, [Part.of(parts[0].layout, numbers, ids, lengths, **place)])
+        location = self._write(parts[0].layout, live, int(lengths.sum()))
+        self._replace(parts, [Part.of(parts[0].layout, numbers, ids, lengths, **location)])
 
     def merge(self, most: int) -> None:
-        """Put one part in the place of the last ones, if more than `most` are small; rows stay where they are."""
+        """Merge the trailing small parts into one if there are more than `most`; rows stay where they are."""
         run: list[Part] = []
         for part in reversed(self.parts):
             if part.documents >= _SMALL or not (not run or run[-1].follows(part)):
@@ -134,33 +134,33 @@ class Change:
             self._replace(run[::-1], [Part.merged(run[::-1])])
 
     def flush(self) -> None:
-        """Have on the disk what was appended to segments."""
+        """Flush what was appended to segments to the disk."""
         for segment in self.written:
             os.fsync(segment.descriptor)
         if self._made:
             fsync_folder(self._folder)
 
     def _replace(self, old: list[Part], new: list[Part]) -> None:
-        """Put parts in the place of neighbouring ones."""
-        at = self.parts.index(old[0])
+        """Replace adjacent parts by new ones."""
+        index = self.parts.index(old[0])
         span = int(old[0].numbers[0]), int(old[-1].numbers[0])
         for table in ("parts", "removed"):
             self._connection.execute(f"DELETE FROM {table} WHERE number BETWEEN ? AND ?", span)
         for part in new:
             self._insert(part)
-        self.parts[at : at + len(old)] = new
+        self.parts[index : index + len(old)] = new
         self.dropped += old
 
     def _insert(self, part: Part) -> None:
         self._connection.execute(_INSERT, part.to_row())
 
     def _write(self, layout: Layout, rows: Iterable[Held], count: int) -> dict[str, Any]:
-        """Append so many rows to the segment of the last part, or to a new one if it is full; where they are.
+        """Append `count` rows to the last segment, or to a new one if it is full; return their location and checksums.
 
-        Where there are rows beside, they come after all others.
+        The 16-bit rows of `Layout.beside`, if any, follow all others.
         """
         if self._in_memory:
-            pieces = (some for some in rows if len(some))
+            pieces = (piece for piece in rows if len(piece))
             memory = _together(layout, pieces, count)
             beside = None if layout.beside is None else _together(layout.beside, pieces, count)
             return {"memory": memory, "memory_beside": beside, "sums": Sums().values()}
@@ -170,7 +170,7 @@ class Change:
             if last is not None:
                 self.undo.callback(_cut, last.written, os.fstat(last.written).st_size)
         segment = self._open
-        # A writer that was killed may have left half a row.
+        # A killed writer may have left a partial row.
         offset = -(-os.fstat(segment.written).st_size // layout.all_nbytes) * layout.all_nbytes
         if offset >= self._segment_bytes:
             segment, offset = self._open_new(), 0
@@ -185,8 +185,8 @@ class Change:
                     part.check(memoryview(head), begin)
             sums = Sums(offset, head)
         end = offset
-        for some in rows:
-            view = bytes_of(some)  # type: ignore[arg-type]  # those of the disk are as it keeps them
+        for piece in rows:
+            view = bytes_of(piece)  # type: ignore[arg-type]  # rows on disk are plain tensors
             if len(view):
                 sums.update(view)
                 write_all(descriptor, view, end)
@@ -204,14 +204,14 @@ class Change:
 
 
 def _together(layout: Layout, pieces: Iterator[Held], count: int) -> Held:
-    """The next so many rows. A copy, as a piece may be the caller's own; there are never two of all."""
+    """Copy the next `count` rows, as a piece may be the caller's memory; never hold two copies of all rows."""
     memory, end = layout.empty(0, torch.device("cpu")), 0
     while end < count:
-        some = next(pieces)
+        piece = next(pieces)
         if not end:
-            memory = layout.empty(count, some.device)
-        copy_rows(memory[end : end + len(some)], some)
-        end += len(some)
+            memory = layout.empty(count, piece.device)
+        copy_rows(memory[end : end + len(piece)], piece)
+        end += len(piece)
     return memory
 
 
@@ -221,7 +221,7 @@ def _cut(descriptor: int, end: int) -> None:
 
 
 def _live_rows(part: Part) -> Iterator[Held]:
-    """The rows of those documents of a part that do not count as removed, in pieces."""
+    """Yield the rows of a part's live documents in pieces."""
     live, ends = part.live, part.lengths.cumsum()
     edges = np.flatnonzero(np.diff(live, prepend=False, append=False)).tolist()
     limit = max(1, _MOVED_BYTES // part.layout.nbytes)

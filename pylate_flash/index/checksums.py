@@ -1,7 +1,7 @@
-"""Checksums of what is read a piece at a time: one of every MiB of a file, compared when it is first read.
+"""Checksums of files that are read in pieces: one for every MiB of a file, verified when it is first read.
 
-XXH3 of 64 bits runs as fast as memory is read, where a CRC-32 would take longer than reading; of any damage it misses
-one in 2**64.
+64-bit XXH3 runs at memory bandwidth, where a CRC-32 would take longer than reading; it misses damage with a probability
+of one in 2**64.
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 __all__ = ["CheckedBlocks", "Sums", "block_begin", "block_of"]
 
-# Smaller ones would have threads that read wait for each other between them.
+# With smaller blocks, reading threads would wait for each other between them.
 _BLOCK_BYTES = 1 << 20
 
 
 class Sums:
-    """The checksums of the blocks of a file that hold bytes which come in pieces of any size.
+    """Incremental checksums of the blocks of a file, over bytes that arrive in pieces of any size.
 
-    The bytes begin at `begin`, before which their first block holds `head`.
+    The bytes begin at offset `begin`; `head` is the content of their first block before it.
     """
 
     def __init__(self, begin: int = 0, head: bytes = b"") -> None:
-        self.end = begin  # of the bytes
+        self.end = begin  # offset at which the bytes end
         self._whole: list[int] = []
         self._last, self._empty = xxh3_64(head), True
 
     def following(self) -> Sums:
-        """Of bytes that follow these."""
+        """Checksums for bytes that follow these."""
         sums = Sums(self.end)
         sums._last = self._last.copy()
         return sums
 
     def update(self, piece: memoryview) -> None:
-        """Take in the next bytes."""
+        """Add the next bytes."""
         while len(piece):
-            room = _BLOCK_BYTES - self.end % _BLOCK_BYTES
-            some, piece = piece[:room], piece[room:]
-            self._last.update(some)
-            self.end, self._empty = self.end + len(some), False
-            if len(some) == room:
+            remaining = _BLOCK_BYTES - self.end % _BLOCK_BYTES
+            chunk, piece = piece[:remaining], piece[remaining:]
+            self._last.update(chunk)
+            self.end, self._empty = self.end + len(chunk), False
+            if len(chunk) == remaining:
                 self._whole.append(self._last.intdigest())
                 self._last, self._empty = xxh3_64(), True
 
     def values(self) -> np.ndarray:
-        """One for each block, of the last of which there may be a part. Shape: [N], "<u8"."""
+        """One checksum per block, of which the last may be partial. Shape: [N], "<u8"."""
         return np.array(self._whole if self._empty else [*self._whole, self._last.intdigest()], dtype="<u8")
 
 
-def block_of(place: int) -> int:
-    """The number of the block that holds a byte of a file."""
-    return place // _BLOCK_BYTES
+def block_of(offset: int) -> int:
+    """The index of the block that holds the byte at an offset."""
+    return offset // _BLOCK_BYTES
 
 
-def block_begin(place: int) -> int:
-    """Where the block begins that holds a byte of a file."""
-    return place - place % _BLOCK_BYTES
+def block_begin(offset: int) -> int:
+    """The start of the block that holds the byte at an offset."""
+    return offset - offset % _BLOCK_BYTES
 
 
 class CheckedBlocks:
-    """Bytes `begin` to `end` of a file: checksums of their blocks up to `end`, and which were found to be right."""
+    """Checksums of the blocks of bytes `begin` to `end` of a file, and which blocks have been verified."""
 
     def __init__(self, sums: np.ndarray, begin: int, end: int) -> None:
         self._sums, self._size, self._first, self._end = sums, _BLOCK_BYTES, block_of(begin), end
@@ -69,14 +69,14 @@ class CheckedBlocks:
         self._right = np.zeros(self.blocks, dtype=bool)
 
     def are_right(self, begin: int, end: int) -> bool:
-        """Whether all blocks between two places have been found to be right."""
+        """Whether all blocks between two offsets have been verified."""
         return bool(self._right[begin // self._size - self._first : -(-end // self._size) - self._first].all())
 
     def check(self, view: memoryview, begin: int, read: Callable[[int, int], memoryview]) -> None:
-        """Check the blocks that were not checked before, of which `view`, read from the place `begin`, holds a part.
+        """Verify the blocks that overlap `view`, read from the offset `begin`, and were not verified before.
 
-        `read` gives the bytes from one place to another, for blocks that `view` holds only a part of. Another checksum
-        is a ValueError.
+        `read` returns the bytes between two offsets, for blocks that `view` holds only partially. A wrong checksum
+        raises a ValueError.
         """
         end = begin + len(view)
         low, high = begin // self._size, -(-end // self._size)

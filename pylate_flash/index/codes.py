@@ -1,9 +1,9 @@
 """Residual codes in an index: the codec that makes them, and the rows of tokens.
 
-A row is the scale of the token's embedding (float32), the number of its centroid (int32), and the bits of its elements,
-in a multiple of 4 bytes. The scale holds the norm of the embedding as well, which so need not be 1.
+A row is the scale of the token's embedding (float32), the index of its centroid (int32), and the bits of its elements,
+padded to a multiple of 4 bytes. The scale includes the norm of the embedding, which therefore need not be 1.
 
-The codec is trained once, on a sample of the first documents, and lies in the catalog.
+The codec is trained once, on a sample of the first documents, and stored in the catalog.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from .columns import Form, Held, packed_rows
 
 __all__ = ["Codec", "codes_of", "form_of", "trained"]
 
-# Bytes before the bits of a row, which has a multiple of so many.
+# Bytes before the bits of a row, and the multiple to which its bits are padded.
 _HEAD, _ALIGNED = 8, 4
-# Tokens of the sample, at most, and for each centroid, at least: what few tokens leave of many centroids is too little
-# for what is added later.
+# Maximum tokens of the sample, and minimum tokens per centroid: many centroids trained on few tokens are a poor fit for
+# documents that are added later.
 _SAMPLE, _TOKENS_OF_CENTROID = 1 << 21, 16
 _SEED = 0
 _NAMES = ("centroids", "bucket_cutoffs", "bucket_weights")
 
 
 def form_of(size: int, nbits: int) -> Form:
-    """The rows of embeddings of so many elements: scale, number of the centroid, and bits."""
+    """Row format of embeddings with `size` elements: scale, centroid index, and bits."""
     width = _HEAD + -(-size * nbits // (8 * _ALIGNED)) * _ALIGNED
     return Form(width, ((0, 4, torch.float32), (4, _HEAD, torch.int32), (_HEAD, width, torch.uint8)))
 
 
 class Codec:
-    """A codec, and the same on the devices where it has been asked for.
+    """A residual codec, cached on each device that it has been requested for.
 
     Attributes
     ----------
     content
-        What `parse` takes.
+        The serialized codec, as `parse` takes it.
     """
 
     def __init__(self, codec: ResidualCodec, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Codec:
 
     @classmethod
     def parse(cls, content: bytes, device: torch.device) -> Codec:
-        """Read `content`; embeddings are encoded on `device`. ValueError if it is damaged."""
+        """Read `content`; embeddings are encoded on `device`. Raises a ValueError if it is damaged."""
         try:
             if zlib.crc32(content[4:]).to_bytes(4, "little") != content[:4]:
                 raise ValueError("it has another CRC-32 than when it was written")
@@ -65,27 +65,27 @@ class Codec:
             raise ValueError(f"its codec of residual codes: {error}") from None
 
     def on(self, device: torch.device) -> ResidualCodec:
-        """On a device, where it then stays."""
+        """The codec on a device, where it then stays."""
         if device not in self._on:
             codec = next(iter(self._on.values()))
             self._on[device] = ResidualCodec(*(getattr(codec, name).to(device) for name in _NAMES))
         return self._on[device]
 
     def rows(self, embeddings: Tensor) -> Tensor:
-        """Rows [T, width] of embeddings [T, d], finite, on their device."""
-        there, values = embeddings.device, embeddings.to(self.device)
+        """Encode finite embeddings [T, d] into rows [T, width] on their device."""
+        input_device, values = embeddings.device, embeddings.to(self.device)
         norms = torch.linalg.vector_norm(values, dim=1)
         bounds = torch.tensor([0, len(values)], device=self.device)
         units = values / norms.clamp(min=torch.finfo(norms.dtype).tiny).unsqueeze(1)
         codes = self.on(values.device).compress(units, bounds)
         assert codes.scales is not None
-        more = -codes.residuals.shape[1] % _ALIGNED
-        columns = (codes.scales * norms).unsqueeze(1), codes.codes.unsqueeze(1), F.pad(codes.residuals, (0, more))
-        return packed_rows(form_of(self.size, self.nbits), columns).to(there)
+        padding = -codes.residuals.shape[1] % _ALIGNED
+        columns = (codes.scales * norms).unsqueeze(1), codes.codes.unsqueeze(1), F.pad(codes.residuals, (0, padding))
+        return packed_rows(form_of(self.size, self.nbits), columns).to(input_device)
 
 
 def codes_of(rows: Held, codec: ResidualCodec, cu_seqlens: Tensor) -> ResidualCodes:
-    """Rows as documents with these boundaries."""
+    """View rows as the residual codes of documents with these boundaries."""
     size, nbits = codec.centroids.shape[1], codec.nbits
     scales, codes, residuals = form_of(size, nbits).of(rows).tensors
     residuals = residuals[:, : size * nbits // 8]
@@ -93,9 +93,9 @@ def codes_of(rows: Held, codec: ResidualCodec, cu_seqlens: Tensor) -> ResidualCo
 
 
 def trained(documents: Sequence[Tensor], nbits: int, device: torch.device, show_progress: bool) -> Codec:
-    """A codec for documents [L_i, d] like these, of which a sample is taken; on one machine, the same of the same.
+    """Train a codec on a sample of the documents [L_i, d]; deterministic on one machine.
 
-    `indexes.Flat.train_codec` says how many centroids it has, and what is raised.
+    `indexes.Flat.train_codec` describes the number of centroids and the errors.
     """
     total, sample = 0, []
     order = np.random.default_rng(_SEED).permutation(len(documents))
@@ -107,7 +107,7 @@ def trained(documents: Sequence[Tensor], nbits: int, device: torch.device, show_
             total += len(sample[-1])
         tokens = torch.cat(sample) if sample else torch.empty(0, 8)
         norms = torch.linalg.vector_norm(tokens, dim=1, keepdim=True)
-        # What is not finite is refused where it is kept, by the name of its document.
+        # Non-finite values are refused later, when they are stored, with the id of their document.
         tokens = (tokens / norms)[(norms[:, 0] != 0) & norms[:, 0].isfinite()]
         if not len(tokens):
             raise ValueError("residual codes are trained on the first documents, which have no token that is not zero")

@@ -1,6 +1,6 @@
-"""Rows of bytes whose numbers lie apart where they are scored: those of each kind in memory of their own.
+"""Rows of bytes that are scored in columnar form: each field (scales, offsets, values) in a tensor of its own.
 
-So a kernel reads them without what lies between, and 128 values of 8 bits are a line of memory.
+So a kernel reads a field without gaps, and 128 values of 8 bits are one memory line.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 __all__ = ["Columns", "Form", "Held", "copy_rows", "packed_rows", "taken"]
 
-# What rows are copied by: the first of which all that is said of their memory in bytes is a multiple.
+# Element types for copies of rows: the widest one that divides their sizes, strides and offsets in bytes is used.
 _WIDE = torch.int64, torch.int32, torch.int16, torch.uint8
 
 
 class Form(NamedTuple):
-    """Rows of `width` bytes that hold `fields`: each from one byte to another, of a type."""
+    """Format of rows of `width` bytes that hold `fields`: each a first byte, an end byte and a dtype."""
 
     width: int
     fields: tuple[tuple[int, int, torch.dtype], ...]
 
     def of(self, rows: Held) -> Columns:
-        """The columns of rows, views of them if they are bytes."""
+        """The columns of rows; views if the rows are bytes."""
         if isinstance(rows, Columns):
             return rows
         content = rows.view(torch.uint8)
@@ -42,9 +42,9 @@ class Form(NamedTuple):
 
 
 class Columns:
-    """Columns [T, numbers of a row] of the fields of a form, in their order.
+    """Tensors [T, elements per row], one per field of a form, in their order.
 
-    To those who bring rows from one place to another it is a tensor [T, width] of bytes.
+    Code that copies rows may treat it as a tensor [T, width] of bytes.
     """
 
     dtype = torch.uint8
@@ -57,50 +57,50 @@ class Columns:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, some: slice) -> Columns:
-        return Columns(self.form, (tensor[some] for tensor in self.tensors))
+    def __getitem__(self, rows: slice) -> Columns:
+        return Columns(self.form, (tensor[rows] for tensor in self.tensors))
 
     def element_size(self) -> int:
         return 1
 
     def copy_(self, rows: Held, non_blocking: bool = False) -> None:
         if isinstance(rows, Tensor):
-            # In one copy.
+            # One copy to the device, before the columns are split.
             rows = self.form.of(rows.to(self.device, non_blocking=non_blocking))
-        for to, of in zip(self.tensors, rows.tensors, strict=True):
-            wide = _widest(to, of)
-            to.view(wide).copy_(of.view(wide), non_blocking=non_blocking)
+        for destination, source in zip(self.tensors, rows.tensors, strict=True):
+            dtype = _widest(destination, source)
+            destination.view(dtype).copy_(source.view(dtype), non_blocking=non_blocking)
 
 
-# Rows where they are scored, or as they are kept.
+# Rows as stored, or in the columnar form in which they are scored.
 Held = Tensor | Columns
 
 
-def copy_rows(to: Held, rows: Held) -> None:
-    """Copy rows, whichever of the two forms either has."""
+def copy_rows(out: Held, rows: Held) -> None:
+    """Copy rows between tensors and columns, in any combination."""
     if isinstance(rows, Columns):
-        to = rows.form.of(to)
-    to.copy_(rows)  # type: ignore[arg-type]
+        out = rows.form.of(out)
+    out.copy_(rows)  # type: ignore[arg-type]
 
 
 def packed_rows(form: Form, columns: Sequence[Tensor]) -> Tensor:
-    """Rows [T, width] of bytes that hold these columns, and zeros where there is none."""
+    """Pack columns into rows [T, width] of bytes, with zeros between the fields."""
     rows = torch.zeros(len(columns[0]), form.width, dtype=torch.uint8, device=columns[0].device)
     copy_rows(rows, Columns(form, columns))
     return rows
 
 
 def taken(rows: Held, index: Tensor) -> Held:
-    """The rows at the places of `index`."""
+    """The rows at the positions of `index`."""
     if isinstance(rows, Columns):
         return Columns(rows.form, (taken(tensor, index) for tensor in rows.tensors))  # type: ignore[misc]
-    whole = rows.view(_widest(rows))
-    # On a GPU, index_select copies an element at a time, and takes five times as long as memory does.
-    return (whole[index] if rows.is_cuda else whole.index_select(0, index)).view(rows.dtype)
+    wide = rows.view(_widest(rows))
+    # On a GPU, index_select copies one element at a time and takes five times as long as memory bandwidth allows.
+    return (wide[index] if rows.is_cuda else wide.index_select(0, index)).view(rows.dtype)
 
 
 def _widest(*tensors: Tensor) -> torch.dtype:
-    """The widest type that tensors [T, n] of one type, with rows that are contiguous, can be viewed as."""
-    numbers = [number for of in tensors for number in (of.shape[1], of.stride(0), of.storage_offset())]
-    said = math.gcd(*numbers) * tensors[0].element_size()
-    return next(dtype for dtype in _WIDE if said % dtype.itemsize == 0)
+    """The widest dtype as which tensors [T, n] of one dtype, with contiguous rows, can be viewed."""
+    numbers = [number for tensor in tensors for number in (tensor.shape[1], tensor.stride(0), tensor.storage_offset())]
+    granularity = math.gcd(*numbers) * tensors[0].element_size()
+    return next(dtype for dtype in _WIDE if granularity % dtype.itemsize == 0)

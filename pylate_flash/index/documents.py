@@ -1,4 +1,4 @@
-"""What is known of the documents of an index, in arrays: no Python object for each of them; and their rows."""
+"""The documents of an index, as arrays rather than one Python object each, and their rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Documents", "blocks", "cuts", "read", "runs_of"]
 
 
 class Documents:
-    """The documents of parts put end to end. Of a document that counts as removed, the position is no other's."""
+    """The documents of parts, concatenated. Documents that are marked as removed keep their positions."""
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.parts = list(parts)
@@ -26,12 +26,12 @@ class Documents:
 
     @cached_property
     def count(self) -> int:
-        """How many documents do not count as removed."""
+        """Number of live documents."""
         return sum(part.documents - len(part.removed) for part in self.parts)
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """With which row every document begins, and the last ends. Shape: [N + 1], int64."""
+        """Row boundaries of the documents, like cu_seqlens. Shape: [N + 1], int64."""
         return np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in self.parts)]).cumsum()
 
     @cached_property
@@ -46,30 +46,29 @@ class Documents:
 
     @cached_property
     def removed(self) -> np.ndarray:
-        """Positions, ascending, of those that count as removed. Shape: [*], int64."""
+        """Ascending positions of the documents that are marked as removed. Shape: [*], int64."""
         removed = (part.removed + first for part, first in zip(self.parts, self._firsts.tolist(), strict=False))
         return np.concatenate([np.zeros(0, np.int64), *removed])
 
     @cached_property
     def live(self) -> np.ndarray:
-        """Positions of the others."""
+        """Positions of the live documents."""
         return np.delete(np.arange(len(self.lengths)), self.removed)
 
     @cached_property
     def _firsts(self) -> np.ndarray:
-        """With which position every part begins, and the last ends."""
+        """Boundaries of the parts, in positions."""
         return np.cumsum([0, *(part.documents for part in self.parts)])
 
     @cached_property
     def ids(self) -> Ids:
-        """The ids of all."""
+        """The ids of all documents."""
         return Ids.joined([part.ids for part in self.parts])
 
     def find(self, lists: Sequence[Sequence[str]], first: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
-        """The position of the document of each id of some lists, -1 if it is not there, and how many each list has.
+        """Return the position of each id of all lists (-1 if it is unknown), and the number of ids of each list.
 
-        They are looked up on a device, which keeps what it needs for it. It raises what `Texts.of_lists` does, and
-        `IdTable`.
+        Ids are looked up on `device`, where the table then stays. Errors are those of `Texts.of_lists` and `IdTable`.
         """
         texts = Texts.of_lists(lists, device, first)
         if device not in self._tables:
@@ -77,30 +76,30 @@ class Documents:
         return self._tables[device].find(texts), np.array([len(ids) for ids in lists], np.int64)
 
     def shared_with(self, documents: Documents) -> int:
-        """How many rows at the beginning are those of other documents, whatever parts they are in."""
+        """Number of leading rows that are the same stored rows in `documents`, however split into parts."""
         shared = 0
-        for (*place, rows), (*other, others) in zip(self._stretches(), documents._stretches(), strict=False):
-            if place != other:
+        for (*start, rows), (*other_start, other_rows) in zip(self._stretches(), documents._stretches(), strict=False):
+            if start != other_start:
                 break
-            shared += min(rows, others)
-            if rows != others:
+            shared += min(rows, other_rows)
+            if rows != other_rows:
                 break
         return shared
 
     def _stretches(self) -> list[tuple[object, int, int]]:
-        """Where the rows lie, and how many: neighbours in a segment are one stretch."""
-        found: list[tuple[object, int, int]] = []
+        """Storage, offset and number of rows of each contiguous run; parts adjacent in a segment are one run."""
+        stretches: list[tuple[object, int, int]] = []
         end = -1
         for part in self.parts:
-            if part.segment is not None and found and (found[-1][0], end) == (part.segment, part.offset):
-                found[-1] = *found[-1][:2], found[-1][2] + part.rows
+            if part.segment is not None and stretches and (stretches[-1][0], end) == (part.segment, part.offset):
+                stretches[-1] = *stretches[-1][:2], stretches[-1][2] + part.rows
             else:
-                found.append((part.segment or id(part.memory), part.offset, part.rows))
+                stretches.append((part.segment or id(part.memory), part.offset, part.rows))
             end = part.offset + part.nbytes
-        return found
+        return stretches
 
     def slices(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[Part, int, int]]:
-        """The rows of runs from start to stop: a part, from which of its rows to which."""
+        """Split runs of rows (start, stop) by part: yield the part and the start and stop of its own rows."""
         edges = self.bounds[self._firsts]
         for start, stop in runs:
             index = int(np.searchsorted(edges, start, side="right")) - 1
@@ -114,7 +113,7 @@ class Documents:
 
 
 def read(slices: Iterable[tuple[Part, int, int]], out: Held) -> None:
-    """Fill `out` [T, width], on the CPU, with rows of parts, one after the other. It raises what a part does."""
+    """Fill `out` [T, width], on the CPU, with consecutive slices of parts. Raises what `Part.read_into` raises."""
     done = 0
     for part, first, last in slices:
         part.read_into(out[done : done + last - first], first)
@@ -122,15 +121,15 @@ def read(slices: Iterable[tuple[Part, int, int]], out: Held) -> None:
 
 
 def runs_of(begins: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches of rows, with neighbours made one."""
+    """Merge adjacent ranges of rows into runs (start, stop)."""
     breaks = (np.flatnonzero(begins[1:] != ends[:-1]) + 1).tolist()
     return [(int(begins[a]), int(ends[b - 1])) for a, b in pairwise([0, *breaks, len(begins)]) if a < b]
 
 
 def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
-    """Cut documents, by their boundaries [N + 1], into stretches of at most so many documents, and so many rows.
+    """Cut documents, given by `bounds` [N + 1], into ranges of at most `documents` documents and `rows` rows.
 
-    A longer document is a stretch of its own.
+    A longer document is a range of its own.
     """
     stretches, start, last = [], 0, len(bounds) - 1
     if 0 < last <= documents and (rows is None or bounds[-1] - bounds[0] <= rows):
@@ -145,9 +144,9 @@ def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tu
 
 
 def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
-    """As `cuts`, of documents of so many tokens [N], of at most `limit` tokens.
+    """Like `cuts`, for documents of `lengths` [N] tokens: ranges of at most `limit` tokens.
 
-    A document counts as one token at least, so that empty ones cannot make a stretch of unbounded length.
+    A document counts as at least one token, so that empty ones cannot make a range of unbounded length.
     """
     if int(lengths.sum()) + len(lengths) <= limit:
         return [(0, len(lengths))] if len(lengths) else []

@@ -1,4 +1,4 @@
-"""The files of an index as the system has them: opened if they are regular, read and written in full."""
+"""Low-level access to the files of an index: open regular files only, read and write in full."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = [
     "without_room", "write_all",
 ]  # fmt: skip
 
-# What writing to a full disk raises, and writing more than a user may have there.
+# Error numbers of writes to a full disk, and of writes beyond a user's quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 
-# Descriptors that are left to the rest of the process, which would fail in stranger places.
+# Descriptors that are left to the rest of the process, whose failures would be harder to understand.
 _SPARE = 256
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the index and return its descriptor; to write to it, not through a link, which may lead out of it.
+    """Open a file of the index and return its descriptor; for writing, do not follow a link, which may lead out of it.
 
-    An index has a file open for each of its segments, so the process's limit of open files is raised as they come. What
-    is no regular file is a ValueError that names it: opening a pipe would wait for ever.
+    An index keeps a file open for each of its segments, so the process's limit of open files is raised as needed.
+    Anything but a regular file raises a ValueError that names it: opening a pipe would block forever.
     """
-    # Without waiting for somebody to open the other end of what may be a pipe.
+    # O_NONBLOCK: do not block until the other end of a pipe is opened.
     flags |= os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if flags & os.O_RDWR else 0)
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -47,18 +47,18 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is damaged: it is no regular file")
-    # A new descriptor has the lowest number that is free, so it says about how many there are.
+    # A new descriptor gets the lowest free number, which so is about the number of open ones.
     _raise_limit(descriptor + _SPARE)
     return descriptor
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a path that is no folder and cannot become one."""
-    for place in (path, *path.parents):
-        if os.path.lexists(place):
-            if not place.is_dir():
-                what = "a symbolic link to nothing" if place.is_symlink() and not place.exists() else "a file"
-                raise ValueError(f"the index cannot be in {path}: {place} is {what}, expected a folder")
+    """Refuse a path that is not a folder and cannot become one."""
+    for ancestor in (path, *path.parents):
+        if os.path.lexists(ancestor):
+            if not ancestor.is_dir():
+                what = "a symbolic link to nothing" if ancestor.is_symlink() and not ancestor.exists() else "a file"
+                raise ValueError(f"the index cannot be in {path}: {ancestor} is {what}, expected a folder")
             return
 
 
@@ -72,7 +72,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def hold_reserve(folder: Path) -> None:
-    """Take as much in reserve as there is room for, for what a removal writes to the catalog when the disk is full."""
+    """Create the reserve file, if there is room, for what a removal writes to the catalog when the disk is full."""
     reserve = folder / _RESERVE
     with contextlib.suppress(OSError):
         if not os.path.lexists(reserve) or os.lstat(reserve).st_size < _RESERVE_BYTES:
@@ -82,7 +82,7 @@ def hold_reserve(folder: Path) -> None:
 
 
 def without_room(folder: Path, change: Callable[[], None]) -> None:
-    """Make a change that takes little room, on a full disk with what is held in reserve."""
+    """Make a change that takes little disk space; on a full disk, free the reserve and retry."""
     try:
         change()
     except OSError as error:
@@ -93,7 +93,7 @@ def without_room(folder: Path, change: Callable[[], None]) -> None:
 
 
 def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -> memoryview:
-    """Fill `buffer` from the place `offset` of a file, or raise a ValueError that says where the file ends."""
+    """Fill `buffer` from `offset` of a file, or raise a ValueError that says where the file ends."""
     view, done = memoryview(buffer), 0
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -105,26 +105,25 @@ def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -
 
 
 def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of `data` at the place `offset` of a file."""
+    """Write all of `data` at `offset` of a file."""
     view, done = memoryview(data), 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], offset + done)
 
 
 def _raise_limit(least: float = math.inf) -> bool:
-    """Let the process have twice as many files open, as far as the system allows, if it may not have `least` yet.
+    """Double the limit of open files, as far as the system allows, if it is below `least`; return whether it grew.
 
-    Whether it may have more than before. No more than that: what waits for files with `select` takes no descriptors
-    above 1023.
+    It grows no further than that: code that waits for files with `select` takes no descriptors above 1023.
     """
-    import resource  # not on Windows, where the rest of the package can be imported all the same
+    import resource  # not available on Windows, where the rest of the package can still be imported
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
-    if soft == resource.RLIM_INFINITY or soft >= least or wanted <= soft:
+    doubled = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+    if soft == resource.RLIM_INFINITY or soft >= least or doubled <= soft:
         return False
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (doubled, hard))
     except (OSError, ValueError):
         return False
     return True

@@ -1,6 +1,6 @@
-"""Metadata of documents, columns of the catalog's table of documents, and filters over them, expressions of SQLite.
+"""Metadata of documents, stored as columns of the catalog's table of documents, and filters over them in SQLite.
 
-The columns of the table that are none of metadata begin with "#".
+The names of all other columns of that table begin with "#".
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DOCUMENTS = 'CREATE TABLE documents ("#number" INTEGER PRIMARY KEY, "#id" BLOB N
 _Value = str | int | float | bool | None
 Metadata = Mapping[str, _Value]
 Where = str | tuple[str, Sequence[_Value] | Mapping[str, _Value]]
-# SQLite has no more than 2000 columns.
+# SQLite allows at most 2000 columns.
 _MOST_COLUMNS = 1000
 _LONGEST_EXPRESSION = 10_000
-# A filter may come from a stranger: it ends after so many seconds, and calls none but these. SQLite looks at the time
-# between its steps, of which `instr` is one: of long strings it would take minutes.
+# A filter may be untrusted: it is stopped after this many seconds, and may call only the functions below. SQLite checks
+# the time between its steps only, and one step, such as `instr`, may take minutes for long strings.
 FILTER_SECONDS = 10.0
 _LONGEST_STRING = 256 << 10
 _STEPS_BETWEEN_LOOKS = 1000
@@ -39,10 +39,10 @@ _FUNCTIONS = {
 
 
 def checked_metadata(metadata: object, documents: int) -> list[dict[str, Any]] | None:
-    """One dictionary of strings, numbers, truth values or None for each document, checked; None if none has any.
+    """Check one dictionary of strings, numbers, booleans or None per document; return None if all are empty.
 
-    It raises a TypeError of others, and a ValueError if there are not as many as documents, or a key cannot be the name
-    of a column.
+    Raises a TypeError for other types, and a ValueError if there are not as many as documents, or a key cannot be the
+    name of a column.
     """
     if metadata is None:
         return None
@@ -52,20 +52,20 @@ def checked_metadata(metadata: object, documents: int) -> list[dict[str, Any]] |
         )
     if len(metadata) != documents:
         raise ValueError(f"metadata must have one dictionary for each document, got {len(metadata)} for {documents}")
-    found: list[dict[str, Any]] = []
+    checked: list[dict[str, Any]] = []
     names: set[object] = set()
-    for i, own in enumerate(metadata):
-        if own is not None and not isinstance(own, Mapping):
-            raise TypeError(f"metadata[{i}] must be a dictionary, got {type(own).__name__}")
-        kept = {key: _checked_value(f"metadata[{i}][{key!r:.100}]", value) for key, value in (own or {}).items()}
-        found.append(kept)
-        names.update(kept)
+    for i, entry in enumerate(metadata):
+        if entry is not None and not isinstance(entry, Mapping):
+            raise TypeError(f"metadata[{i}] must be a dictionary, got {type(entry).__name__}")
+        entries = {key: _checked_value(f"metadata[{i}][{key!r:.100}]", value) for key, value in (entry or {}).items()}
+        checked.append(entries)
+        names.update(entries)
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"metadata: the key {name!r:.100} is no string")
         if not name or name.startswith("#") or not name.isprintable():
             raise ValueError(f"metadata: {name!r:.100} cannot be a key: it must be printable, and not begin with '#'")
-    return found if names else None
+    return checked if names else None
 
 
 def _checked_value(name: str, value: object) -> str | int | float | None:
@@ -83,7 +83,7 @@ def _checked_value(name: str, value: object) -> str | int | float | None:
 
 
 def checked_where(where: object) -> tuple[str, tuple | dict]:
-    """The expression of a filter and its parameters, in order or by their names."""
+    """Return the expression of a filter and its parameters, positional or named."""
     expression, parameters = where if isinstance(where, tuple) and len(where) == 2 else (where, ())
     named = isinstance(parameters, Mapping) and all(isinstance(name, str) for name in parameters)
     in_order = isinstance(parameters, Sequence) and not isinstance(parameters, str)
@@ -100,7 +100,7 @@ def checked_where(where: object) -> tuple[str, tuple | dict]:
 
 
 def columns_of(connection: sqlite3.Connection) -> list[str]:
-    """The keys that documents have."""
+    """The metadata keys of all documents."""
     rows = connection.execute("PRAGMA table_info(documents)")
     return [name for _, name, *_ in rows if not name.startswith("#")]
 
@@ -108,9 +108,9 @@ def columns_of(connection: sqlite3.Connection) -> list[str]:
 def insert(
     connection: sqlite3.Connection, numbers: Iterable[int], ids: Iterable[bytes], metadata: list[dict] | None
 ) -> None:
-    """Take in new documents; an IntegrityError says that an id is there.
+    """Insert new documents. Raises an IntegrityError if an id already exists.
 
-    A ValueError says that keys differ by nothing but the case of letters, or that there are too many.
+    Raises a ValueError if keys differ only by case, or there are too many.
     """
     rows = zip(numbers, ids, strict=True)
     if metadata is None:
@@ -118,7 +118,7 @@ def insert(
         return
     names = columns_of(connection)
     known = {name.lower(): name for name in names}
-    for name in sorted({key for own in metadata for key in own}):
+    for name in sorted({key for entry in metadata for key in entry}):
         if known.setdefault(name.lower(), name) != name:
             raise ValueError(
                 f"metadata: {name!r:.100} and {known[name.lower()]!r:.100} are one key, as capital letters do not count"
@@ -129,43 +129,43 @@ def insert(
                 raise ValueError(f"metadata: all documents together have more than {_MOST_COLUMNS} keys")
             connection.execute(f"ALTER TABLE documents ADD COLUMN {_quoted(name)}")
     columns = ", ".join(map(_quoted, ["#number", "#id", "#crc", *names]))
-    holes = ", ".join("?" * (len(names) + 3))
+    placeholders = ", ".join("?" * (len(names) + 3))
     connection.executemany(
-        f"INSERT INTO documents ({columns}) VALUES ({holes})",
-        ((*row, metadata_crc(own), *map(own.get, names)) for row, own in zip(rows, metadata, strict=True)),
+        f"INSERT INTO documents ({columns}) VALUES ({placeholders})",
+        ((*row, metadata_crc(entry), *map(entry.get, names)) for row, entry in zip(rows, metadata, strict=True)),
     )
 
 
-def metadata_crc(own: Mapping) -> int | None:
-    """A CRC-32 of a document's metadata; None of none."""
-    there = {key: own[key] for key in sorted(own) if own[key] is not None}
-    return zlib.crc32(repr(there).encode("utf-8", "surrogatepass")) if there else None
+def metadata_crc(metadata: Mapping) -> int | None:
+    """CRC-32 of a document's metadata; None if it has none."""
+    present = {key: metadata[key] for key in sorted(metadata) if metadata[key] is not None}
+    return zlib.crc32(repr(present).encode("utf-8", "surrogatepass")) if present else None
 
 
 def matching(connection: sqlite3.Connection, expression: str, parameters: tuple | dict) -> np.ndarray:
-    """The numbers of the documents whose metadata fulfil an expression, ascending.
+    """Return the ascending numbers of the documents whose metadata satisfy an expression.
 
-    The connection is of no use for anything else afterwards: it reads metadata, and nothing else. What is no expression
-    over metadata, or takes too long, is a ValueError.
+    The connection must not be used for anything else afterwards: it can only read metadata. Raises a ValueError if this
+    is not an expression over metadata, or takes too long.
     """
-    # A snapshot: where tables change meanwhile, SQLite prepares a statement again, and asks again what it may.
+    # Read a snapshot: if tables change meanwhile, SQLite prepares the statement again and calls the authorizer again.
     connection.execute("BEGIN")
     names = columns_of(connection)
     selects = 0
 
     def allow(action: int, first: str | None, second: str | None, *rest: object) -> int:
         nonlocal selects
-        # There is one, around the expression.
+        # Only one SELECT is allowed: the one around the expression.
         selects += action == sqlite3.SQLITE_SELECT
         allowed = (
             (action == sqlite3.SQLITE_SELECT and selects == 1)
-            # No column is "" to SQLite, as where the expression is a constant.
+            # SQLite passes "" for no column, as when the expression is a constant.
             or (action == sqlite3.SQLITE_READ and first == "documents" and second in ("", "#number", *names))
             or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS)
         )
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
-    # A name in quotes that is none is a string to SQLite.
+    # SQLite takes an unknown name in double quotes for a string, so refuse it here.
     for name in re.findall(r'"((?:[^"]|"")*)"', re.sub(r"'(?:[^']|'')*'", "", expression)):
         if name.replace('""', '"').lower() not in map(str.lower, names):
             raise ValueError(f"where: no document has the key {name!r:.100}; {_known(names)}")
@@ -175,7 +175,7 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_STRING)
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS_BETWEEN_LOOKS)
     try:
-        # On lines of its own, where a comment ends.
+        # On a line of its own, so that a comment in it ends there.
         rows = connection.execute(f'SELECT "#number" FROM documents WHERE (\n{expression}\n)', parameters)
         return np.fromiter((number for (number,) in rows), dtype=np.int64)
     except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning, ValueError) as error:
@@ -183,7 +183,7 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
         if "interrupted" in reason:
             reason = f"it takes longer than {FILTER_SECONDS:g} s"
         elif reason == "not authorized":
-            # As which of its errors SQLite refuses something, hangs on its version.
+            # Which error SQLite raises for a denied action depends on its version.
             reason = _NOTHING_ELSE
         raise ValueError(f"where: {expression!r:.200} is no filter: {reason}; {_known(names)}") from None
     except sqlite3.DataError:

@@ -1,4 +1,4 @@
-"""Searches of one query on a GPU, as CUDA graphs: to launch each of its kernels, the host takes longer than they do."""
+"""CUDA graphs of single-query searches on a GPU: launching the kernels one by one takes longer than running them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 __all__ = ["Graphs"]
 
-# Graphs that are kept, some hundred kilobytes each, and calls that are computed as ever before one is captured: their
-# kernels are compiled and recorded then.
+# Maximum number of graphs, some hundred kilobytes each, and number of eager calls before one is captured: these compile
+# and record the kernels.
 _MOST, _BEFORE = 64, 3
 
 
 class _Graph:
-    """What `best` computes of a query like this one, int32 of this shape, on the host.
+    """A captured call of `best` for queries like `query`; its result on the host is int32 of this shape.
 
-    Copies from and to the host are part of it: to begin one, the host takes longer than the copy of so few bytes.
+    Copies from and to the host are captured too: launching one takes longer than copying so few bytes.
     """
 
     def __init__(
@@ -27,30 +27,30 @@ class _Graph:
     ) -> None:
         self._device, on_host = device, query.device.type == "cpu"
         self._query = torch.empty_like(query, device=None if on_host else device, pin_memory=on_host)
-        self._found = torch.empty(*shape, dtype=torch.int32, pin_memory=True)
-        # What it computes with lives as long as the graph.
+        self._hits = torch.empty(*shape, dtype=torch.int32, pin_memory=True)
+        # Keep what `best` refers to alive as long as the graph.
         self._best, self._graph = best, torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            # Other threads may do what they like meanwhile.
+            # Other threads may call CUDA freely during the capture.
             self._graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
-                self._found.copy_(best(self._query.to(device, non_blocking=True)), non_blocking=True)
+                self._hits.copy_(best(self._query.to(device, non_blocking=True)), non_blocking=True)
             finally:
                 self._graph.capture_end()
-        self._there = torch.cuda.Event()
+        self._done = torch.cuda.Event()
 
     def __call__(self, query: Tensor) -> Tensor:
         self._query.copy_(query, non_blocking=True)
         self._graph.replay()
-        self._there.record(torch.cuda.current_stream(self._device))
-        self._there.synchronize()
-        return self._found.clone()
+        self._done.record(torch.cuda.current_stream(self._device))
+        self._done.synchronize()
+        return self._hits.clone()
 
 
 class Graphs:
-    """Graphs of a device, by what their kernels and arguments follow from; one at a time is replayed."""
+    """The graphs of a device, keyed by all that determines their kernels and arguments; replayed one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
@@ -58,26 +58,26 @@ class Graphs:
         self._known: dict[Hashable, int | _Graph] = {}
 
     def forget(self) -> None:
-        """Let go of all of them, and of what they compute with."""
+        """Release all graphs, and the tensors that they refer to."""
         with self._lock:
             self._known, self._pool = {}, None
 
     def __call__(
         self, key: Hashable, query: Tensor, best: Callable[[Tensor], Tensor], shape: Sequence[int]
     ) -> Tensor | None:
-        """What `best` computes on the device of a query [L, d], int32 of this shape, on the host.
+        """Return the result of `best` for a query [L, d], int32 of this shape on the host.
 
-        None for the first calls of a key.
+        None for the first calls with a key.
         """
         key = key, query.shape, query.dtype, query.device.type
         with self._lock:
-            known = self._known.get(key, 0)
-            if isinstance(known, _Graph):
-                return known(query)
-            if known < _BEFORE:
+            entry = self._known.get(key, 0)
+            if isinstance(entry, _Graph):
+                return entry(query)
+            if entry < _BEFORE:
                 if len(self._known) == _MOST:
                     self._known, self._pool = {}, None
-                self._known[key] = known + 1
+                self._known[key] = entry + 1
                 return None
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = self._known[key] = _Graph(query, best, shape, self._device, self._pool)

@@ -1,4 +1,4 @@
-"""Ids by the hundred thousand, as bytes in arrays: which of a store's documents have them, without Python objects."""
+"""Large sets of ids as byte arrays, without Python objects, and a table that looks up their documents."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .transfer import on_device
 
 __all__ = ["IdTable", "Ids", "Texts", "encoded_id"]
 
-# Bytes that are looked at together, for which some 40 times as many are needed, and how often keys are chosen, as long
-# as two ids have the same: of 10 million, once in a thousand times.
+# Bytes of ids that are processed at a time, which take about 40 times as much memory, and how often hash weights are
+# drawn while two ids share a key: with 10 million ids, they do once in a thousand times.
 _BYTES, _TRIES = 1 << 22, 4
 
 
 def encoded_id(id_: str) -> bytes:
-    """An id as it is kept: any string, also one that holds half of a surrogate pair."""
+    """Encode an id for storage: any string, including one with a lone surrogate."""
     return id_.encode("utf-8", "surrogatepass")
 
 
@@ -31,7 +31,7 @@ def _decoded(text: bytes) -> str:
 
 
 class Ids(NamedTuple):
-    """Ids in UTF-8: the text of all [bytes] (uint8) and a 0, and where each begins and ends in it [N]."""
+    """UTF-8 ids: their concatenated text [bytes] (uint8) with a final 0, and where each begins and ends in it [N]."""
 
     text: np.ndarray
     begins: np.ndarray
@@ -39,7 +39,7 @@ class Ids(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes, ends: np.ndarray) -> Ids:
-        """Ids that follow one another, of which each ends there."""
+        """Ids that are adjacent in `text` and end at `ends`."""
         return cls._between(text, np.concatenate([[0], ends]))
 
     @classmethod
@@ -48,13 +48,13 @@ class Ids(NamedTuple):
 
     @classmethod
     def encoded(cls, ids: Iterable[str]) -> Ids:
-        """Those of strings."""
+        """Encode strings."""
         encoded = [encoded_id(id_) for id_ in ids]
         return cls._between(b"".join(encoded), np.array([0, *accumulate(map(len, encoded))]))
 
     @classmethod
     def joined(cls, several: Sequence[Ids]) -> Ids:
-        """All of those that `of` has made."""
+        """Concatenate ids that `of` has created."""
         if len(several) == 1:
             return several[0]
         begins = np.cumsum([0, *(len(ids.text) - 1 for ids in several)])
@@ -63,15 +63,15 @@ class Ids(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """Their text alone."""
+        """The text without the final 0."""
         return self.text[:-1].tobytes()
 
     def some(self, which: np.ndarray | slice) -> Ids:
-        """Some of them."""
+        """A subset of the ids."""
         return Ids(self.text, self.begins[which], self.ends[which])
 
     def to_list(self) -> list[str]:
-        """As strings."""
+        """Decode to strings."""
         if not len(self.begins):
             return []
         lengths = self.ends - self.begins + 1
@@ -85,7 +85,7 @@ class Ids(NamedTuple):
 
 
 def _padded(text: bytes) -> np.ndarray:
-    """The bytes and a 0."""
+    """The bytes as an array, with a final 0."""
     padded = np.empty(len(text) + 1, np.uint8)
     padded[:-1] = np.frombuffer(text, np.uint8)
     padded[-1] = 0
@@ -93,51 +93,51 @@ def _padded(text: bytes) -> np.ndarray:
 
 
 class IdTable:
-    """Which of `ids`, of those at some places, which are distinct, others are: looked up on a device.
+    """A lookup table on a device for those of `ids` that are at `positions`, which must be distinct.
 
-    There it keeps the text of all, and for each where that lies, its key, in order, and its place: 28 bytes. To look up
-    as many as are looked at together, the host need not wait for a GPU. Ids that are not distinct are a ValueError,
-    which begins with what their index is.
+    The device holds the text of all ids and, for each, where it lies, its key (sorted) and its position: 28 bytes. A
+    lookup of up to `_BYTES` bytes does not synchronize with a GPU. Ids that are not distinct raise a ValueError, whose
+    message continues a sentence about the index.
     """
 
-    def __init__(self, ids: Ids, places: np.ndarray, device: torch.device) -> None:
+    def __init__(self, ids: Ids, positions: np.ndarray, device: torch.device) -> None:
         self._texts = Texts.of(ids, device)
-        chosen, longest = on_device(places, device), int((ids.ends - ids.begins).max(initial=0))
+        selected, longest = on_device(positions, device), int((ids.ends - ids.begins).max(initial=0))
         for _ in range(_TRIES):
             self._weights = on_device(_weights(1 + longest), device)
-            keys = torch.cat([chosen[:0], *(some.keys(self._weights) for some in self._texts.parts())])
-            self._keys, order = keys[chosen].sort()
+            keys = torch.cat([selected[:0], *(chunk.keys(self._weights) for chunk in self._texts.parts())])
+            self._keys, order = keys[selected].sort()
             if not (self._keys[1:] == self._keys[:-1]).any():
                 break
         else:
             raise ValueError("is damaged: two of its documents have the same id")
-        self._places = chosen[order].int()
+        self._positions = selected[order].int()
 
     def find(self, texts: Texts) -> Tensor:
-        """At which place each is, -1 if at none. Shape: [N], int32."""
+        """Return the position of each id, -1 if it is unknown. Shape: [N], int32."""
         if not len(self._keys):
             return torch.full_like(texts.begins, -1, dtype=torch.int32)
-        return torch.cat([self._places[:0], *map(self._find, texts.parts())])
+        return torch.cat([self._positions[:0], *map(self._find, texts.parts())])
 
     def _find(self, texts: Texts) -> Tensor:
         known, keys = self._texts, texts.keys(self._weights)
         rows = torch.searchsorted(self._keys, keys).clamp_(max=len(self._keys) - 1)
-        places = self._places[rows]
-        alike = (self._keys[rows] == keys) & (known.lengths[places] == texts.lengths)
-        # Another text may have the same key.
-        shifts = texts.of_bytes(known.begins[places] - texts.begins)
-        others = (torch.arange(len(shifts), device=shifts.device) + shifts).clamp_(max=len(known.text) - 1)
-        differing = texts.sums(texts.text != known.text.index_select(0, others))
-        return places.masked_fill(~alike | (differing != 0), -1)
+        positions = self._positions[rows]
+        same_key = (self._keys[rows] == keys) & (known.lengths[positions] == texts.lengths)
+        # Compare the bytes: another text may have the same key.
+        shifts = texts.of_bytes(known.begins[positions] - texts.begins)
+        known_bytes = (torch.arange(len(shifts), device=shifts.device) + shifts).clamp_(max=len(known.text) - 1)
+        mismatches = texts.sums(texts.text != known.text.index_select(0, known_bytes))
+        return positions.masked_fill(~same_key | (mismatches != 0), -1)
 
 
 def _weights(count: int) -> np.ndarray:
-    """Random ones, int64: nobody can choose ids that have one key."""
+    """Random int64 weights, so that nobody can choose ids with colliding keys."""
     return np.frombuffer(bytearray(secrets.token_bytes(8 * count)), np.int64)
 
 
 class Texts(NamedTuple):
-    """Ids on a device, one after the other: their text, where each begins in it, and its bytes [N]."""
+    """Concatenated ids on a device: their text, where each begins in it, and how many bytes it has [N]."""
 
     text: Tensor
     begins: Tensor
@@ -145,34 +145,34 @@ class Texts(NamedTuple):
 
     @classmethod
     def of(cls, ids: Ids, device: torch.device) -> Texts:
-        """Those of ids on the host."""
+        """Copy ids from the host."""
         return cls(*(on_device(values, device) for values in (ids.text, ids.begins, ids.ends - ids.begins)))
 
     @classmethod
     def of_lists(cls, lists: Sequence[Sequence[str]], device: torch.device, first: int = 0) -> Texts:
-        """Those of all lists, one list after the other.
+        """Encode the ids of all lists, one list after the other.
 
-        One that is no string is a TypeError, which names the list by its number, that of the first being `first`.
+        An id that is not a string raises a TypeError that names its list by number, counted from `first`.
         """
         try:
-            # One call for a list, as a look at each of very many ids would take longer than their search.
+            # One join per list: checking each of very many ids would take longer than searching among them.
             joined = encoded_id("\0".join(["\0".join(ids) for ids in lists if len(ids)]))
         except TypeError:
-            every = ((i, j, id_) for i, ids in enumerate(lists) for j, id_ in enumerate(ids))
-            i, j, id_ = next(one for one in every if not isinstance(one[2], str))
+            entries = ((i, j, id_) for i, ids in enumerate(lists) for j, id_ in enumerate(ids))
+            i, j, id_ = next(entry for entry in entries if not isinstance(entry[2], str))
             kind = type(id_).__name__
             raise TypeError(f"subset[{first + i}][{j}] must be a string, got {id_!r:.100} of type {kind}") from None
         text = on_device(_padded(joined), device)
-        # The last of them ends the last id.
+        # The final 0 ends the last id.
         ends = (text == 0).nonzero()[:, 0]
         if len(ends) != sum(map(len, lists)):
-            # There are none, or some hold what is between them here.
+            # There are no ids, or some contain the separator.
             return cls.of(Ids.encoded(id_ for ids in lists for id_ in ids), device)
         begins = F.pad(ends[:-1] + 1, (1, 0))
         return cls(text, begins, ends - begins)
 
     def parts(self) -> list[Texts]:
-        """Some after the others, of which none has many more bytes than are looked at together, if ids are alike."""
+        """Split into consecutive chunks of about `_BYTES` bytes at most, if ids are of similar length."""
         count = len(self.begins)
         step = max(1, _BYTES * count // len(self.text))
         if 0 < count <= step:
@@ -184,21 +184,21 @@ class Texts(NamedTuple):
         ]
 
     def of_bytes(self, values: Tensor) -> Tensor:
-        """For each byte of the text the value of its id, of these [N]; between two ids, that of the first."""
+        """Expand values [N], one per id, to the bytes of the text; a byte between two ids gets that of the first."""
         spans = F.pad(self.begins, (0, 1), value=len(self.text)).diff()
         return values.repeat_interleave(spans, output_size=len(self.text))
 
-    def sums(self, of_bytes: Tensor) -> Tensor:
-        """What the bytes of each id sum up to. Shape: [N], int64."""
-        sums = self.begins.new_zeros(len(of_bytes) + 1)
-        torch.cumsum(of_bytes, 0, out=sums[1:])
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum values, one per byte of the text, over each id. Shape: [N], int64."""
+        sums = self.begins.new_zeros(len(values) + 1)
+        torch.cumsum(values, 0, out=sums[1:])
         return sums[self.begins + self.lengths] - sums[self.begins]
 
     def keys(self, weights: Tensor) -> Tensor:
-        """A number for each, by the weight of its length and then of each byte, the last one for those behind too.
+        """A hash of each id: its length and its bytes, weighted; bytes beyond the last weight share that weight.
 
-        Two that are no longer have the same once in 2**56 times. Shape: [N], int64.
+        Two ids that are no longer than the weights collide once in 2**56 times. Shape: [N], int64.
         """
-        places = torch.arange(1, len(self.text) + 1, device=weights.device) - self.of_bytes(self.begins)
-        products = weights.index_select(0, places.clamp_(max=len(weights) - 1)) * self.text
+        weight_indices = torch.arange(1, len(self.text) + 1, device=weights.device) - self.of_bytes(self.begins)
+        products = weights.index_select(0, weight_indices.clamp_(max=len(weights) - 1)) * self.text
         return self.sums(products) + weights[0] * self.lengths

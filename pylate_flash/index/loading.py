@@ -1,4 +1,4 @@
-"""Rows read from where they lie into memory of the device that scores them, that of a GPU by several threads."""
+"""Reading rows from their parts into memory of the scoring device, with several threads for a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .parts import Part
 
 __all__ = ["STAGED_BYTES", "Loader", "Loading"]
 
-# A block of pinned memory, from which one copy goes to a GPU, and how many there are; what a thread reads at a time.
+# Bytes of a pinned block, which is one copy to a GPU, and the number of blocks; bytes that a thread reads at a time.
 STAGED_BYTES = 128 << 20
 _STAGED = 3
 _READ_BYTES = 16 << 20
@@ -26,11 +26,11 @@ _THREADS = 16
 
 
 class Loader:
-    """Fills memory of a device with rows of `documents`, while it is a context.
+    """Context manager that fills memory of a device with rows of `documents`.
 
-    To a GPU, several threads read into pinned memory, a block of it after the other, and who has read the last of a
-    block has it copied, on a stream of its own. They do little more than read: for what takes Python's lock, they wait
-    for each other. To the memory of the CPU, rows are read at once.
+    For a GPU, several threads read into blocks of pinned memory, one after the other; the thread that completes a block
+    launches its copy, on a side stream. Threads do little but read, as they would wait for each other on Python's GIL.
+    For a CPU, rows are read synchronously.
     """
 
     def __init__(self, documents: Documents, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Loader:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
-            # The first has waited longest for its copy.
+            # The first block is the one whose copy was launched first.
             self._staged = deque[_Staged]()
 
     def __enter__(self) -> Loader:
@@ -48,47 +48,47 @@ class Loader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-            # What was read into is not given back before it is written.
+            # The memory must not be freed or reused before the copies into it have finished.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def start(self, runs: Iterable[tuple[int, int]], out: Held, tell: Callable[[int], Any] | None = None) -> Loading:
-        """Begin to fill `out` [T, width] with the rows of runs, after what the current stream has been given by now.
+        """Begin to fill `out` [T, width] with the rows of runs, after the work queued on the current stream so far.
 
-        It waits for pinned memory, and raises what reading raises. `tell` is told of bytes that have been read.
+        It blocks until pinned memory is free, and raises what reading raises. `tell` is called with the bytes read.
         """
-        loading, row = Loading(), max(1, out.shape[1] * out.element_size())
+        loading, row_bytes = Loading(), max(1, out.shape[1] * out.element_size())
         if self._pool is None or all(part.memory is not None for part in self._documents.parts):
-            for slices, some in _batches(self._documents.slices(runs), out, max(1, _READ_BYTES // row)):
-                read(slices, some)
+            for slices, target in _batches(self._documents.slices(runs), out, max(1, _READ_BYTES // row_bytes)):
+                read(slices, target)
                 if tell is not None:
-                    tell(some.nbytes)
+                    tell(target.nbytes)
             return loading
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         loading.ready = lambda: current.wait_stream(self._stream)
-        for slices, some in _batches(self._documents.slices(runs), out, max(1, STAGED_BYTES // row)):
+        for slices, target in _batches(self._documents.slices(runs), out, max(1, STAGED_BYTES // row_bytes)):
             staged = _Staged(out) if len(self._staged) < _STAGED else self._staged.popleft()
             self._staged.append(staged)
-            loading.futures += staged.fill(self._pool, self._stream, slices, some, tell)
+            loading.futures += staged.fill(self._pool, self._stream, slices, target, tell)
         return loading
 
 
 class Loading:
-    """What a loader has begun."""
+    """A load that is in flight."""
 
     def __init__(self) -> None:
         self.futures: list[Future] = []
         self.ready: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
-        """Wait until all is read, and let the current stream wait for the copies. It raises what reading has raised."""
+        """Wait until all is read, and make the current stream wait for the copies. Raises what reading raised."""
         for future in self.futures:
             future.result()
         self.ready()
 
 
 class _Staged:
-    """Pinned memory for a block of rows like those of `out`."""
+    """A block of pinned memory for rows like those of `out`."""
 
     def __init__(self, out: Held) -> None:
         rows = min(len(out), max(1, STAGED_BYTES // max(1, out.shape[1] * out.element_size())))
@@ -104,7 +104,7 @@ class _Staged:
         out: Held,
         tell: Callable[[int], Any] | None,
     ) -> list[Future]:
-        """Have rows read, and copied to `out` when all are there."""
+        """Submit the reads of rows, and a copy to `out` after the last of them."""
         for future in self._futures:
             future.result()
         self._copied.synchronize()
@@ -114,10 +114,10 @@ class _Staged:
         shares = list(_batches(slices, memory, max(1, _READ_BYTES // (memory.nbytes // len(memory)))))
         unread = iter(range(len(shares) - 1, -1, -1))
 
-        def bring(slices: list[tuple[Part, int, int]], some: Held) -> None:
-            read(slices, some)
+        def bring(slices: list[tuple[Part, int, int]], target: Held) -> None:
+            read(slices, target)
             if tell is not None:
-                tell(some.nbytes)
+                tell(target.nbytes)
             if not next(unread):
                 with torch.cuda.stream(stream):
                     out.copy_(memory, non_blocking=True)
@@ -130,9 +130,9 @@ class _Staged:
 def _batches(
     slices: Iterable[tuple[Part, int, int]], out: Held, rows: int
 ) -> Iterator[tuple[list[tuple[Part, int, int]], Held]]:
-    """Slices of at most so many rows together, and the rows of `out` that they fill.
+    """Yield batches of slices of at most `rows` rows in total, and the rows of `out` that they fill.
 
-    If possible they are cut where blocks of checksums begin, so that none of these is read twice.
+    If possible, batches end at boundaries of checksum blocks, so that no block is read twice.
     """
     batch: list[tuple[Part, int, int]] = []
     begin = end = 0
@@ -140,8 +140,8 @@ def _batches(
         while first < last:
             stop = min(last, first + rows - (end - begin))
             if stop < last:
-                place = block_begin(part.offset + stop * part.layout.nbytes) - part.offset
-                stop = place // part.layout.nbytes if place // part.layout.nbytes > first else stop
+                boundary = block_begin(part.offset + stop * part.layout.nbytes) - part.offset
+                stop = boundary // part.layout.nbytes if boundary // part.layout.nbytes > first else stop
             batch.append((part, first, stop))
             end += stop - first
             if stop < last or end - begin == rows:

@@ -1,7 +1,7 @@
-"""Parts: documents that were added together, put end to end in the order in which they were added.
+"""Parts: documents that were added together, concatenated in the order in which they were added.
 
-A part is a row of the catalog. It holds what is known of its documents in arrays, not in Python objects; their rows
-lie in a stretch of a segment, or in memory, of an index that keeps nothing on the disk.
+A part is a row of the catalog. It describes its documents in arrays, not in Python objects; their rows lie in a
+contiguous range of a segment or, if the index stores nothing on the disk, in memory.
 """
 
 from __future__ import annotations
@@ -28,68 +28,68 @@ from .layout import Layout, is_finite
 __all__ = ["COLUMNS", "SEGMENT_NAME", "Part", "Segment", "bytes_of"]
 
 SEGMENT_NAME = "segment-*.rows"
-# The columns of a part in the catalog, and the last: a CRC-32 over the others.
+# The columns of a part in the catalog; the last is a CRC-32 over the others.
 COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids", "sums", "crc")
-# Rows are read and checked so many bytes at a time, so that they are checked while a cache holds them; not
-# fewer, as several threads that do so would wait for each other.
+# Bytes of rows that are read and checked at a time: few enough that they are checked while in cache, and not fewer, as
+# several reading threads would wait for each other.
 _CHECKED_AT_A_TIME = 2 << 20
 _VERIFIED_AT_A_TIME = 16 << 20
 _SECTOR_BYTES = 512
-# With which the column of checksums begins.
+# Prefix of the column of checksums.
 _SUMS = b"XXH3-64\0"
 
 
 class Segment:
-    """An open file of rows, to which is only appended; closed with this object.
+    """An open, append-only file of rows; closed with this object.
 
-    It can be read as long as this object exists, also when a later write has deleted it from its folder. `tail` are the
-    checksums of what was appended last, if this process did so.
+    It can be read as long as this object exists, even after a later write has deleted it from its folder. `tail` holds
+    the checksums of what was appended last, if this process appended it.
     """
 
     def __init__(self, path: Path, written: int | None = None) -> None:
         self.path, self.tail = path, Sums()
-        self._written = written if written is None else self._kept(written)
+        self._written = written if written is None else self._owned(written)
         try:
-            self.descriptor = self._kept(open_regular(path))
+            self.descriptor = self._owned(open_regular(path))
         except FileNotFoundError:
             raise ValueError(f"{path} is missing, though the catalog names it") from None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file, counted or not."""
+        """Bytes of the file, whether or not the catalog counts them."""
         return os.fstat(self.descriptor).st_size
 
-    def _kept(self, descriptor: int) -> int:
+    def _owned(self, descriptor: int) -> int:
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
     @property
     def written(self) -> int:
-        """A descriptor to write with, which stays open as well."""
+        """A descriptor for writing, which stays open as well."""
         if self._written is None:
-            self._written = self._kept(open_regular(self.path, os.O_RDWR))
+            self._written = self._owned(open_regular(self.path, os.O_RDWR))
         return self._written
 
 
 @dataclass(eq=False)
 class Part:
-    """Documents of a part, whether they count as removed or not; a new one for every change."""
+    """The documents of a part, including those that are marked as removed; every change creates a new one."""
 
     layout: Layout
-    # Of the documents, ascending, and their tokens. Shape: [N], int64.
+    # Ascending numbers of the documents, and their token counts. Shape: [N], int64.
     numbers: np.ndarray
     lengths: np.ndarray
     ids: Ids
-    # Places in the part of documents that count as removed, ascending. Shape: [*], int64.
+    # Ascending positions in the part of documents that are marked as removed. Shape: [*], int64.
     removed: np.ndarray
-    # Checksums of the blocks of the segment that hold the rows, and where these are, a multiple of their bytes from the
-    # beginning.
+    # Checksums of the blocks of the segment that hold the rows, and the offset of the rows, a multiple of their size in
+    # bytes.
     sums: np.ndarray
     segment: Segment | None = None
     offset: int = 0
-    # The rows, if they are in no segment, on whatever device. Shape: [T, width].
+    # The rows, if they are in memory instead of a segment, on any device. Shape: [T, width].
     memory: Held | None = None
-    # And those beside them, on the CPU.
+    # Their 16-bit rows (`Layout.beside`), on the CPU.
     memory_beside: Held | None = None
 
     def __post_init__(self) -> None:
@@ -100,12 +100,12 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Where the rows end in the segment."""
+        """Offset in the segment at which the rows end."""
         return self.offset + self.nbytes
 
     @property
     def beside(self) -> Part | None:
-        """The same documents in the rows that are kept beside these, behind them; what was checked is of both."""
+        """The same documents as 16-bit rows, stored after these rows; both share the record of verified blocks."""
         if self.layout.beside is None:
             return None
         offset = self.offset + self.rows * self.layout.nbytes
@@ -114,12 +114,12 @@ class Part:
         return part
 
     @classmethod
-    def of(cls, layout: Layout, numbers: np.ndarray, ids: Sequence[str], lengths: np.ndarray, **place: Any) -> Part:
-        """A part of which no document counts as removed; `place` is where its rows are, and their `sums`."""
-        return cls(layout, numbers, lengths, Ids.encoded(ids), np.zeros(0, np.int64), **place)
+    def of(cls, layout: Layout, numbers: np.ndarray, ids: Sequence[str], lengths: np.ndarray, **location: Any) -> Part:
+        """A part without removed documents; `location` holds the fields that locate its rows, and their `sums`."""
+        return cls(layout, numbers, lengths, Ids.encoded(ids), np.zeros(0, np.int64), **location)
 
     def to_row(self) -> tuple:
-        """As the catalog keeps it, in the order of COLUMNS."""
+        """The row of the catalog, in the order of COLUMNS."""
         first = int(self.numbers[0])
         gaps = int(self.numbers[-1]) - first >= self.documents
         row = (
@@ -137,12 +137,12 @@ class Part:
 
     @property
     def removed_bytes(self) -> bytes:
-        """`removed` as the catalog keeps it."""
+        """`removed` as stored in the catalog."""
         return self.removed.astype("<i4").tobytes()
 
     @classmethod
     def from_row(cls, row: Sequence, removed: bytes, layout: Layout, segments: dict[str, Segment]) -> Part:
-        """What `to_row` and `removed_bytes` gave; `segments` are by their names. A damaged one is a ValueError."""
+        """Invert `to_row` and `removed_bytes`; `segments` are by name. Raises a ValueError if the row is damaged."""
         first, segment, offset, numbers, lengths, id_ends, ids, sums, crc = row
         try:
             if _crc(row[:-1]) != crc:
@@ -171,14 +171,14 @@ class Part:
         part.crc = crc
         return part
 
-    def without(self, places: np.ndarray) -> Part:
-        """The same part, of which the documents at some more places count as removed; they share what was checked."""
-        part = replace(self, removed=np.union1d(self.removed, places).astype(np.int64))
+    def without(self, positions: np.ndarray) -> Part:
+        """The same part with more documents marked as removed; both share the record of verified blocks."""
+        part = replace(self, removed=np.union1d(self.removed, positions).astype(np.int64))
         part._checked, part.crc = self._checked, self.crc
         return part
 
     def follows(self, other: Part) -> bool:
-        """Whether its rows do, in the same segment, and no document of both is removed."""
+        """Whether its rows directly follow those of `other` in a segment, and neither part has removed documents."""
         return (
             self.segment is not None
             and self.layout.beside is None
@@ -188,15 +188,15 @@ class Part:
 
     @classmethod
     def merged(cls, parts: Sequence[Part]) -> Part:
-        """One part in the place of some, of which each follows the one before it. Their rows stay where they are."""
+        """Merge parts of which each follows the one before it. Their rows stay where they are."""
         first = parts[0]
         lengths, numbers = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "numbers"))
         ids = Ids.joined([part.ids for part in parts])
-        # Of a block that two share, the later one has the checksum of what both have there.
-        solid = [part for part in parts if part.nbytes]
-        blocks = [block_of(part.offset) for part in solid]
-        sums = [part.sums[: after - block] for part, (block, after) in zip(solid, pairwise(blocks), strict=False)]
-        sums += [part.sums for part in solid[-1:]]
+        # If two parts share a block, the later one has the checksum of the content of both.
+        nonempty = [part for part in parts if part.nbytes]
+        blocks = [block_of(part.offset) for part in nonempty]
+        sums = [part.sums[: stop - block] for part, (block, stop) in zip(nonempty, pairwise(blocks), strict=False)]
+        sums += [part.sums for part in nonempty[-1:]]
         return cls(
             first.layout, numbers, lengths, ids, first.removed, np.concatenate([first.sums[:0], *sums]),
             first.segment, first.offset,
@@ -204,7 +204,7 @@ class Part:
 
     @property
     def live(self) -> np.ndarray:
-        """Which documents do not count as removed. Shape: [N], bool."""
+        """Mask of documents that are not removed. Shape: [N], bool."""
         mask = np.ones(self.documents, dtype=bool)
         mask[self.removed] = False
         return mask
@@ -212,8 +212,8 @@ class Part:
     def read_into(self, out: Held, start: int) -> None:
         """Fill `out` [n, width] with the rows of the tokens from `start` on.
 
-        If the segment has become too short, or has other rows than were written, which is noticed when they are first
-        read, it raises a ValueError, and an OSError if the disk fails. Both name the file.
+        Raises a ValueError if the segment is too short or a checksum, verified on first read, does not match, and an
+        OSError if the disk fails. Both name the file.
         """
         if self.memory is not None:
             copy_rows(out, self.memory[start : start + len(out)])
@@ -226,20 +226,20 @@ class Part:
         assert self.segment is not None
         begin = self.offset + start * self.layout.nbytes
         end = begin + len(out) * self.layout.nbytes
-        view, place = memoryview(b"") if begin == end else bytes_of(out), begin
+        view, offset = memoryview(b"") if begin == end else bytes_of(out), begin
         checked = self._checked.are_right(begin, end)
         with self._named():
-            while place < end:
-                stop = end if checked else min(end, (place // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
-                some = read_exactly(self.segment.descriptor, view[place - begin : stop - begin], place)
+            while offset < end:
+                stop = end if checked else min(end, (offset // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
+                chunk = read_exactly(self.segment.descriptor, view[offset - begin : stop - begin], offset)
                 if not checked:
-                    self._checked.check(some, place, self._bytes)
-                place = stop
+                    self._checked.check(chunk, offset, self._bytes)
+                offset = stop
 
     def check(self, view: memoryview, begin: int) -> None:
-        """Check what bytes of the segment from `begin` on, which reach to the part's end at least, hold of it.
+        """Verify this part's share of `view`, bytes of the segment from `begin` on, up to the part's end at least.
 
-        It raises what `read_into` does.
+        Raises what `read_into` does.
         """
         first = max(begin, block_begin(self.offset))
         if first < self.end and self.nbytes:
@@ -248,7 +248,7 @@ class Part:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Have errors name the segment."""
+        """Make errors name the segment."""
         assert self.segment is not None
         try:
             yield
@@ -267,7 +267,7 @@ class Part:
                 )
 
     def is_lost(self) -> bool:
-        """Whether rows have not come to the disk, as after a power failure: they are missing, or a sector is zeros."""
+        """Whether rows did not reach the disk, as after a power failure: they are missing, or a sector is all zeros."""
         assert self.segment is not None
         begin = block_begin(self.offset)
         if self.segment.nbytes < self.end:
@@ -278,7 +278,7 @@ class Part:
             return False
         except ValueError:
             first = (self.offset - begin) // _SECTOR_BYTES * _SECTOR_BYTES
-            sectors = (content[place : place + _SECTOR_BYTES] for place in range(first, len(content), _SECTOR_BYTES))
+            sectors = (content[start : start + _SECTOR_BYTES] for start in range(first, len(content), _SECTOR_BYTES))
             return any(bytes(len(sector)) == sector for sector in sectors)
 
     def _bytes(self, begin: int, end: int) -> memoryview:
@@ -286,9 +286,9 @@ class Part:
         return read_exactly(self.segment.descriptor, bytearray(end - begin), begin)
 
     def verify(self, path: Path) -> None:
-        """Read all rows anew, those of removed documents too; `path` is the catalog's.
+        """Read and verify all rows again, including those of removed documents; `path` is the catalog's.
 
-        If they are others than were written, or one is NaN or infinite, it raises a ValueError that names the file.
+        Raises a ValueError that names the file if a checksum does not match, or a row is NaN or infinite.
         """
         self._checked = CheckedBlocks(self.sums, self.offset, self.end)
         for part in filter(None, (self, self.beside)):
@@ -309,11 +309,11 @@ class Part:
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, and of another one a copy."""
+    """The bytes of a CPU tensor; without a copy if it is contiguous."""
     return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _crc(columns: Iterable) -> int:
-    """The CRC-32 of columns of a row."""
+    """CRC-32 over the columns of a row."""
     pieces = [column if isinstance(column, bytes) else repr(column).encode() for column in columns]
     return zlib.crc32(b"".join(pieces), zlib.crc32(repr([len(piece) for piece in pieces]).encode()))

@@ -1,4 +1,4 @@
-"""A search by several processes: each scores segments of its own, and all have the same lists."""
+"""Search by several processes: each scores its own segments, and all get the same results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Hits", "RankError", "Ranks"]
 
 T = TypeVar("T")
 
-# Pickled values begin with their length, in so many bytes. What fits into the eager ones, such as the hits of a few
-# queries, takes one collective, where torch's for objects take two: 1.2 ms in place of 0.5 for the hits of one query,
+# Pickled values are prefixed with their length, of _LENGTH_BYTES. Those that fit in _EAGER_BYTES, such as the hits of a
+# few queries, take one collective, where torch's for objects take two: 1.2 ms instead of 0.5 for the hits of one query,
 # between two processes of two cores.
 _LENGTH_BYTES = 8
 _EAGER_BYTES = 1 << 15
 
 
 class Hits(NamedTuple):
-    """Scores and slots [Nq, k] of what was found for some queries, best first, of which each has so many [Nq]."""
+    """Hits of some queries: scores and slots [Nq, k], best first, and the number of hits of each query [Nq]."""
 
     scores: np.ndarray
     slots: np.ndarray
@@ -38,68 +38,68 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """The processes of a group: this one is the `rank`-th of `size`. What they do together, all of them must call."""
+    """The processes of a group: this one is `rank` of `size`. All of them must call each collective method."""
 
     def __init__(self, group: Any) -> None:
         self._group = _of_hosts(group)
-        # The error of the first rank that all of them have.
+        # The error of the first rank, which was raised on all ranks.
         self.heard: Exception | None = None
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def share(self, parts: Sequence[Part]) -> tuple[int, int]:
-        """From which part to which are those of this rank: neighbouring segments, as many rows as of others."""
+        """Return the first and the end part of this rank: adjacent segments, with about as many rows on each rank."""
         firsts, rows, total = [0], [], 0
-        for _, some in groupby(parts, lambda part: part.segment or part):
-            group = list(some)
+        for _, run in groupby(parts, lambda part: part.segment or part):
+            group = list(run)
             firsts.append(firsts[-1] + len(group))
             rows.append(sum(part.rows for part in group))
             total += rows[-1]
-        # Of the rank in whose share its middle lies.
+        # A segment belongs to the rank whose share contains its middle.
         middles = np.cumsum(rows) - np.array(rows) / 2
         owners = (middles * self.size // max(1, total)).astype(np.int64)
         low, high = np.searchsorted(owners, (self.rank, self.rank + 1))
         return firsts[low], firsts[high]
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, or the error that it raises there, on all ranks."""
-        made: list[Any] = [None, None]
+        """Return on all ranks what `make` returns on the first rank, or raise the error that it raises there."""
+        outcome: list[Any] = [None, None]
         if not self.rank:
             try:
-                made[0] = make()
+                outcome[0] = make()
             except Exception as error:
-                made[1] = error
-        (said,) = self._exchanged(made, self._from_first)
+                outcome[1] = error
+        (data,) = self._exchanged(outcome, self._from_first)
         if self.rank:
-            made = pickle.loads(said)
-        if made[1] is not None:
-            self.heard = made[1]
-            raise made[1]
-        return made[0]
+            outcome = pickle.loads(data)
+        if outcome[1] is not None:
+            self.heard = outcome[1]
+            raise outcome[1]
+        return outcome[0]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks."""
-        return [pickle.loads(said) for said in self._exchanged(value, self._from_all)]
+        """Return the values of all ranks."""
+        return [pickle.loads(data) for data in self._exchanged(value, self._from_all)]
 
     def to_first(self, make: Callable[[], T], what: str) -> list[T]:
-        """On the first rank what `make` returns on each, and on the others nothing, when all have it.
+        """Return what `make` returns on each rank, on the first rank only; an empty list on the others.
 
-        If one has failed, the others raise a RankError, which says `what` it could not do, and why.
+        If one rank fails, the others raise a RankError that states `what` it could not do, and why.
         """
         try:
-            made = make()
+            result = make()
         except Exception as error:
             self.gather(f"{type(error).__name__}: {error}")
             raise
         self._check(self.gather(None), what)
         values: list[Any] = [None] * self.size if not self.rank else []
-        self._do(dist.gather_object, made, values or None, dst=dist.get_global_rank(self._group, 0))
+        self._do(dist.gather_object, result, values or None, dst=dist.get_global_rank(self._group, 0))
         return values
 
-    def _check(self, said: Sequence[Any], what: str) -> None:
-        """Refuse if a rank has said why it failed."""
-        for rank, value in enumerate(said):
-            if isinstance(value, str):
-                raise RankError(f"rank {rank} could not {what}: {value}")
+    def _check(self, reports: Sequence[Any], what: str) -> None:
+        """Raise a RankError if a rank reports why it failed."""
+        for rank, report in enumerate(reports):
+            if isinstance(report, str):
+                raise RankError(f"rank {rank} could not {what}: {report}")
 
     def _do(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> None:
         try:
@@ -108,7 +108,7 @@ class Ranks:
             raise RankError(f"another process of the group has ended, as rank {self.rank} sees: {error}") from error
 
     def _exchanged(self, value: Any, move: Callable[[torch.Tensor], np.ndarray]) -> list[bytes]:
-        """The values, pickled, that `move` brings here: it takes bytes [n] and returns bytes [values, n]."""
+        """Exchange pickled values with the collective `move`, which takes bytes [n] and returns bytes [values, n]."""
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         own = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little") + data, np.uint8)
         moved = move(_piece(own, 0, _EAGER_BYTES))
@@ -126,81 +126,81 @@ class Ranks:
         self._do(dist.all_gather, list(pieces), piece)
         return pieces.numpy()
 
-    def merged(self, found: Iterable[Hits], n_queries: int, k: int) -> Iterator[Hits]:
-        """The best of what all ranks have found, each among its own documents, of some queries after the others.
+    def merged(self, hits: Iterable[Hits], n_queries: int, k: int) -> Iterator[Hits]:
+        """Merge the hits of all ranks, each among its own documents; yield the best for consecutive batches of queries.
 
-        Ranks may have found other numbers of queries at a time. What all have is merged while they score the next ones.
-        If one could not search, the others raise a RankError.
+        Batches may differ between ranks. Queries that all ranks have finished are merged while the next are scored.
+        If one rank fails to search, the others raise a RankError.
         """
-        own, own_queries, done = iter(found), 0, 0
+        local, local_queries, done = iter(hits), 0, 0
         waiting: list[list[Hits]] = [[] for _ in range(self.size)]
         while done < n_queries:
             try:
-                some = next(own) if own_queries < n_queries else None
+                batch = next(local) if local_queries < n_queries else None
             except Exception as error:
                 self.gather(f"{type(error).__name__}: {error}")
                 raise
-            if some is not None:
-                own_queries += len(some.scores)
-            everything: list[Any] = self.gather(some)
-            self._check(everything, "search the index")
-            for before, more in zip(waiting, everything, strict=True):
-                if more is not None:
-                    before.append(more)
-            number = min(sum(len(some.scores) for some in of_rank) for of_rank in waiting)
-            if number:
-                done += number
-                together = [_padded(of_rank) for of_rank in waiting]
-                yield _best([Hits(*(part[:number] for part in of_rank)) for of_rank in together], k)
-                waiting = [[Hits(*(part[number:] for part in of_rank))] for of_rank in together]
+            if batch is not None:
+                local_queries += len(batch.scores)
+            gathered: list[Any] = self.gather(batch)
+            self._check(gathered, "search the index")
+            for queue, arrived in zip(waiting, gathered, strict=True):
+                if arrived is not None:
+                    queue.append(arrived)
+            ready = min(sum(len(batch.scores) for batch in rank_hits) for rank_hits in waiting)
+            if ready:
+                done += ready
+                queued = [_padded(rank_hits) for rank_hits in waiting]
+                yield _best([Hits(*(array[:ready] for array in rank_hits)) for rank_hits in queued], k)
+                waiting = [[Hits(*(array[ready:] for array in rank_hits))] for rank_hits in queued]
 
 
 def _of_hosts(group: Any) -> Any:
-    """The processes of a group, as one whose collectives go over the hosts.
+    """A group of the same processes whose collectives take CPU tensors.
 
-    What ranks give each other is on the host already. Over NCCL it would be copied to a GPU and back, and a process
-    that waits there for one that has ended is aborted by a watchdog, where gloo raises an error.
+    What ranks exchange is on the host already. NCCL would copy it to a GPU and back, and its watchdog aborts a process
+    that waits for one that has ended, where gloo raises an error.
     """
     return group if "cpu:" in dist.get_backend_config(group) else _over_gloo(group)
 
 
 @cache
 def _over_gloo(group: Any) -> Any:
-    """A group of the same processes, with the same timeout."""
+    """A gloo group of the same processes, with the same timeout."""
     timeout = group._get_backend(torch.device("cuda")).options._timeout
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
 
 
-def _piece(own: np.ndarray, start: int, stop: int) -> torch.Tensor:
-    """Bytes from one place to another, with zeros after the end."""
-    piece, here = np.zeros(stop - start, np.uint8), own[start:stop]
-    piece[: len(here)] = here
+def _piece(data: np.ndarray, start: int, stop: int) -> torch.Tensor:
+    """Bytes from `start` to `stop`, padded with zeros after the end."""
+    piece, chunk = np.zeros(stop - start, np.uint8), data[start:stop]
+    piece[: len(chunk)] = chunk
     return torch.from_numpy(piece)
 
 
-def _padded(found: list[Hits]) -> Hits:
-    """What was found for some queries after the others, filled with what comes last."""
-    counts = np.concatenate([some.counts for some in found])
-    shape = len(counts), max(some.slots.shape[1] for some in found)
+def _padded(batches: list[Hits]) -> Hits:
+    """Concatenate hits of consecutive queries, padded with hits that sort last."""
+    counts = np.concatenate([batch.counts for batch in batches])
+    shape = len(counts), max(batch.slots.shape[1] for batch in batches)
     scores, slots = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int64)
     first = 0
-    for some in found:
-        of_some = slice(first, first + len(some.counts)), slice(some.slots.shape[1])
-        there = np.arange(some.slots.shape[1]) < some.counts[:, None]
-        np.copyto(scores[of_some], some.scores, where=there)
-        slots[of_some] = some.slots
-        first += len(some.counts)
+    for batch in batches:
+        window = slice(first, first + len(batch.counts)), slice(batch.slots.shape[1])
+        valid = np.arange(batch.slots.shape[1]) < batch.counts[:, None]
+        np.copyto(scores[window], batch.scores, where=valid)
+        slots[window] = batch.slots
+        first += len(batch.counts)
     return Hits(scores, slots, counts)
 
 
-def _best(everything: Sequence[Hits], k: int) -> Hits:
-    """The best of what ranks have found for the same queries.
+def _best(hits: Sequence[Hits], k: int) -> Hits:
+    """Merge the hits of all ranks for the same queries.
 
-    The slots of a rank come before those of the next one, so a stable sort leaves equal scores in their order.
+    The slots of a rank precede those of the next one, so a stable sort keeps equal scores in document order.
     """
-    all_scores, all_slots, all_counts = zip(*everything, strict=True)
+    all_scores, all_slots, all_counts = zip(*hits, strict=True)
     scores, slots = np.concatenate(all_scores, axis=1), np.concatenate(all_slots, axis=1)
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
+    scores, slots = (np.take_along_axis(array, order, axis=1) for array in (scores, slots))
     return Hits(scores, slots, np.minimum(np.sum(all_counts, axis=0), k))

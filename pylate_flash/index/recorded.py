@@ -1,4 +1,4 @@
-"""What an index remembers: embeddings, the model and the codec that made them, and the corpora that were added."""
+"""What an index records: embeddings, the model and the codec that made them, and the corpora that were added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Recorded"]
 
 
 class Recorded:
-    """The part of `indexes.Flat` that remembers."""
+    """Base of `indexes.Flat` that records the model, the codec and the corpora."""
 
     _store: PackedStore
     _search: Search
@@ -32,29 +32,29 @@ class Recorded:
 
     @property
     def index_path(self) -> Path:
-        """The folder of this index, absolute; of one in memory the word "memory"."""
+        """Absolute path of the folder of this index; the path "memory" if it is in memory."""
         return self._store.path
 
     @property
     def projection(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight [d, d_model] and bias [d] (or None) that project what is kept, on the device; or None."""
+        """Weight [d, d_model] and bias [d] (or None) that project the stored hidden states, on the device; or None."""
         return self._search.projection
 
     @property
     def model(self) -> ModelRecord | None:
-        """Which model made the embeddings; None if that was not recorded."""
+        """The model that made the embeddings; None if it was not recorded."""
         return self._store.state.model
 
     def record_model(self, model: Any, name: str | os.PathLike[str] | None = None) -> Self:
-        """Remember which model makes the embeddings, so that `check_model` can refuse another one.
+        """Record which model makes the embeddings, so that `check_model` can refuse another one.
 
         Parameters
         ----------
         model
             A ColBERT model of this package or of PyLate, or a `MultiVectorEncoder` of sentence-transformers.
         name
-            What it was loaded from: a folder or a name. A folder is also remembered as seen from the index, so that
-            both can be moved together. None: as recorded before, if anything was.
+            What it was loaded from: a folder or a name. A folder is also recorded relative to the index, so that both
+            can be moved together. None: as recorded before, if anything was.
 
         Returns
         -------
@@ -64,7 +64,7 @@ class Recorded:
         Raises
         ------
         ValueError
-            If the index holds documents and another model is recorded, or `model` has no weights to tell it by.
+            If the index holds documents and another model is recorded, or `model` has no weights to identify it by.
         RuntimeError, OSError
             As `add_documents`.
         """
@@ -86,20 +86,20 @@ class Recorded:
 
     @property
     def corpora(self) -> list[Path]:
-        """The files and folders whose texts were added, as far as that was recorded, where they are now.
+        """Current paths of the files and folders whose texts were added, as far as they were recorded.
 
-        Of one that is not there any more, the path is where it was.
+        For one that no longer exists, the path is where it was.
         """
-        found = []
+        paths = []
         for absolute, relative in self._store.state.corpora:
-            places = [Path(place) for place in places_of(absolute, relative, self.index_path)]
-            found.append(next((place for place in places if place.exists()), places[-1]))
-        return found
+            candidates = [Path(candidate) for candidate in places_of(absolute, relative, self.index_path)]
+            paths.append(next((candidate for candidate in candidates if candidate.exists()), candidates[-1]))
+        return paths
 
     def record_corpus(self, path: str | os.PathLike[str]) -> Self:
-        """Remember a file or folder whose texts are added, beside those that were, so that a search can show them.
+        """Record another file or folder whose texts are added, so that a search can show them.
 
-        It raises what `add_documents` does of an index that cannot be written to.
+        Raises what `add_documents` raises for an index that cannot be written to.
         """
         record = os.path.abspath(path), relative_to(path, self.index_path)
         recorded = self._store.state.corpora
@@ -108,7 +108,7 @@ class Recorded:
         return self
 
     def check_model(self, model: Any) -> None:
-        """Refuse a model that is not the recorded one; where none is recorded, every model will do.
+        """Refuse a model that is not the recorded one; if none is recorded, accept every model.
 
         Raises
         ------
@@ -126,11 +126,11 @@ class Recorded:
             )
 
     def train_codec(self, documents_embeddings: Embeddings) -> Self:
-        """Train the codec of an index that keeps residual codes, on a sample of the documents that will be added.
+        """Train the codec of an index that stores residual codes, on a sample of the documents that will be added.
 
-        It has 16 * sqrt(T) centroids for T tokens (2 million at most are looked at), as in PLAID, but no more than one
-        for 16 tokens, rounded down to a power of two. Without this it is trained on the first addition, which may be
-        unlike those that follow. The same embeddings give the same codec, on one machine.
+        It has 16 * sqrt(T) centroids for T tokens (of which at most 2 million are used), as in PLAID, but at most one
+        per 16 tokens, rounded down to a power of two. Without this call it is trained on the first addition, which may
+        differ from those that follow. The same embeddings give the same codec on one machine.
 
         Parameters
         ----------
@@ -145,8 +145,8 @@ class Recorded:
         Raises
         ------
         TypeError, ValueError
-            If embeddings are not as in `add_documents`, have a size that is no multiple of 8, or no token that is not
-            zero; if the index keeps something else than residual codes, or has documents already.
+            If embeddings are not as in `add_documents`, have a size that is not a multiple of 8, or are all zero; if
+            the index does not store residual codes, or has documents already.
         MissingExtraError
             If fastkmeans is not installed, which PyLate brings, and the extra `residual`.
         RuntimeError, OSError
@@ -175,13 +175,13 @@ class Recorded:
         ValueError
             If an id is not in the index.
         """
-        found, scorer = [], self._search.scorer("pylate_flash")
+        embeddings, scorer = [], self._search.scorer("pylate_flash")
         for i, ids in enumerate(documents_ids):
             positions = self._positions(f"documents_ids[{i}]", ids_of(f"documents_ids[{i}]", ids))
             device = torch.device("cpu") if self.projection is None else self.device
             read = (self._store.read(positions[j : j + 1]).to(device) for j in range(len(positions)))
-            found.append([scorer.embeddings(rows).to("cpu", torch.float32) for rows in read])
-        return found
+            embeddings.append([scorer.embeddings(rows).to("cpu", torch.float32) for rows in read])
+        return embeddings
 
     def _positions(self, name: str, ids: list[str]) -> np.ndarray:
         positions = self._store.positions_of(ids)

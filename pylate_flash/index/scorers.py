@@ -1,4 +1,4 @@
-"""What scores documents of an index: the operations of this package, or another package's scorer, to compare."""
+"""Scoring of an index's documents by this package's operations or, for comparison, another package's scorer."""
 
 from __future__ import annotations
 
@@ -31,78 +31,78 @@ from .transfer import on_device
 
 __all__ = ["EMPTY_SCORE", "Queries", "Scorer", "bounds_of_one"]
 
-# A document without tokens has nothing that could match, so it comes after every document that has.
+# The score of a document without tokens, which ranks after every document with tokens.
 EMPTY_SCORE = float(np.finfo(np.float32).min)
-# The names of this package's own.
+# Names of this package's scorer.
 OURS = "pylate_flash", "auto"
-# PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
+# Bound on the token pairs per call of PyLate's torch scorer, which materializes all their similarities.
 _TORCH_PAIRS = 1 << 24
 
 
 class Scorer(NamedTuple):
-    """How rows of a layout are scored: by a scorer of `indexes.Flat`, with a projection in the type of the rows."""
+    """How rows of a layout are scored: by a scorer of `indexes.Flat`, with a projection in the dtype of the rows."""
 
     name: str
     layout: Layout
     projection: tuple[Tensor, Tensor | None] | None
 
     def embeddings(self, rows: Held) -> Tensor:
-        """Embeddings [T, d] from rows."""
-        kept = self.layout.embeddings(rows)
-        if isinstance(kept, QuantizedEmbeddings):
-            return kept.dequantize()
-        return kept if self.projection is None else F.normalize(F.linear(kept, *self.projection), dim=-1)
+        """Convert rows to embeddings [T, d], dequantized or projected."""
+        stored = self.layout.embeddings(rows)
+        if isinstance(stored, QuantizedEmbeddings):
+            return stored.dequantize()
+        return stored if self.projection is None else F.normalize(F.linear(stored, *self.projection), dim=-1)
 
     def by_kernels(self, device: torch.device) -> bool:
-        """Whether kernels score there what is kept, as it is."""
+        """Whether kernels on `device` score the stored rows directly."""
         layout, plain = self.layout, self.name in OURS and self.projection is None
-        # Codes are bytes of several things: they are scored as what they are decompressed to.
+        # The bytes of residual codes are several fields: they are scored in the dtype that they are decompressed to.
         dtype = layout.asked if layout.nbits else layout.dtype
         return plain and choose("auto", device, dtype, layout.size) == "triton"
 
     def in_place(self, device: torch.device, owned: bool) -> bool:
-        """Whether kernels score documents among others where these lie; `owned`: of each query its own."""
+        """Whether kernels score selected documents without gathering them; `owned`: each query has its own."""
         return self.by_kernels(device) and (not self.layout.quantized or (owned and not self._copies_codes))
 
     @property
     def _copies_codes(self) -> bool:
-        """Whether the operation copies all codes first: rows that are no whole words."""
+        """Whether the operation copies all codes first, as their rows are not a multiple of 32 bits."""
         return self.layout.size * self.layout.nbits % 32 > 0
 
     def repeats(self, tokens: int) -> bool:
-        """Whether a graph may hold how kernels score one query of so many tokens.
+        """Whether scoring a query of `tokens` tokens may be captured in a CUDA graph.
 
-        Codes that are copied first, or decompressed for a long query, which padding may double, take memory that it
-        would keep.
+        Not if codes are copied first, or decompressed for a long query, whose length padding may double: a graph would
+        hold on to that memory.
         """
         layout = self.layout
         return not layout.nbits or (not self._copies_codes and 2 * tokens <= RESIDUAL_MANY_ROWS)
 
     def prepared(self, rows: Packed) -> Packed:
-        """What it takes of rows of the store."""
+        """Convert rows of the store to the documents that `__call__` takes."""
         if self.name in OURS:
             return rows
         return rows._replace(values=self.embeddings(rows.values))
 
     def __call__(self, queries: Packed, documents: Packed, candidates: Tensor | None = None) -> Tensor:
-        """Scores, as those of `maxsim_varlen`, of documents that are prepared.
+        """Score documents from `prepared`; scores are shaped as those of `maxsim_varlen`.
 
-        With `candidates` [Nq + 1], on the host, every query meets documents of its own.
+        With `candidates` [Nq + 1], boundaries on the host, every query is scored against its own documents.
         """
         if self.name not in OURS:
             return _host_scores(self.name, queries, documents, candidates)
         if self.layout.codec is not None:
             return _scores_of_codes(self.layout.codec, queries, documents, candidates)
-        kept = self.layout.embeddings(documents.values)
+        stored = self.layout.embeddings(documents.values)
         if documents.among is not None:
-            most = 0 if candidates is None else int(candidates.diff().max())
+            max_candidates = 0 if candidates is None else int(candidates.diff().max())
             return maxsim_in_place(
-                queries.values, kept, queries.cu_seqlens, documents.cu_seqlens, documents.among.starts,
-                candidates, queries.longest, documents.longest, most, documents.among.tokens, EMPTY_SCORE,
+                queries.values, stored, queries.cu_seqlens, documents.cu_seqlens, documents.among.starts,
+                candidates, queries.longest, documents.longest, max_candidates, documents.among.tokens, EMPTY_SCORE,
             )  # fmt: skip
         if self.projection is None:
             return maxsim_varlen(
-                queries.values, kept, queries.cu_seqlens, documents.cu_seqlens, candidates_cu_seqlens=candidates,
+                queries.values, stored, queries.cu_seqlens, documents.cu_seqlens, candidates_cu_seqlens=candidates,
                 max_query_length=queries.longest, max_document_length=documents.longest, empty_score=EMPTY_SCORE,
             )  # fmt: skip
         return maxsim_from_hidden(
@@ -112,21 +112,21 @@ class Scorer(NamedTuple):
         )  # fmt: skip
 
     def matched_tokens(self, queries: Packed, documents: Packed, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """What the tokens of each query have chosen in the documents candidates[i] to candidates[i + 1] (on the host).
+        """Match the tokens of query i to its documents candidates[i] to candidates[i + 1] (boundaries on the host).
 
-        Of every document, which are rows of the store, and every token of its query, the first of its tokens that is
-        most similar, and the similarity [Nd, longest]; what is beyond a query's end, or of a document without tokens,
-        means nothing.
+        For every document, given as rows of the store, and every token of its query: the index of its most similar
+        token (the first of equal ones), and the similarity, both [Nd, longest]. Entries beyond a query's end, or for a
+        document without tokens, are undefined.
         """
-        kept, values = self.layout.embeddings(documents.values), queries.values
+        stored, values = self.layout.embeddings(documents.values), queries.values
         embeddings = self.embeddings(documents.values)
-        if isinstance(kept, QuantizedEmbeddings):
-            # As they are scored.
-            values = quantize(values, query_precision(kept.values.dtype)).dequantize(values.dtype)
+        if isinstance(stored, QuantizedEmbeddings):
+            # Round the queries as scoring does.
+            values = quantize(values, query_precision(stored.values.dtype)).dequantize(values.dtype)
         counts = candidates.diff()
         if not len(embeddings) or not queries.longest:
-            nothing = torch.zeros(len(documents.cu_seqlens) - 1, queries.longest)
-            return nothing.long(), nothing
+            placeholder = torch.zeros(len(documents.cu_seqlens) - 1, queries.longest)
+            return placeholder.long(), placeholder
         options = Options(queries.longest, documents.longest, int(counts.max()))
         tensors = Tensors(values, embeddings, None, None, queries.cu_seqlens, documents.cu_seqlens, candidates)
         argmax = compute(tensors, options, True)[1]
@@ -134,14 +134,14 @@ class Scorer(NamedTuple):
         tokens = argmax.clamp_(min=0).long()
         chosen = (documents.cu_seqlens[:-1].unsqueeze(1) + tokens).clamp_(max=len(embeddings) - 1)
         owners = torch.arange(len(counts)).repeat_interleave(counts)
-        asking = queries.cu_seqlens.cpu()[owners].unsqueeze(1) + torch.arange(queries.longest)
-        asking = asking.clamp_(max=len(values) - 1).to(values.device, non_blocking=True)
-        return tokens, torch.einsum("ntd,ntd->nt", values[asking].float(), embeddings[chosen].float())
+        query_rows = queries.cu_seqlens.cpu()[owners].unsqueeze(1) + torch.arange(queries.longest)
+        query_rows = query_rows.clamp_(max=len(values) - 1).to(values.device, non_blocking=True)
+        return tokens, torch.einsum("ntd,ntd->nt", values[query_rows].float(), embeddings[chosen].float())
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries [L_i, d] of a search, at least one, wherever they are, to be scored on a device in a type."""
+    """Queries [L_i, d] of a search, at least one, on any device, to be scored on `device` in `dtype`."""
 
     sequences: list[Tensor]
     device: torch.device
@@ -154,25 +154,25 @@ class Queries:
         return replace(self, sequences=self.sequences[some])
 
     def __reduce__(self) -> tuple[Callable[..., Queries], tuple[Any, ...]]:
-        # One by one, each would bring the memory of all that it is a view of. Bytes take a fifth of a tensor's time.
+        # A pickled view would bring its whole storage. Pickling bytes takes a fifth of the time of a tensor.
         values = self.packed().values.cpu().contiguous()
         return _unpickled, (values.view(torch.uint8).numpy(), self.lengths.tolist(), self.device, self.dtype)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each. Shape: [N], int64."""
+        """Number of tokens of each query. Shape: [N], int64."""
         return np.array([sequence.shape[0] for sequence in self.sequences], np.int64)
 
     def packed(self) -> Packed:
-        """All of them, on the device: a call of which something is on the host is planned anew."""
+        """Pack all queries on the device: a call with an operand on the host would be planned anew."""
         sequences = self.sequences
         if len(sequences) == 1:
-            # Of one query, the GPU waits for every step of the host.
+            # Fast path: with one query, the GPU waits for every step of the host.
             values = on_device(sequences[0].to(self.dtype), self.device)
             return Packed(values, bounds_of_one(len(values), values.device), len(values))
         bounds = np.concatenate([[0], self.lengths.cumsum()])
         if self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
-            # At once into memory that a GPU copies from.
+            # Concatenate directly into pinned memory.
             dtype = reduce(torch.promote_types, {sequence.dtype for sequence in sequences})
             values = torch.empty(int(bounds[-1]), sequences[0].shape[1], dtype=dtype, pin_memory=True)
             torch.cat(sequences, out=values)
@@ -188,12 +188,12 @@ def _unpickled(values: np.ndarray, lengths: list[int], device: torch.device, dty
 
 @lru_cache(maxsize=256)
 def bounds_of_one(length: int, device: torch.device) -> Tensor:
-    """The boundaries of one sequence."""
+    """The cu_seqlens of one sequence."""
     return torch.tensor([0, length], dtype=torch.int32, device=device)
 
 
 def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
-    """Scores by `maxsim_residual`, which takes padded queries and, of documents of their own, a list for each."""
+    """Score with `maxsim_residual`, which takes padded queries and padded lists of candidates."""
     device, length, (*_, size) = queries.values.device, queries.longest, queries.values.shape
     among = documents.among
     codes = codes_of(documents.values, codec.on(device), documents.cu_seqlens if among is None else among.bounds)
@@ -201,31 +201,31 @@ def _scores_of_codes(codec: Codec, queries: Packed, documents: Packed, candidate
     if len(queries.values) == n_queries * length:
         padded = queries.values.view(n_queries, length, size)
     else:
-        places = torch.arange(length, device=device) + queries.cu_seqlens[:-1].unsqueeze(1)
-        mask = places < queries.cu_seqlens[1:].unsqueeze(1)
-        padded = queries.values[places.clamp_(max=len(queries.values) - 1)]
+        positions = torch.arange(length, device=device) + queries.cu_seqlens[:-1].unsqueeze(1)
+        mask = positions < queries.cu_seqlens[1:].unsqueeze(1)
+        padded = queries.values[positions.clamp_(max=len(queries.values) - 1)]
     if candidates is None:
         if documents.host_bounds is not None and n_queries * length >= RESIDUAL_MANY_ROWS:
             return maxsim_residual_by_bounds(padded, codes, documents.host_bounds, mask, EMPTY_SCORE)
         return maxsim_residual(padded, codes, queries_mask=mask, empty_score=EMPTY_SCORE)
     counts = candidates.diff()
-    most = int(counts.max())
-    # Where they are scored: of one query, there may be millions.
+    max_count = int(counts.max())
+    # Build the lists on the device: even a single query may have millions of candidates.
     starts, lengths = on_device(torch.stack([candidates[:-1], counts]), device).unsqueeze(2)
-    numbers = torch.arange(most, device=device)
-    own = torch.where(numbers < lengths, starts + numbers, -1)
+    numbers = torch.arange(max_count, device=device)
+    selected = torch.where(numbers < lengths, starts + numbers, -1)
     if among is not None:
-        own = among.places[own].masked_fill_(own < 0, -1)
-    scores = maxsim_residual(padded, codes, queries_mask=mask, candidates=own, empty_score=EMPTY_SCORE).flatten()
-    if int(counts.min()) == most:
+        selected = among.positions[selected].masked_fill_(selected < 0, -1)
+    scores = maxsim_residual(padded, codes, queries_mask=mask, candidates=selected, empty_score=EMPTY_SCORE).flatten()
+    if int(counts.min()) == max_count:
         return scores
-    # On the host, as a mask on a GPU would wait for it.
-    owned = (torch.arange(most) < counts.unsqueeze(1)).flatten().nonzero()[:, 0]
+    # Compute the indices on the host: a boolean mask on a GPU would synchronize with it.
+    owned = (torch.arange(max_count) < counts.unsqueeze(1)).flatten().nonzero()[:, 0]
     return scores[owned.to(device, non_blocking=True)]
 
 
 def _host_scores(backend: str, queries: Packed, documents: Packed, candidates: Tensor | None) -> Tensor:
-    """Scores by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
+    """Score with PyLate's scorer `backend` or, without PyLate, with that of sentence-transformers."""
     scores: Callable[[Packed, Packed], Tensor] = partial(_pylate_scores, backend=backend)
     if backend == "torch" and importlib.util.find_spec("pylate") is None and HOSTS["sentence-transformers"].is_there():
         scores = _sentence_transformers_scores
@@ -246,28 +246,28 @@ def _split(packed: Packed) -> list[Tensor]:
 
 
 def _sentence_transformers_scores(queries: Packed, documents: Packed) -> Tensor:
-    """Scores [Nq, Nd] by the host's own `util.maxsim`, registered or not."""
+    """Scores [Nq, Nd] by the original `util.maxsim` of sentence-transformers, even if this package is registered."""
     maxsim = SENTENCE_TRANSFORMERS.original("sentence_transformers.util.similarity:maxsim")
-    # It rounds every similarity to the inputs' type, where the others accumulate in float32.
+    # It rounds every similarity to the inputs' dtype, where the others accumulate in float32.
     queries, documents = (packed._replace(values=packed.values.float()) for packed in (queries, documents))
     scores = maxsim(_split(queries), _split(documents))
-    # Where there is nothing to match it has a score of its own.
+    # It scores empty documents differently.
     return scores.masked_fill((documents.cu_seqlens.diff() == 0).to(scores.device), EMPTY_SCORE)
 
 
 def _pylate_scores(queries: Packed, documents: Packed, backend: str) -> Tensor:
     """Scores [Nq, Nd] by PyLate's scorer.
 
-    It takes padded tensors and counts a padded document token as a similarity of 0, so documents are stacked with
-    others of their length. Padded query tokens add 0 to a sum, which is right.
+    It takes padded tensors and counts a padded document token as a similarity of 0, so only documents of equal length
+    are stacked. Padded query tokens add 0 to a sum, which is correct.
     """
-    # It needs PyLate, and the search does not.
+    # Imported here, as it needs PyLate.
     from ..scores import colbert_scores
 
     values, split = queries.values, _split(queries)
     padded = torch.nn.utils.rnn.pad_sequence(split, batch_first=True)
     if backend == "torch":
-        # It rounds every similarity to the inputs' type, where the others accumulate in float32.
+        # It rounds every similarity to the inputs' dtype, where the others accumulate in float32.
         padded = padded.float()
     query_lengths = torch.tensor([len(query) for query in split], device=values.device)
     mask = None
@@ -278,9 +278,9 @@ def _pylate_scores(queries: Packed, documents: Packed, backend: str) -> Tensor:
     for length in lengths.unique().tolist():
         if not length:
             continue
-        batch = max(1, _TORCH_PAIRS // (max(1, padded.shape[0] * padded.shape[1]) * length))
-        for some in torch.nonzero(lengths == length)[:, 0].split(batch):
-            rows = documents.cu_seqlens[some].long()[:, None] + torch.arange(length, device=values.device)
+        batch_size = max(1, _TORCH_PAIRS // (max(1, padded.shape[0] * padded.shape[1]) * length))
+        for batch in torch.nonzero(lengths == length)[:, 0].split(batch_size):
+            rows = documents.cu_seqlens[batch].long()[:, None] + torch.arange(length, device=values.device)
             stacked = documents.values[rows].to(padded.dtype)
-            scores[:, some] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
+            scores[:, batch] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
     return scores

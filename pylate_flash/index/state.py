@@ -1,4 +1,4 @@
-"""What an index is, beside its documents: one row of JSON in the catalog, checked in full before anything is used."""
+"""The state of an index besides its documents: one JSON row in the catalog, validated in full before use."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class State:
-    """The defaults are those of an index that has not been written yet."""
+    """State of an index; the defaults are those of one that has not been written yet."""
 
     dtype: str = "float32"
     embedding_size: int | None = None
-    # How often the index has been written.
+    # Number of writes to the index.
     generation: int = 0
     documents: int = 0
-    # Numbers of documents ascend, and none is given twice.
+    # Document numbers ascend and are never reused.
     next_number: int = 0
-    # How many rows the table of parts has, and a CRC-32 over theirs.
+    # Number of rows in the table of parts, and a CRC-32 over their CRCs.
     parts: int = 0
     parts_crc: int = 0
     model: ModelRecord | None = None
-    # The files and folders whose texts were added: absolute, and as seen from the index.
+    # The files and folders whose texts were added: absolute path, and path relative to the index.
     corpora: tuple[tuple[str, str | None], ...] = ()
-    # Versions of the packages that wrote last.
+    # Versions of the packages that wrote the index last.
     created_with: dict[str, str] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
-        """How embeddings are kept; of size 0 as long as nothing was added."""
+        """Layout of the stored embeddings; its size is 0 until documents are added."""
         return _layout(self.dtype, self.embedding_size or 0)
 
     def next(self, **changes: Any) -> State:
         """The state of the next generation."""
-        following = replace(self, generation=self.generation + 1, created_with=_versions(), **changes)
-        # What is empty takes embeddings of any size.
-        return following if following.parts else replace(following, embedding_size=None)
+        state = replace(self, generation=self.generation + 1, created_with=_versions(), **changes)
+        # An empty index accepts embeddings of any size.
+        return state if state.parts else replace(state, embedding_size=None)
 
     def to_json(self) -> str:
-        """As `parse` takes it."""
+        """Serialize the state for `parse`."""
         model = None if self.model is None else self.model.to_json()
         text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, **vars(self), "model": model})
         return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
 
     @classmethod
     def parse(cls, text: str) -> State:
-        """Read what `to_json` wrote; something else, of a newer version, or damaged is a ValueError."""
+        """Read what `to_json` wrote. Raises a ValueError if it is damaged, of a newer version, or something else."""
         try:
             record = json.loads(text)
             if record.pop("format") != FORMAT:
@@ -89,28 +89,28 @@ class State:
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What an index consists of.
+    """Summary of an index.
 
     Attributes
     ----------
     path
         Its folder.
     documents, tokens
-        How many it holds.
+        Their numbers.
     bytes
-        Of all its files.
+        Total size of its files.
     scored_bytes
-        Of the rows that a search of all documents scores.
+        Size of the rows that a search of all documents scores.
     dtype
-        How embeddings are kept: the `dtype` of `indexes.Flat`.
+        How embeddings are stored: the `dtype` of `indexes.Flat`.
     embedding_size
         Elements of an embedding (or of a hidden state); None if there are no documents.
     segments
-        How many files hold their embeddings.
+        Number of files that hold the embeddings.
     generation
-        How often it has been written.
+        Number of writes to the index.
     model
-        Which model made the embeddings, as far as that was recorded.
+        The model that made the embeddings, if it was recorded.
     created_with
         Versions of the packages that wrote it last.
     """

@@ -1,4 +1,4 @@
-"""The documents of an index: reading, adding, removing, rewriting, verifying; see the package for the files."""
+"""The documents of an index: reading, adding, removing, rewriting, verifying; see the package for the file format."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ from .state import State
 
 __all__ = ["ADDITION_BYTES", "DTYPES", "SEGMENT_BYTES", "ConcurrentWriteError", "PackedStore"]
 
-# A segment is rewritten as a whole, and open as long as the index is.
+# Size limit of a segment, which is rewritten as a whole, and stays open as long as the index does.
 SEGMENT_BYTES = 512 << 20
-# Of a long run of additions, so much is added at a time: enough to make the cost of one small.
+# Bytes added at a time in a long run of additions: enough to amortize the fixed cost of an addition.
 ADDITION_BYTES = 32 << 20
-# Embeddings that a CPU converts, checks and writes at a time: what its caches hold, in memory that is used again. With
-# 256 MiB at once, it takes two to four times as long.
+# Bytes of embeddings that a CPU converts, checks and writes at a time: few enough for its caches, in memory that is
+# reused. With 256 MiB at a time, it takes two to four times as long.
 _CONVERTED_BYTES = 4 << 20
-# An addition of so many bytes is flushed at once.
+# An addition of at least this many bytes is flushed immediately.
 _FLUSHED_BYTES = 1 << 20
-# More small additions than this are put together in the catalog.
+# If there are more small parts than this, they are merged in the catalog.
 SMALL_PARTS = 256
-# Filters whose documents are kept in mind.
+# Number of filters whose results are cached.
 _FILTERS = 16
-# A segment of which more than one part in so many does not count any more is rewritten.
+# A segment is rewritten when more than 1 / _DEAD of its bytes are dead.
 _DEAD = 4
 
 
 class PackedStore:
-    """Ordered documents with their token embeddings, kept in a folder.
+    """Ordered documents with their token embeddings, stored in a folder.
 
     Documents keep the order in which they were added, and `lengths[i]` and position `i` of :meth:`read` and
-    :meth:`ids_at` speak of the same document. Readers may be many, and each keeps the state that it has opened. Writers
-    must take turns: a second one at the same time, or one whose picture of the folder is out of date, gets an error and
-    changes nothing.
+    :meth:`ids_at` refer to the same document. There may be many readers, each of which keeps the state that it has
+    opened, and one writer at a time: a concurrent writer, or one whose state is out of date, gets an error and changes
+    nothing.
 
     Parameters
     ----------
     path
-        The folder. It is created by the first write, and is where it is now if the process changes its own. None: keep
-        everything in memory, and `path` is the word.
+        The folder. The first write creates it; a relative path is resolved now. None: keep everything in memory; the
+        attribute `path` is then "memory".
     dtype
-        One of `layout.DTYPES`: how embeddings are kept. None: as the existing store does, or float32.
+        One of `layout.DTYPES`: how embeddings are stored. None: as in the existing store, or float32.
     override
         Start from an empty store. An existing one is emptied at once; other files in the folder are left alone.
     device
-        Where embeddings become codes, and a store in memory keeps its rows: those that are there go no other way.
+        Where residual codes are computed, and where an in-memory store keeps its rows: embeddings there are not moved.
 
     Raises
     ------
     ValueError
-        If `dtype` is none of these or differs from the existing store's, if `path` cannot be a folder, or if a
-        file of the existing store is missing, damaged, or of a newer format, or of the format before this one, which
+        If `dtype` is unknown or differs from the existing store's, if `path` cannot be a folder, or if a file of the
+        existing store is missing, damaged, of a newer format, or of the previous format, which
         `pylate-flash index convert` reads.
     OSError
         If the folder cannot be read. The message names it.
@@ -88,8 +88,8 @@ class PackedStore:
         self._encodes_on = torch.device(device)
         self.path = Path("memory") if path is None else Path(path).absolute()
         self._catalog = Catalog(self.path, dtype or "float32", self.in_memory)
-        self._swept = self.in_memory  # whether this object has deleted what writers left that were killed
-        self._lost: list[Part] = []  # of the catalog, of which rows have not come to the disk
+        self._swept = self.in_memory  # whether this object has deleted the leftovers of killed writers
+        self._lost: list[Part] = []  # parts in the catalog whose rows did not reach the disk
         self._hold(Documents(), None)
         if self.in_memory:
             return
@@ -113,22 +113,22 @@ class PackedStore:
 
     @property
     def exists(self) -> bool:
-        """Whether there is an index in the folder; the first write makes it."""
+        """Whether there is an index in the folder; the first write creates it."""
         return bool(self.state.generation) if self.in_memory else self._catalog.exists
 
     @property
     def state(self) -> State:
-        """What the index is, beside its documents."""
+        """The state of the index besides its documents."""
         return self._catalog.state
 
     @property
     def embedding_size(self) -> int | None:
-        """Elements of an embedding; None as long as there are no documents."""
+        """Embedding size; None while there are no documents."""
         return self.state.embedding_size
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return int(self.documents.lengths[self.documents.live].sum())
 
     @property
@@ -141,11 +141,11 @@ class PackedStore:
         ids = self.documents.ids
         if len(positions) < len(ids.begins):
             return ids.some(positions).to_list()
-        # Each is made once, and taken where it is asked for.
+        # Decode each id once, then index by position.
         return np.array(ids.to_list(), object)[positions].tolist()
 
     def positions_of(self, ids: Sequence[str]) -> np.ndarray:
-        """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int32."""
+        """Positions of the documents with these ids, -1 for unknown ids. Shape: [N], int32."""
         return self.find([ids], 0, torch.device("cpu"))[0].numpy()
 
     def find(self, lists: Sequence[Sequence[str]], first: int, device: torch.device) -> tuple[torch.Tensor, np.ndarray]:
@@ -156,28 +156,28 @@ class PackedStore:
             raise ValueError(f"the index in {self.path} {error}") from None
 
     def positions_where(self, where: Where) -> np.ndarray:
-        """Positions, ascending, of the documents whose metadata fulfil an expression. It raises what `matching` does.
+        """Ascending positions of the documents whose metadata satisfy an expression. Raises what `matching` raises.
 
-        Of those that another process has removed since this object read the catalog, there is none.
+        Documents that another process has removed since this object read the catalog are left out.
         """
         expression, parameters = checked_where(where)
-        # 1 equals 1.0, which is another parameter.
+        # Compare by repr, as 1 == 1.0 are different parameters.
         key = expression, repr(parameters)
         if key not in self._filtered:
             if len(self._filtered) >= _FILTERS:
                 self._filtered.clear()
             numbers, documents = self._catalog.numbers_where(expression, parameters), self.documents
-            here = np.isin(documents.numbers[documents.live], numbers, assume_unique=True)
-            self._filtered[key] = documents.live[here]
+            mask = np.isin(documents.numbers[documents.live], numbers, assume_unique=True)
+            self._filtered[key] = documents.live[mask]
         return self._filtered[key]
 
     def __len__(self) -> int:
         return self.documents.count
 
     def read(self, positions: np.ndarray) -> torch.Tensor:
-        """Return rows [T, width] of the store's layout, on the CPU: those of some documents [N] in this order, packed.
+        """Return the packed rows [T, width] of the documents at `positions` [N], in this order, on the CPU.
 
-        It raises what `Part.read_into` does.
+        Raises what `Part.read_into` raises.
         """
         begins, ends = self.documents.bounds[positions], self.documents.bounds[positions + 1]
         rows = torch.empty(int((ends - begins).sum()), self.layout.width, dtype=self.layout.dtype)
@@ -197,9 +197,9 @@ class PackedStore:
         return self._catalog.nbytes + sum(segment.nbytes for segment in self.segments)
 
     def verify(self, show_progress: bool = False) -> None:
-        """Read everything, as this object has opened it; opening has checked that it fits together.
+        """Read everything that this object has opened; opening has already checked its consistency.
 
-        If a checksum is wrong, or a value is NaN or infinite, it raises a ValueError that names the file.
+        Raises a ValueError that names the file if a checksum is wrong, or a value is NaN or infinite.
         """
         if not self.exists:
             return
@@ -225,9 +225,9 @@ class PackedStore:
     ) -> None:
         """Append documents [L_i, d] with distinct ids, all of them or, on an error, none: `indexes.Flat.add_documents`.
 
-        Ids are new ones, unless the documents that have them are dropped in the same step, with `replace`; metadata are
-        as `filters.checked_metadata` returns them. It raises a ValueError if an id is there already, d differs from the
-        store's, or a value is NaN or infinite in the store's dtype, and what `_changing` does.
+        Ids must be new, unless `replace` drops their previous documents in the same step; metadata are as returned by
+        `filters.checked_metadata`. Raises a ValueError if an id already exists, d differs from the store's, or a value
+        is NaN or infinite in the store's dtype, and what `_changing` raises.
         """
         if not documents:
             return
@@ -247,11 +247,11 @@ class PackedStore:
 
         def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
             for form, device in forms:
-                whole = device.type == "cuda" or form.nbits
-                rows = None if whole else max(1, _CONVERTED_BYTES // (size * form.given.itemsize))
+                unlimited = device.type == "cuda" or form.nbits
+                rows = None if unlimited else max(1, _CONVERTED_BYTES // (size * form.input_dtype.itemsize))
                 for first, last in cuts(bounds[start : stop + 1], batch_size, rows):
-                    some = slice(start + first, start + last)
-                    yield joined(ids[some], documents[some], lengths[some], form, device)
+                    window = slice(start + first, start + last)
+                    yield joined(ids[window], documents[window], lengths[window], form, device)
                     if bar is not None:
                         bar.update(last - first)
 
@@ -259,7 +259,7 @@ class PackedStore:
             self.append(ids, lengths, layout, converted, replace, metadata)
 
     def train(self, documents: Sequence[torch.Tensor], show_progress: bool = False) -> None:
-        """Train the codec on documents like those to come (`codes.trained`), and keep it; it raises as `add`."""
+        """Train the codec on sample documents (`codes.trained`) and store it. Raises what `add` raises."""
         if not self.layout.nbits or len(self.documents.parts):
             why = "has documents, and so a codec" if self.layout.nbits else f"keeps {self.state.dtype}"
             raise ValueError(f"a codec makes residual codes, and is trained before any: the index in {self.path} {why}")
@@ -275,7 +275,7 @@ class PackedStore:
         replace: bool = False,
         metadata: list[dict[str, Any]] | None = None,
     ) -> None:
-        """As `add`, of documents of `lengths` [N] whose rows, of some from one to another, `rows` yields in pieces."""
+        """Like `add`, for documents of `lengths` [N]; `rows(start, stop)` yields the rows of a range in pieces."""
         if not ids:
             return
         first, nbytes = self.state.next_number, int(lengths.sum()) * layout.all_nbytes
@@ -286,23 +286,23 @@ class PackedStore:
                 change.take_codec(layout.codec)
             if replace:
                 change.remove_ids(ids)
-            # In memory, those of one addition are searched where they lie, and so are not cut.
+            # In memory, the rows of one addition are searched in place, so they are not split.
             pieces = [(0, len(ids))] if self.in_memory else blocks(lengths, max(1, SEGMENT_BYTES // layout.all_nbytes))
             for start, stop in pieces:
-                own = metadata and metadata[start:stop]
-                change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop), own)
+                entries = metadata and metadata[start:stop]
+                change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop), entries)
         if replace:
             self._rewrite(erase=False)
 
     def close(self) -> None:
-        """Close the catalog, as before the folder is renamed; it opens again at need."""
+        """Close the catalog, for example before the folder is renamed; it reopens on demand."""
         self._catalog.close()
 
     def remove(self, positions: np.ndarray, erase: bool = False) -> None:
         """Drop the documents at positions [N]: all of them or, on an error, none.
 
-        They are marked as removed, and a segment of which more than a quarter is so is written anew, if the disk has
-        room for it; with `erase`, every segment of which some is so, now or since before.
+        They are marked as removed. A segment of which more than a quarter is removed is rewritten if the disk has room;
+        with `erase`, every segment with removed documents is rewritten, including those removed before.
         """
 
         def mark() -> None:
@@ -318,24 +318,24 @@ class PackedStore:
             self._tidy()
 
     def _by_segment(self) -> Iterator[tuple[list[Part], int, int]]:
-        """The parts of each segment, or each by itself of those in memory; the bytes there, and those that count.
+        """Yield the parts of each segment (in memory: each part alone), its bytes in total, and its live bytes.
 
-        The others are of documents that are removed, of which no part may be left, or of writers that were killed.
+        Dead bytes belong to removed documents, whose part may be gone, or were left by killed writers.
         """
-        found: dict[Segment | Part, list[Part]] = {}
+        groups: dict[Segment | Part, list[Part]] = {}
         for part in self.documents.parts:
-            found.setdefault(part.segment or part, []).append(part)
-        for of, parts in found.items():
+            groups.setdefault(part.segment or part, []).append(part)
+        for storage, parts in groups.items():
             dead = sum(int(part.lengths[part.removed].sum()) * part.layout.all_nbytes for part in parts)
-            yield parts, of.nbytes, sum(part.nbytes for part in parts) - dead
+            yield parts, storage.nbytes, sum(part.nbytes for part in parts) - dead
 
     def _rewrite(self, erase: bool) -> None:
-        """Write segments anew of which more than a byte in _DEAD does not count, or, to erase, any."""
-        for parts, there, live in list(self._by_segment()):
-            # Documents without tokens have no bytes.
-            if there == live and not any(len(part.removed) for part in parts):
+        """Rewrite segments of which more than 1 / _DEAD is dead or, to erase, any with dead bytes."""
+        for parts, total, live in list(self._by_segment()):
+            # Removed documents without tokens leave no dead bytes.
+            if total == live and not any(len(part.removed) for part in parts):
                 continue
-            if not erase and _DEAD * (there - live) <= there:
+            if not erase and _DEAD * (total - live) <= total:
                 continue
             try:
                 with self._changing(flush=True) as change:
@@ -345,18 +345,18 @@ class PackedStore:
                     raise
 
     def compact(self) -> None:
-        """Write the documents into as few segments as their size allows, one after the other; full ones stay."""
+        """Rewrite the documents into as few segments as their size allows, one at a time; full segments stay."""
         if not self.exists:
             return
         groups: list[list[Part]] = [[]]
         size, dead = 0, [False]
-        for parts, there, live in self._by_segment():
+        for parts, total, live in self._by_segment():
             if size + live > SEGMENT_BYTES:
                 groups.append([])
                 dead.append(False)
                 size = 0
             groups[-1] += parts
-            dead[-1] |= there > live or any(len(part.removed) for part in parts)
+            dead[-1] |= total > live or any(len(part.removed) for part in parts)
             size += live
         for parts, any_dead in zip(groups, dead, strict=True):
             if not parts or (len({part.segment or part for part in parts}) == 1 and not any_dead):
@@ -366,7 +366,7 @@ class PackedStore:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Delete what writers left that were killed, and what is free in the catalog."""
+        """Delete the leftovers of killed writers, and shrink the catalog."""
         self._swept = self.in_memory
         with self._catalog.turn():
             self._sweep()
@@ -375,15 +375,15 @@ class PackedStore:
         self._catalog.compact()
 
     def note(self, **changes: Any) -> None:
-        """Change what the state says of the model or the corpora."""
+        """Change the recorded model or corpora."""
         with self._changing(**changes):
             pass
 
     @contextlib.contextmanager
     def _changing(self, flush: bool = False, **changes: Any) -> Iterator[Change]:
-        """Change the index; `changes` are those of the state. On an error, as of `Catalog.turn`, nothing is changed."""
+        """Change the index, and its state by `changes`. On an error, such as those of `turn`, nothing changes."""
         if self._generation != self.state.generation:
-            # The last change took effect, and was interrupted before this object took note of it.
+            # The last change was committed, but interrupted before this object was updated.
             self._open()
         documents, first, catalog = self.documents, not self._swept, self._catalog
         with catalog.turn(flush) as connection:
@@ -395,43 +395,43 @@ class PackedStore:
                     change.remove(part.numbers[part.live])
                 yield change
                 if catalog.flushes:
-                    # Not before: of what is lost after a power failure, nothing else is part.
+                    # Merge only when flushing: a part lost in a power failure must not contain flushed documents.
                     change.merge(SMALL_PARTS)
                     change.flush()
             except BaseException:
                 change.undo.close()
                 raise
-            held = Documents(change.parts)
+            updated = Documents(change.parts)
             known = 0 if change.dropped else len(documents.parts)
-            crcs = ((part.crc, part.removed_bytes) for part in held.parts[known:])
+            crcs = ((part.crc, part.removed_bytes) for part in updated.parts[known:])
             catalog.state = self.state.next(
-                parts=len(held.parts),
+                parts=len(updated.parts),
                 parts_crc=parts_crc(crcs, self.state.parts_crc if known else 0),
-                documents=(self.state.documents if known else 0) + Documents(held.parts[known:]).count,
+                documents=(self.state.documents if known else 0) + Documents(updated.parts[known:]).count,
                 **changes,
             )
             catalog.written |= change.written
         change.undo.pop_all()
         self._lost = []
-        self._hold(held, change.codec or self._codec)
+        self._hold(updated, change.codec or self._codec)
         if change.dropped:
-            gone = {part.segment for part in change.dropped} - set(self.segments)
-            self._delete(segment.path for segment in gone if segment is not None)
+            unreferenced = {part.segment for part in change.dropped} - set(self.segments)
+            self._delete(segment.path for segment in unreferenced if segment is not None)
         if (change.dropped or first) and not self.in_memory:
             hold_reserve(self.path)
 
     def _hold(self, documents: Documents, codec: Codec | None) -> None:
-        """Take documents for those of the store, and a codec for that of their codes."""
+        """Set the documents of the store, and the codec of their residual codes."""
         self.documents, self._codec = documents, codec
-        # How embeddings are kept; of size 0 as long as there are no documents.
+        # Layout of the stored embeddings; its size is 0 while there are no documents.
         self.layout = self.state.layout
         if codec is not None:
             self.layout = Layout(self.layout.kept_as, self.layout.size, codec)
         self._filtered: dict[tuple, np.ndarray] = {}
-        self._generation = self.state.generation  # of what is held here
+        self._generation = self.state.generation  # generation that this object holds
 
     def _sweep(self) -> None:
-        """Delete, once and with the turn to write, the segments that the catalog does not name: of killed writers."""
+        """Delete, once and under the write lock, the segments of killed writers, which the catalog does not name."""
         if not self._swept:
             self._delete(set(self.path.glob(SEGMENT_NAME)) - {segment.path for segment in self.segments})
             self._swept = True
@@ -441,7 +441,7 @@ class PackedStore:
             path.unlink(missing_ok=True)
 
     def _open(self) -> None:
-        """Read the catalog and open the segments that it names; without either, there is an empty index."""
+        """Read the catalog and open the segments that it names; if there are no files, the index is empty."""
         if self.in_memory:
             raise RuntimeError("the index in memory is of no use any more: its last change was interrupted")
         if not self.exists:
@@ -457,7 +457,7 @@ class PackedStore:
         self._hold(documents, codec)
 
     def _empty(self) -> None:
-        """Start anew, whatever the folder holds, even a store that cannot be read."""
+        """Start from an empty index, whatever the folder holds, even a store that cannot be read."""
         dtype = self.state.dtype
         try:
             if self.exists:

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to a device."""
+"""Asynchronous copies from the host to a device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 __all__ = ["on_device"]
 
-# Of more pageable bytes, a copy may wait for what the GPU has been given before.
+# A copy of more pageable bytes than this may synchronize with work queued on the GPU.
 _STAGED_BY_THE_DRIVER = 64 << 10
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device, without waiting for it."""
+    """Copy an array or tensor to a device without synchronizing."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cuda" and tensor.nbytes > _STAGED_BY_THE_DRIVER and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

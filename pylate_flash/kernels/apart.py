@@ -1,14 +1,14 @@
-"""float32 embeddings taken apart into rows of float16, for the kernels of half precision.
+"""Decompose float32 embeddings into rows of float16, for the half-precision kernels.
 
-What is nearest to an element in float16, and what is nearest to the rest, together have 22 of its 24 bits. A row of a
-query has the lower halves, and then the upper ones twice; that of a document the upper, the lower and the upper ones.
-So their product, three times as long, is the sum of the three products of halves that are not as small as what is
-rounded. The small ones come first, as tensor cores truncate what they add. Rows are divided by powers of 2 before, by
-which similarities are multiplied as by norms.
+An element rounded to float16 (upper half) and its remainder rounded to float16 (lower half) together keep 22 of its 24
+bits. A query row becomes [lower, upper, upper], a document row [upper, lower, upper]. Their dot product, three times as
+long, is the sum of the three products of halves that are not below the rounding error. The small ones come first, as
+tensor cores truncate when they accumulate. Rows are first divided by powers of 2; similarities are multiplied by these,
+as they are by norms.
 
-On Hopper, `forward.hopper_pairs` takes tokens apart as it multiplies them, but finds no argmax, and takes no more than
-128 elements; elsewhere, float32 would be multiplied outside tensor cores. Where torch's products of float32 may be of
-TF32, upper halves are all: they have its 11 bits.
+On Hopper, `forward.hopper_pairs` decomposes tokens while it multiplies them, but computes no argmax, and takes at most
+128 elements; on other GPUs, float32 would be multiplied outside tensor cores. If torch allows TF32 products of float32,
+only the upper halves are used: they have its 11 bits.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .reductions import max_along
 from .rows import Norms, described, row_addresses, rows_of_block
 from .tables import power_of_two
 
-# Exponents of float32, as bits: those of powers of 2 that rows are divided by, at least and at most, that of rows with
-# an infinite element, and what largest elements become (`forward.hopper_pairs`).
+# float32 exponents, as bits: the smallest and largest power of 2 that rows are divided by, the power of rows with an
+# infinite element, infinity, and what the largest elements become (`forward.hopper_pairs`).
 _SMALLEST, _LARGEST, _OF_INFINITE, _INFINITE, _UNIT = (
     tl.constexpr(exponent << 23) for exponent in (14, 253, 133, 255, 13)
 )
 _INVERSE = tl.constexpr(254 << 23)
 _LARGEST_HALF = tl.constexpr(65504.0)
-# Elements that a program takes apart at a time.
+# Elements that a program decomposes.
 _ELEMENTS = 4096
 
 
@@ -46,24 +46,24 @@ def _take_apart(
     rows, exists = rows_of_block(block, n_rows, config.block_rows)
     base = embeddings_ptr + row_addresses(rows, n_sequences, length, strides[0], strides[1], strides[2])
     dims = tl.arange(0, config.block)
-    inside = exists[:, None] & (dims < config.size)[None, :]
-    values = tl.load(base[:, None] + dims[None, :], mask=inside, other=0.0)
+    in_bounds = exists[:, None] & (dims < config.size)[None, :]
+    values = tl.load(base[:, None] + dims[None, :], mask=in_bounds, other=0.0)
     bits = max_along(tl.abs(values), 1).to(tl.int32, bitcast=True) & _INFINITE
-    within = tl.minimum(tl.maximum(bits, _SMALLEST), _LARGEST)
-    bits = tl.where(bits == _INFINITE, _OF_INFINITE, within) - _UNIT
+    clamped = tl.minimum(tl.maximum(bits, _SMALLEST), _LARGEST)
+    bits = tl.where(bits == _INFINITE, _OF_INFINITE, clamped) - _UNIT
     values *= (-bits + _INVERSE).to(tl.float32, bitcast=True)[:, None]
-    to = out_ptr + rows.to(tl.int64)[:, None] * (config.parts * config.padded) + dims[None, :]
+    out_rows = out_ptr + rows.to(tl.int64)[:, None] * (config.parts * config.padded) + dims[None, :]
     mask = exists[:, None] & (dims < config.padded)[None, :]
     if config.parts == 1:
-        tl.store(to, values.to(tl.float16), mask=mask)
+        tl.store(out_rows, values.to(tl.float16), mask=mask)
     else:
-        # Of an infinite element, only the lower half is infinite: the upper one meets what may be 0 of a finite one.
+        # Only the lower half of an infinite element is infinite: upper halves also meet lower halves, which may be 0.
         at_most = tl.minimum(values, _LARGEST_HALF, propagate_nan=tl.PropagateNan.ALL)
         upper = tl.maximum(at_most, -_LARGEST_HALF, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
         lower = (values - upper.to(tl.float32)).to(tl.float16)
-        tl.store(to, upper if OF_DOCUMENTS else lower, mask=mask)
-        tl.store(to + config.padded, lower if OF_DOCUMENTS else upper, mask=mask)
-        tl.store(to + 2 * config.padded, upper, mask=mask)
+        tl.store(out_rows, upper if OF_DOCUMENTS else lower, mask=mask)
+        tl.store(out_rows + config.padded, lower if OF_DOCUMENTS else upper, mask=mask)
+        tl.store(out_rows + 2 * config.padded, upper, mask=mask)
     scale = bits.to(tl.float32, bitcast=True)
     if norms_ptr is not None:
         scale *= tl.load(norms_ptr + rows, mask=exists, other=0.0)
@@ -78,9 +78,9 @@ def _apart_kernel(
     stride_group, stride_query, stride_token, stride_document_group, stride_document, stride_document_token,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Queries by the first `blocks` programs, documents by the others; strides are divided by `unit`.
+    """The first `blocks` programs take queries, the others documents; strides are divided by `unit`.
 
-    Of packed documents, `document_rows` is the total that is planned for, and their boundaries tell how many there are.
+    For packed documents, `document_rows` is the planned total, and cu_seqlens holds the actual one.
     """
     block = tl.program_id(0)
     UNIT: tl.constexpr = config.unit
@@ -103,11 +103,11 @@ def _apart_kernel(
 def taken_apart(
     queries: Tensor, documents: Tensor, size: int, norms: Norms | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Norms]:
-    """Queries and documents [.., d] as rows [.., size] of float16, and what their similarities are multiplied by.
+    """Queries and documents [.., d] as float16 rows [.., size], and the factors that their similarities need.
 
-    `size` is d up to the next multiple of 8, or 3 times that. Rows are contiguous, up to three dimensions come before
-    d, and no size is 0. `norms` are those that embeddings are to be divided by, if any. Packed documents come with
-    their boundaries, and there is memory for `rounded_total` of them, so that what is repeated of one total serves
+    `size` is d rounded up to a multiple of 8, or 3 times that. Rows are contiguous, up to three dimensions come before
+    d, and no size is 0. `norms` are those that embeddings are to be divided by, if any. Packed documents need
+    `cu_seqlens`; outputs hold `rounded_total` of their tokens, so that a recording of one total can be replayed for
     others.
     """
     d = queries.shape[-1]

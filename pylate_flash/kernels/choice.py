@@ -1,4 +1,4 @@
-"""Which implementation serves a call, kernels or blocked torch, and why."""
+"""Choose the implementation of a call, kernels or blocked torch, and give the reason."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("auto", "triton", "blocked")
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.float8_e4m3fn)
-# What the tests reach; the kernels sum longer embeddings block by block.
+# The largest size that the tests cover; the kernels accumulate longer embeddings block by block.
 KERNEL_MAX_EMBEDDING_SIZE = 4096
 
 
 def _kernels_take(device: torch.device, dtype: torch.dtype, embedding_size: int) -> str | None:
-    """None if the Triton kernels take such an input, else the reason why they do not."""
+    """None if the Triton kernels support such an input, else the reason why they do not."""
     if (reason := tables.kernels_run_on(device, dtype)) is not None:
         return reason
     if dtype not in KERNEL_DTYPES:
@@ -30,7 +30,7 @@ def _kernels_take(device: torch.device, dtype: torch.dtype, embedding_size: int)
 
 @functools.cache
 def _log_fallback(reason: str) -> None:
-    """Say once per reason and process why a CUDA input is not served by a kernel."""
+    """Warn once per reason and process that a CUDA input is not served by a kernel."""
     logger.warning("maxsim: blocked torch instead of the Triton kernels: %s", reason)
 
 
@@ -41,7 +41,7 @@ def choose(implementation: str, device: torch.device, dtype: torch.dtype, embedd
     Raises
     ------
     ValueError
-        If "triton" was asked for by name, and the kernels cannot take the input.
+        If "triton" is requested explicitly, and the kernels do not support the input.
     """
     if implementation == "blocked":
         return "blocked"
@@ -57,7 +57,7 @@ def choose(implementation: str, device: torch.device, dtype: torch.dtype, embedd
 
 
 def why(implementation: str, device: torch.device, dtype: torch.dtype, embedding_size: int) -> str:
-    """The reason for what `choose` resolves such a call to."""
+    """The reason for the choice that `choose` makes."""
     if implementation != "auto":
         return "asked for by name"
     reason = _kernels_take(device, dtype, embedding_size)

@@ -1,9 +1,9 @@
-"""What tensors say of themselves, by one question to each, in C: those of a call, and those of a list.
+"""Read the metadata of tensors with one C call: those of an operator's call, or those of a list.
 
-Python takes 0.6 us to ask one tensor of a call for all that a plan looks at, and this less than 0.1. A GPU takes 0.1 ms
-to score a list of 1024 documents, and Python as long to ask each of them for one thing. The question is asked by the C
-function that DLPack has tensors describe themselves by, which torch has since 2.10. Triton compiles what asks, as it
-compiles its own launcher, and keeps it in the same cache.
+Python takes 0.6 us to read all that a plan needs of one tensor of a call, and this less than 0.1. A GPU takes 0.1 ms
+to score a list of 1024 documents, and Python as long to read one attribute of each of them. The metadata comes from
+DLPack's C exchange API, which torch has since 2.10. Triton compiles this extension, as it compiles its own launcher,
+and keeps it in the same cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from triton.runtime.build import compile_module_from_src
 
-# Of DLPack 1: a description, and the table of functions in which the one that describes is the fourth.
+# DLPack 1: the description of a tensor, and the API table, whose fourth function fills a description.
 _SOURCE = r"""
 #include <Python.h>
 #include <stdint.h>
@@ -179,19 +179,19 @@ def _compiled() -> Any:
 
 
 def describer() -> Callable[[tuple, int, int, bool], bytes | None]:
-    """What describes the tensors of a call, in words of 64 bits: all that checks, choice and plans look at of them.
+    """Return a function that describes a call's tensors in 64-bit words: all that checks, choice and plans depend on.
 
-    Types, shapes, strides, alignment to 16 bytes, which of them need a gradient, and their device. It takes tensors or
-    None; the least number of a device, -1 of a CPU; the index of a tensor of which the first size is left out, unless
-    one of them needs a gradient; and whether gradients are recorded. It returns None if tensors are no plain ones that
-    lie on one such device, which only a closer look can tell apart.
+    Dtypes, shapes, strides, 16-byte alignment, requires_grad, and the device. The function takes a tuple of tensors or
+    None; the lowest device index to accept (-1: CPU); the index of a tensor whose first size is left out, unless one of
+    them requires a gradient; and whether gradients are recorded. It returns None unless all are plain tensors on one
+    such device: such calls need a closer look.
 
     Raises
     ------
     AttributeError
-        If this torch describes no tensors by a function of C.
+        If this torch has no DLPack C exchange API.
     OSError, RuntimeError, subprocess.CalledProcessError, ImportError
-        If it cannot be compiled, or that function is of another version.
+        If the extension cannot be compiled, or the API has another version.
     """
     table = torch.Tensor.__dlpack_c_exchange_api__
     describe = functools.partial(_compiled().describe, table, torch.Tensor, torch.nn.Parameter, "requires_grad")
@@ -201,7 +201,7 @@ def describer() -> Callable[[tuple, int, int, bool], bytes | None]:
 
 
 class Listed(NamedTuple):
-    """Of tensors [L_i, d]: lengths [N], addresses [N] and boundaries [N + 1], int64, and the lengths' extremes."""
+    """Tensors [L_i, d]: lengths [N], addresses [N] and boundaries [N + 1], int64; shortest and longest length."""
 
     lengths: np.ndarray
     addresses: np.ndarray
@@ -211,15 +211,15 @@ class Listed(NamedTuple):
 
 
 def look(tensors: Sequence[object]) -> Listed | None:
-    """What a list of at least one tensor is, if they are contiguous matrices that are alike, else None.
+    """Metadata of a list of at least one tensor, or None unless all are contiguous matrices that are alike.
 
-    Alike: of the type, the dtype, the device and the embedding size of the first, and where gradients are recorded,
-    each of them needs one if the first does. It raises what `describer` does.
+    Alike: of the type, dtype, device and embedding size of the first, and, where gradients are recorded, of its
+    requires_grad. Raises what `describer` raises.
     """
-    found = _compiled().look(
+    result = _compiled().look(
         torch.Tensor.__dlpack_c_exchange_api__, tensors, "requires_grad" if torch.is_grad_enabled() else None
     )
-    if found is None:
+    if result is None:
         return None
-    numbers, count = np.frombuffer(found, dtype=np.int64), len(tensors)
-    return Listed(numbers[:count], numbers[count : 2 * count], numbers[2 * count : -2], *numbers[-2:].tolist())
+    words, count = np.frombuffer(result, dtype=np.int64), len(tensors)
+    return Listed(words[:count], words[count : 2 * count], words[2 * count : -2], *words[-2:].tolist())

@@ -1,4 +1,4 @@
-"""What kernels in Gluon share. Not every Triton has Gluon: imported where `versions.has_gluon` says so."""
+"""Helpers of the Gluon kernels. Not every Triton has Gluon: import this only if `versions.has_gluon()`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from . import versions
 
-# Every thread copies some bytes; or the copy engine a block of a described matrix.
+# cp.async, where every thread copies some bytes; and TMA, which copies a block of a described matrix.
 copy_to_shared = versions.copy_to_shared(async_copy)
 copy_block_to_shared = versions.copy_to_shared(tma)
 
@@ -26,7 +26,7 @@ def larger_of(a, b):
 
 @gluon.jit
 def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Execute an instruction that is not about a tensor, in each of the WARPS warps of a part."""
+    """Execute a PTX instruction without tensor operands, in each of the WARPS warps of a part."""
     threads = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
         INSTRUCTION + " mov.b32 $0, $1;", "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1
@@ -35,22 +35,22 @@ def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def find_document(cu_seqlens_ptr, n_documents, position, COST: gl.constexpr):
-    """The first document that begins at `position` or later, where each costs its tokens and COST more.
+    """The first document that begins at `position` or later, where each costs its tokens plus COST.
 
-    `splits.lower_bound` of one target.
+    As `splits.lower_bound`, for one target.
     """
     WARPS: gl.constexpr = gl.num_warps()
     probes = gl.arange(0, 256, layout=gl.BlockedLayout([8 // WARPS], [32], [WARPS], [0]))
     low = gl.to_tensor(0)
-    left = gl.to_tensor(n_documents)
-    while left > 0:
-        step = gl.cdiv(left, 256)
+    remaining = gl.to_tensor(n_documents)
+    while remaining > 0:
+        step = gl.cdiv(remaining, 256)
         entries = low + (probes + 1) * step - 1
-        exists = entries < low + left
+        exists = entries < low + remaining
         values = gl.load(cu_seqlens_ptr + entries, mask=exists, other=0).to(gl.int64)
         below = exists & (values + entries.to(gl.int64) * COST < position)
         skipped = gl.reduce(below.to(gl.int32), 0, add) * step
-        left = gl.minimum(gl.maximum(step - 1, 0), left - skipped)
+        remaining = gl.minimum(gl.maximum(step - 1, 0), remaining - skipped)
         low += skipped
     return low
 

@@ -1,26 +1,26 @@
-"""Hidden states projected on Hopper (compute capability 9.0), and scored for few query rows in the same kernel.
+"""Project hidden states on Hopper (compute capability 9.0), and score them for few query rows in the same kernel.
 
-A program takes tiles of hidden states, whatever documents they belong to, and projects each once. Every hidden state is
-read once. As for the weight, which every tile needs, it comes from the L2 cache in chunks along d_model, together with
-the states: tiles of 256 tokens read half as many bytes of it as of states. The copy engine brings states and weight, at
-the word of one thread, and fills with zeros what is past their ends.
+A program takes tiles of hidden states, across document boundaries, and projects each once, so every hidden state is
+read once. The weight, which every tile needs, comes from the L2 cache in chunks along d_model, together with the
+states: tiles of 256 tokens read half as many bytes of it as of states. Both are copied by TMA, issued by one thread,
+which fills with zeros past their ends.
 
 Embeddings are normalised and rounded in registers. `project` writes them; `score` multiplies them there with the
-queries, which stay in shared memory: the second product takes its first operand from the registers that the first one
-left its sum in, as in FlashAttention. What leaves the chip is, for each document in a tile, the maxima of that tile,
-and `_finish_kernel` takes the maxima of a document's tiles and sums them over the query.
+queries, which stay in shared memory: the second product takes its first operand from the accumulator registers of the
+first one, as in FlashAttention. Only the maxima of each document in a tile are written to memory; `_finish_kernel`
+reduces them over the tiles of a document, and sums them over the query.
 
-Parts of a tile (128 tokens) are numbered in order, and documents too, so a document and a part that meet have a number
-that no other two have: the sum of both. There the maxima are kept, without atomics or anything to clear before.
+Parts of a tile (128 tokens) and documents are both numbered in order, so the sum of the two numbers is unique to a
+document and a part that overlap. It indexes the maxima, which need neither atomics nor initialization.
 
-The document tokens, and not the query's, are the rows of the second product: their maximum over a document runs across
-warps, which takes longer than one along a row, but there are few columns.
+Document tokens, not query tokens, are the rows of the second product: the maximum over a document runs across warps,
+which takes longer than one along a row, but there are few columns.
 
-Measured on an H200 in bfloat16 at 768 to 128 elements, in one run, waiting for the GPU alone: 0.134 ms at 1 x 1000,
-32 x 300 (0.108 to read the states), and 0.559 at 1 x 8000, 32 x 180 (0.517). Where four warps copied, and each program
-took a run of tiles, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.3 to 1.6 times as long.
+Measured on an H200 in bfloat16 at 768 to 128 elements, in one run, GPU time only: 0.134 ms at 1 x 1000, 32 x 300 (0.108
+to read the states), and 0.559 at 1 x 8000, 32 x 180 (0.517). With four copying warps, and a run of tiles for each
+program, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.3 to 1.6 times as long.
 
-Not every Triton has Gluon: imported where `versions.has_gluon` says so.
+Not every Triton has Gluon: import this only if `versions.has_gluon()`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .rows import inverse_norm
 from .tables import power_of_two
 from .tiles import FusedTile
 
-# Of a tile, four warps each, written out one by one in the kernels.
+# Parts of a tile, of four warps each; the kernels list them one by one.
 PARTS = gl.constexpr(2)
 
 
@@ -68,9 +68,9 @@ def scaled(embeddings, scale):
 
 @gluon.jit
 def copy_chunks(arguments, config: gl.constexpr):
-    """Copy the tiles' states and, with them, the weight, chunk by chunk, into the slots as they become empty.
+    """Copy the states of all tiles and the weight, chunk by chunk, into slots as they become empty.
 
-    What is past the end of either is zero, and counts as copied.
+    TMA zero-fills past the end of either, and counts those bytes as copied.
     """
     hidden, weight, states, weights, full, empty, n_tiles = arguments
     PART_ROWS: gl.constexpr = states.shape[1]
@@ -88,27 +88,27 @@ def copy_chunks(arguments, config: gl.constexpr):
                 copy_block_to_shared(hidden, [first, start], full.index(slot), states.index(slot * PARTS + part))
             copy_block_to_shared(weight, [0, start], full.index(slot), weights.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
-    # The next kernel may get ready, if it is one that waits.
+    # Let the next kernel start early, if it is launched with PDL.
     execute("griddepcontrol.launch_dependents;", 1)
 
 
 @gluon.jit
 def project_part(states, weights, full, empty, slot, phase, config: gl.constexpr, PART: gl.constexpr):
-    """Products of a part of the next tile with the weight, [PART_ROWS, EMBEDDING] in float32, and the slot after it."""
+    """Multiply a part of the next tile by the weight: [PART_ROWS, EMBEDDING] in float32, and next slot and phase."""
     PART_ROWS: gl.constexpr = states.shape[1]
     STAGES: gl.constexpr = weights.shape[0]
     EMBEDDING: gl.constexpr = weights.shape[1]
     CHUNK: gl.constexpr = weights.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
     products = gl.zeros([PART_ROWS, EMBEDDING], gl.float32, layout)
-    # Not the same value as `slot`, or Triton would not see that the loop changes it.
+    # A value of its own: if it were `slot`, Triton would not see that the loop changes it.
     previous = gl.to_tensor(0)
     for chunk in range(0, config.d_model, CHUNK):
         mbarrier.wait(full.index(slot), phase)
         follows = chunk > 0
-        of_states, of_weight = states.index(slot * PARTS + PART), weights.index(slot).permute((1, 0))
-        products = warpgroup_mma(of_states, of_weight, products, use_acc=follows, is_async=True)
-        # One product is under way while the one before it is known to be done with its slot.
+        states_operand, weight_operand = states.index(slot * PARTS + PART), weights.index(slot).permute((1, 0))
+        products = warpgroup_mma(states_operand, weight_operand, products, use_acc=follows, is_async=True)
+        # Keep one product in flight; the one before it is done with its slot.
         products = warpgroup_mma_wait(1, deps=[products])
         mbarrier.arrive(empty.index(previous), count=1, pred=follows)
         previous = slot
@@ -119,7 +119,7 @@ def project_part(states, weights, full, empty, slot, phase, config: gl.constexpr
 
 
 def described(n_tokens: int, weight: Tensor, tile: FusedTile) -> tuple[Described, Described]:
-    """Hidden states and weight, as the kernels take them."""
+    """TMA descriptions of hidden states and weight, as the kernels take them."""
     size, d_model = weight.shape
     states, weights = (tile.rows // PARTS.value, tile.chunk), (tile.embedding, tile.chunk)
     return (
@@ -145,16 +145,16 @@ def _by_sixteen_bytes(ROWS: int, EMBEDDING: int) -> gl.DistributedLinearLayout:
     )  # fmt: skip
 
 
-# Of a document, that `_finish_kernel` reads at once.
+# Parts of a document that `_finish_kernel` reads at once.
 _PARTS_AT_ONCE = tl.constexpr(4)
-# Of a program of `_finish_kernel`.
+# Documents per program of `_finish_kernel`.
 _BLOCK_DOCUMENTS = 8
 
 
 @gluon.jit
 def _project_and_score(arguments, config: gl.constexpr, PART: gl.constexpr):
-    """Project one part of every tile, and write the embeddings, and one over the norms that they were divided by; or,
-    with `blocks` of query rows, leave the maxima of its documents: best[document + part, query row].
+    """Project one part of every tile, and write the embeddings and the inverse norms that they were multiplied by; or,
+    with `blocks` of query rows, write the maxima of its documents: best[document + part, query row].
     """
     (
         queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, embeddings_ptr, scales_ptr, states, weights, queries,
@@ -174,7 +174,7 @@ def _project_and_score(arguments, config: gl.constexpr, PART: gl.constexpr):
         by_row: gl.constexpr = gl.SliceLayout(1, similarity)
         by_column: gl.constexpr = gl.SliceLayout(0, similarity)
         if PART == 0:
-            # While the first states are on their way.
+            # Load queries while the first states are in flight.
             LANES: gl.constexpr = EMBEDDING // 8
             loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
             dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, loaded))
@@ -205,7 +205,7 @@ def _project_and_score(arguments, config: gl.constexpr, PART: gl.constexpr):
         embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, config, PART)
         if bias_ptr is not None:
             embeddings += bias[None, :]
-        # Rounded as by a linear layer.
+        # Round as a linear layer does.
         rounded = embeddings.to(states.dtype)
         if config.normalize:
             scale = inverse_norms(rounded)
@@ -242,8 +242,8 @@ def _project_and_score(arguments, config: gl.constexpr, PART: gl.constexpr):
                     stop = (current + 1) * document_length
                     if cu_seqlens_ptr is not None:
                         stop = gl.load(cu_seqlens_ptr + current + 1).to(gl.int32)
-                    inside = (rows >= start) & (rows < gl.minimum(stop, end))
-                    best = gl.reduce(gl.where(inside[:, None], similarities, float("-inf")), 0, larger)
+                    in_document = (rows >= start) & (rows < gl.minimum(stop, end))
+                    best = gl.reduce(gl.where(in_document[:, None], similarities, float("-inf")), 0, larger)
                     target = best_ptr + (current + part).to(gl.int64) * (config.blocks * COLUMNS) + block * COLUMNS
                     gl.store(target + columns, best, mask=(columns >= 0) & (stop > start))
                     start = gl.maximum(start, stop)
@@ -258,10 +258,10 @@ def _fused_kernel(
 ):  # fmt: skip
     """best [documents + parts of tiles, blocks * columns], see above; columns are the query rows [Nq * Lq].
 
-    Without `blocks`, embeddings [n_tokens, size] instead, and under `normalize` one over their norms, [n_tokens].
+    Without `blocks`, embeddings [n_tokens, size] instead, and with `normalize` their inverse norms, [n_tokens].
 
-    Grid: n programs, which take every n-th tile, so that what all of them read at a time lies together: where each took
-    a run of tiles, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, d_model] and weight [size, d_model] are
+    Grid: n programs, each of which takes every n-th tile, so that concurrent reads are close together: with a run of
+    tiles for each, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, d_model] and weight [size, d_model] are
     contiguous.
     """
     STAGES: gl.constexpr = config.stages
@@ -269,13 +269,13 @@ def _fused_kernel(
     EMBEDDING: gl.constexpr = weight_desc.block_type.shape[0]
     CHUNK: gl.constexpr = weight_desc.block_type.shape[1]
     n_tiles = gl.cdiv(n_tokens, PART_ROWS * PARTS)
-    # Slots for chunks of a tile's states and of the weight, and the barriers that say which are full or empty.
+    # Slots for chunks of a tile's states and of the weight, with full and empty barriers.
     states = gl.allocate_shared_memory(hidden_desc.dtype, [STAGES * PARTS, PART_ROWS, CHUNK], hidden_desc.layout)
     weights = gl.allocate_shared_memory(weight_desc.dtype, [STAGES, EMBEDDING, CHUNK], weight_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # A slot is full when as many bytes arrived as were said to come, and empty when every part has read it.
+        # A slot is full when the expected bytes have arrived, and empty when every part has read it.
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=PARTS)
     queries, ready = states, full
@@ -285,18 +285,18 @@ def _fused_kernel(
         queries = gl.allocate_shared_memory(states.dtype, shape, queries_layout)
         ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(ready, count=1)
-    # A tuple that has a name, like these two, turns constants into values, so constants are not among them.
+    # Assigned to a name, a tuple turns its constexprs into runtime values, so these two hold none.
     arguments = (
         queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, embeddings_ptr, scales_ptr, states, weights, queries,
         full, empty, ready, n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query,
         stride_query_token,
     )  # fmt: skip
-    copied = hidden_desc, weight_desc, states, weights, full, empty, n_tiles
+    copy_arguments = hidden_desc, weight_desc, states, weights, full, empty, n_tiles
     gl.warp_specialize(
         [
             (_project_and_score, (arguments, config, gl.constexpr(0))),
             (_project_and_score, (arguments, config, gl.constexpr(1))),
-            (copy_chunks, (copied, config)),
+            (copy_chunks, (copy_arguments, config)),
         ],
         [4, 1],
         [232, 40],
@@ -308,8 +308,8 @@ def project(
 ) -> None:
     """Write the embeddings [n_tokens, d] of hidden states [n_tokens, d_model].
 
-    With `scales` [n_tokens], float32, they are divided by their norms, and one over these is written there. `plan` is
-    that of one query row. What is read is contiguous, and hidden states and weight begin at multiples of 16 bytes.
+    With `scales` [n_tokens], float32, they are divided by their norms, and inverse norms are written there. `plan` is
+    that of one query row. Inputs are contiguous, and hidden states and weight are 16-byte aligned.
     """
     size, d_model = weight.shape
     _fused_kernel(
@@ -328,10 +328,10 @@ def _finish_kernel(
     best_ptr, queries_mask_ptr, documents_mask_ptr, cu_seqlens_ptr, scores_ptr,
     query_length, n_documents, document_length, n_columns, empty_score, config: tl.constexpr,
 ):  # fmt: skip
-    """scores[query, document] = sum over active rows of the maximum over the parts that the document lies in.
+    """scores[query, document] = sum over active rows of the maximum over the parts that the document overlaps.
 
-    Under `weighted` the queries' mask holds a weight of each row; under `mean` the sum is divided by the active rows'
-    number. A document without active tokens scores `empty_score`.
+    With `weighted`, the queries' mask holds a weight per row; with `mean`, the sum is divided by the number of active
+    rows. A document without active tokens scores `empty_score`.
 
     Grid: (blocks of documents, queries).
     """
@@ -346,48 +346,48 @@ def _finish_kernel(
     else:
         begin = documents * document_length
         end = tl.where(exists, begin + document_length, begin)
-    counted = end > begin
+    nonempty = end > begin
     first = begin // config.part_rows
-    parts = tl.where(counted, (end - 1) // config.part_rows + 1 - first, 0)
+    parts = tl.where(nonempty, (end - 1) // config.part_rows + 1 - first, 0)
     best = tl.full([config.block_documents, config.block_rows], float("-inf"), tl.float32)
     in_query = tokens < query_length
-    of_rows = (documents + first).to(tl.int64)[:, None] * n_columns + (query * query_length + tokens)[None, :]
-    # Most documents have no more parts than are read at once.
-    some = tl.arange(0, _PARTS_AT_ONCE)
+    best_offsets = (documents + first).to(tl.int64)[:, None] * n_columns + (query * query_length + tokens)[None, :]
+    # Most documents need a single step.
+    part_offsets = tl.arange(0, _PARTS_AT_ONCE)
     for start in tl.range(0, tl.max(parts, axis=0), _PARTS_AT_ONCE):
-        part = start + some[None, :, None]
+        part = start + part_offsets[None, :, None]
         mask = (part < parts[:, None, None]) & in_query[None, None, :]
-        values = tl.load(best_ptr + of_rows[:, None, :] + part * n_columns, mask=mask, other=float("-inf"))
+        values = tl.load(best_ptr + best_offsets[:, None, :] + part * n_columns, mask=mask, other=float("-inf"))
         best = larger(best, tl.reduce(values, 1, larger))
     if documents_mask_ptr is not None:
         active = tl.zeros([config.block_documents], tl.int32)
         for start in tl.range(0, document_length, 64):
-            at = start + tl.arange(0, 64)
-            of_tokens = documents.to(tl.int64)[:, None] * document_length + at[None, :]
-            mask = exists[:, None] & (at < document_length)[None, :]
-            found = tl.load(documents_mask_ptr + of_tokens, mask=mask, other=0) != 0
-            active = tl.maximum(active, tl.max(found.to(tl.int32), axis=1))
-        counted &= active != 0
+            positions = start + tl.arange(0, 64)
+            mask_offsets = documents.to(tl.int64)[:, None] * document_length + positions[None, :]
+            mask = exists[:, None] & (positions < document_length)[None, :]
+            active_tokens = tl.load(documents_mask_ptr + mask_offsets, mask=mask, other=0) != 0
+            active = tl.maximum(active, tl.max(active_tokens.to(tl.int32), axis=1))
+        nonempty &= active != 0
     row_active = in_query
     if queries_mask_ptr is not None:
         weight = tl.load(queries_mask_ptr + query * query_length + tokens, mask=in_query, other=0)
         row_active &= weight != 0
         if config.weighted:
             best *= weight.to(tl.float32)[None, :]
-    best = tl.where(counted[:, None] & row_active[None, :], best, 0.0)
+    best = tl.where(nonempty[:, None] & row_active[None, :], best, 0.0)
     scores = tl.sum(best, axis=1)
     if config.mean:
         scores = tl.div_rn(scores, tl.maximum(tl.sum(row_active.to(tl.float32), axis=0), 1.0))
-    scores = tl.where(counted, scores, empty_score)
+    scores = tl.where(nonempty, scores, empty_score)
     tl.store(scores_ptr + query.to(tl.int64) * n_documents + documents, scores, mask=exists)
 
 
 def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Scores, float32 [Nq, n_documents], of queries and hidden states, which take the place of the documents.
+    """Scores, float32 [Nq, n_documents], of queries and the hidden states that take the place of the documents.
 
-    `plan` is that of all query rows. Queries are [Nq, Lq, d], of contiguous rows; hidden states [.., d_model], which
-    every query meets, and the weight are contiguous, from multiples of 16 bytes; the bias too. Documents may be empty
-    where they are packed; no dimension is 0.
+    `plan` is that of all query rows. Queries are [Nq, Lq, d] with contiguous rows. Hidden states [.., d_model], which
+    all queries share, and the weight are contiguous and 16-byte aligned; the bias too. Packed documents may be empty;
+    no dimension is 0.
     """
     queries, hidden, queries_mask, documents_mask, _, cu_seqlens, _ = tensors
     n_queries, query_length = queries.shape[:2]
@@ -413,7 +413,7 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
         (4, 1, None),
         described(n_tokens, weight, tile),
     )
-    # What the first launch does not need comes after it: the GPU begins.
+    # Allocate what the first launch does not need after it, so that the GPU starts earlier.
     scores = queries.new_empty(n_queries, n_documents, dtype=torch.float32)
     _finish_kernel(
         (-(-n_documents // _BLOCK_DOCUMENTS), n_queries, 1),

@@ -1,9 +1,9 @@
-"""Launch a Triton kernel with less host time than Triton itself takes.
+"""Launch Triton kernels with less host time than Triton's own launcher.
 
 Triton looks a kernel up by a string of everything that it was specialised on, built anew at every launch: tens of
-microseconds for a kernel of many arguments, as long as the kernel itself runs on a small problem. Here a tuple of what
-the compiled code depends on finds it: types, constants, and whether strides and addresses are multiples of 16. Sizes
-and grids are given per launch, and a new one costs nothing.
+microseconds for a kernel of many arguments, as long as the kernel itself runs on a small problem. Here the key is a
+tuple of what the compiled code depends on: dtypes, constants, and whether strides and addresses are multiples of 16.
+Sizes and grids are passed per launch, and a new one costs nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from . import recording, tables
 from .versions import launcher_is_known
 
 _INT32_MAX = 2**31 - 1
-# Programs along each axis of a grid, at most.
+# Maximum number of programs along each axis of a grid.
 MOST_PROGRAMS = _INT32_MAX, 65535, 65535
 _or = functools.partial(functools.reduce, operator.or_)
 
 
 class Described(NamedTuple):
-    """A contiguous matrix [rows, columns] of which a kernel copies blocks, to where `layout` (of Gluon) puts them."""
+    """A contiguous matrix [rows, columns] that a kernel copies by TMA in blocks, to Gluon's shared memory `layout`."""
 
     rows: int
     columns: int
@@ -41,14 +41,14 @@ class Described(NamedTuple):
     layout: Any
 
     def of(self, tensor: Any) -> Any:
-        """The tensor, or what has its address and dtype, as Triton takes it."""
+        """TMA descriptor of a tensor, or of any object with its address and dtype."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor(tensor, [self.rows, self.columns], [self.columns, 1], list(self.block), self.layout)
 
 
 def check_grid(grid: tuple[int, int, int]) -> None:
-    """Raise ValueError for more programs than a launch takes, which a driver would call an invalid argument."""
+    """Raise ValueError for a grid too large to launch, which the driver would report as an invalid argument."""
     for programs, most in zip(grid, MOST_PROGRAMS, strict=True):
         if programs > most:
             raise ValueError(
@@ -58,17 +58,17 @@ def check_grid(grid: tuple[int, int, int]) -> None:
 
 
 class Constants(str):
-    """What a kernel is compiled for, by name: its last argument, `config`.
+    """The named constants that a kernel is specialized on: its last argument, `config`.
 
-    A string of it, because Triton writes constants as JSON for those who hear of what is compiled.
+    It is a string because Triton serializes constants as JSON for its compile hooks.
     """
 
-    def __new__(cls, **named: Any) -> Constants:
-        made = super().__new__(cls, named)
+    def __new__(cls, **values: Any) -> Constants:
+        constants = super().__new__(cls, values)
         if not knobs.runtime.interpret:
-            named = {name: tl.constexpr(value) for name, value in named.items()}
-        vars(made).update(named)
-        return made
+            values = {name: tl.constexpr(value) for name, value in values.items()}
+        vars(constants).update(values)
+        return constants
 
 
 class Kernel:
@@ -79,10 +79,10 @@ class Kernel:
     function
         The function under `triton.jit`. Its numbers must be in `do_not_specialize`; its strides are specialised.
     follows
-        Whether its programs are started before the kernel launched before them has ended, where the device can. Then
-        they must `wait_for_previous_kernel` before all else.
+        Whether to launch with programmatic dependent launch (PDL) where the device supports it: programs start before
+        the previous kernel has ended, and must first call `wait_for_previous_kernel`.
     config
-        The names of its constants, which it takes as one (`Constants`); "": it takes them one by one.
+        The names of its constants, passed as a single `Constants` object; "": they are passed one by one.
     """
 
     def __init__(self, function: Any, follows: bool = False, config: str = "") -> None:
@@ -90,7 +90,7 @@ class Kernel:
         self.follows = follows
         self._names = config.split()
         self._configs: dict[tuple, tuple[Constants]] = {}
-        # What launches, and how many tensors it needs.
+        # The launcher, and how many tensors it needs.
         self._code: dict[tuple, tuple[Callable[..., None], int]] = {}
 
     def __call__(
@@ -103,19 +103,19 @@ class Kernel:
         warps: tuple[int, int, int | None],
         described: tuple[Described, ...] = (),
     ) -> None:
-        """Launch on the current stream of the device of the first tensor, whichever device is the current one.
+        """Launch on the current stream of the first tensor's device, whichever device is current.
 
         Parameters
         ----------
         grid
-            Programs along the three axes, each at least 1. More than a launch takes are a ValueError.
+            Programs along the three axes, each at least 1. Raises ValueError if they are too many to launch.
         tensors, numbers, strides, constants
             The kernel's arguments. A number is an int or a float.
         warps
             Triton's num_warps, num_stages and maxnreg (registers per thread).
         described
-            What the first tensors are to the kernel, which takes descriptions of them (compute capability 9.0). They
-            begin at multiples of 16 bytes; their columns and blocks follow from the constants.
+            Matrices of the first tensors, which the kernel takes as TMA descriptors (compute capability 9.0). They are
+            16-byte aligned; their columns and blocks follow from the constants.
         """
         if max(grid) > MOST_PROGRAMS[1]:
             check_grid(grid)
@@ -123,16 +123,16 @@ class Kernel:
             constants = self._configs.get(constants) or self.one_constant(constants)
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if device >= 0 and recording.current_device() != device:
-            # Triton compiles for, and launches on, the current one.
+            # Triton compiles for, and launches on, the current device.
             with torch.cuda.device(device):
                 self(grid, tensors, numbers, strides, constants, warps, described)
             return
-        # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
+        # Raw addresses spare Triton the pointer lookup that a tensor costs. Address 0 and None look the same to Triton.
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         integers = (*numbers, *strides)
         key: tuple = device, constants, warps, *[None if tensor is None else tensor.dtype for tensor in tensors]
-        # Triton tells apart addresses by 16; strides of 1, multiples of 16, and what needs 64 bits. Mostly, all are
-        # multiples of 16 and none needs 64 bits.
+        # Triton specializes on addresses divisible by 16, strides of 1 or divisible by 16, and 64-bit integers. Usually
+        # all are divisible by 16 and none needs 64 bits.
         if (unaligned := _or(pointers) & 15) or _or(strides, 0) & 15 or max(integers) > _INT32_MAX:
             key += (
                 tuple([pointer % 16 == 0 for pointer in pointers]) if unaligned else None,
@@ -150,11 +150,11 @@ class Kernel:
             recorder.note_launch(code, grid, tensors, integers + constants, described, n_tensors)
 
     def one_constant(self, constants: tuple) -> tuple:
-        """The constants as the kernel takes them: one object for each set."""
+        """The constants as the kernel takes them: one `Constants` object per distinct set."""
         if not self._names or isinstance(constants[0], Constants):
             return constants
-        made = (Constants(**dict(zip(self._names, constants, strict=True))),)
-        return self._configs.setdefault(constants, made)
+        config = (Constants(**dict(zip(self._names, constants, strict=True))),)
+        return self._configs.setdefault(constants, config)
 
     def _compile(
         self,
@@ -165,9 +165,9 @@ class Kernel:
         warps: tuple[int, int, int | None],
         described: tuple[Described, ...],
     ) -> tuple[Callable[..., None], int]:
-        """Launch by Triton, which compiles; what launches again, and how many tensors it needs, not just addresses."""
+        """Compile and launch with Triton. Return the launcher of later calls, and how many tensor objects it needs."""
         options: dict[str, Any] = {"num_warps": warps[0], "num_stages": warps[1], "maxnreg": warps[2]}
-        # Triton is about to change what it does where nobody says.
+        # Explicit, as Triton is about to change the default.
         options["enable_fp_fusion"] = True
 
         def by_interpreter(
@@ -176,14 +176,14 @@ class Kernel:
             with _disable_current_modes():
                 self.function[grid](*[tensor_of(tensor) for tensor in tensors], *rest, **options)
 
-        # What Triton does with tensors is no part of what the call does with them.
+        # What Triton does with the tensors is not part of the call, so dispatch modes must not see it.
         with _disable_current_modes():
-            given: list[Any] = [tensor_of(tensor) for tensor in tensors]
-            if self.follows and tables.architecture(given[0].device)[0] >= 9:
+            args: list[Any] = [tensor_of(tensor) for tensor in tensors]
+            if self.follows and tables.architecture(args[0].device)[0] >= 9:
                 options["launch_pdl"] = True
-            given[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, given, strict=False)]
-            compiled = self.function[grid](*given, *integers, *constants, **options)
-        # Triton's interpreter compiles nothing.
+            args[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, args, strict=False)]
+            compiled = self.function[grid](*args, *integers, *constants, **options)
+        # Triton's interpreter does not compile.
         if compiled is None:
             return by_interpreter, len(tensors)
         return _code(compiled, [tensor.dtype for tensor in tensors[: len(described)]]), 0  # type: ignore[union-attr]
@@ -191,12 +191,12 @@ class Kernel:
 
 @triton.jit
 def wait_for_previous_kernel():
-    """Wait until the kernel launched before this one has ended, and what it wrote can be read.
+    """Wait until the previous kernel has ended and its writes are visible.
 
-    Of programs that are started earlier, by programmatic dependent launch: it gains the time from the end of one kernel
+    For programs started early by programmatic dependent launch (PDL), which hides the time from the end of one kernel
     to the start of the next. At 512 x 512 (32 x 180 tokens), where a training step is 25 launches, it takes 1.505 ms on
-    an H200 instead of 1.541. Started even earlier (`gdc_launch_dependents`), while programs of the kernel before them
-    still wait for a place, they take those places: 1.528.
+    an H200 instead of 1.541. Started even earlier (`gdc_launch_dependents`), while programs of the previous kernel
+    still wait for an SM, they take the place of those: 1.528.
     """
     if cuda_capability_geq(9, 0):
         gdc_wait()
@@ -209,10 +209,10 @@ def kernel(
     config: str = "",
     jit: Callable[..., Any] = triton.jit,
 ) -> Any:
-    """The `Kernel` of a function under `jit`, compiled for its constants and strides, and for no other number.
+    """The `Kernel` of a function under `jit`, specialized on its constants and strides, and on no other number.
 
-    Tensors are called `..._ptr`, and strides `stride_...`: whether they are multiples of 16 tells how wide loads are. A
-    number that it was compiled for would compile it again.
+    Tensors are named `..._ptr` and strides `stride_...`: divisibility by 16 decides how wide loads are. Specializing on
+    any other number would recompile for new values of it.
     """
     if function is None:
         return functools.partial(kernel, follows=follows, config=config, jit=jit)
@@ -226,21 +226,21 @@ def kernel(
 
 
 def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
-    """What launches a compiled kernel, given the grid, the stream, tensors, their addresses, the rest, descriptions.
+    """Launcher of a compiled kernel: takes the grid, stream, tensors, addresses, other arguments, and `Described`.
 
-    It needs no tensors, but the `dtypes` of those that are described.
+    It needs no tensors, only the `dtypes` of those that are described.
 
-    It calls Triton's C function itself, where the arguments of that are known: around it, Triton looks for scratch
-    memory and for hooks that are rarely there, and describes matrices to the copy engine at every launch, where a
-    tensor at the address of an earlier one, as allocators give them out, has a description already.
+    It calls Triton's C launcher directly if the signature of that is known. Triton's Python wrapper looks for scratch
+    memory and hooks, which are rare, and encodes TMA descriptors at every launch; here, they are cached, and allocators
+    often return the address of an earlier tensor.
     """
 
     def by_triton(
         grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, described: tuple
     ) -> None:
-        given = zip(described, pointers, dtypes, strict=False)
-        first = [matrix.of(_At(pointer, dtype)) for matrix, pointer, dtype in given]
-        compiled[grid](*first, *pointers[len(first) :], *rest, stream=stream)
+        inputs = zip(described, pointers, dtypes, strict=False)
+        descriptors = [matrix.of(_At(pointer, dtype)) for matrix, pointer, dtype in inputs]
+        compiled[grid](*descriptors, *pointers[len(descriptors) :], *rest, stream=stream)
 
     if not launcher_is_known():
         return by_triton
@@ -249,12 +249,12 @@ def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
     run, metas = compiled.run, getattr(compiled.metadata, "tensordesc_meta", None) or ()
     if not isinstance(run, CudaLauncher) or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
         return by_triton
-    # What Triton has around its C function describes anew at every launch.
+    # Triton's wrapper of its C launcher encodes TMA descriptors anew at every launch.
     launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if metas else run.launch
-    # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
-    scratches, hooked = (None, None), (None, None, None)
-    how = run.launch_cooperative_grid, run.launch_pdl
-    fixed = compiled.function, *how, *scratches, compiled.packed_metadata, *hooked
+    # Global and profiler scratch; then the launch metadata for hooks, and the two hooks.
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    launch_flags = run.launch_cooperative_grid, run.launch_pdl
+    fixed_args = compiled.function, *launch_flags, *no_scratch, compiled.packed_metadata, *no_hooks
 
     hooks = knobs.runtime
 
@@ -269,21 +269,21 @@ def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
     def by_c(
         grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, described: tuple
     ) -> None:
-        # Unset, a hook is an empty chain of hooks.
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        # An unset hook is an empty chain of hooks.
+        enter_hook, exit_hook = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter_hook, "calls", enter_hook) or getattr(exit_hook, "calls", exit_hook):
             by_triton(grid, stream, tensors, pointers, rest, described)
             return
         if described:
             matrices = [describe(i, pointers[i], m.rows, m.columns) for i, m in enumerate(described)]
             pointers = [value for matrix in matrices for value in matrix] + pointers[len(described) :]
-        launch(*grid, stream, *fixed, *pointers, *rest)
+        launch(*grid, stream, *fixed_args, *pointers, *rest)
 
     return by_c
 
 
 class _At(NamedTuple):
-    """What Triton asks of a tensor that it describes."""
+    """The interface that Triton requires of a tensor to describe it."""
 
     address: int
     dtype: torch.dtype
@@ -293,16 +293,16 @@ class _At(NamedTuple):
 
 
 class Region:
-    """Uninitialised memory that a kernel takes like a contiguous tensor, which costs the host far more to make.
+    """Uninitialised memory that kernels accept like a contiguous tensor; a tensor takes the host far longer to create.
 
     Parameters
     ----------
     memory
-        The contiguous tensor that it lies in, which lives as long as it does.
+        The contiguous tensor that it lies in, and keeps alive.
     address
-        Where it begins.
+        Address of its first byte.
     count, dtype
-        Its elements.
+        Number and dtype of its elements.
     """
 
     __slots__ = ("_address", "_count", "data_ptr", "dtype", "memory")
@@ -312,18 +312,18 @@ class Region:
         self._address = address
         self._count = count
         self.dtype = dtype
-        # A method of C, as that of a tensor.
+        # A C method, as fast as that of a tensor.
         self.data_ptr = address.__int__
 
     def get_device(self) -> int:
         return self.memory.get_device()
 
     def view(self, dtype: torch.dtype) -> Region:
-        """The same memory as elements of another type."""
+        """The same memory as elements of another dtype."""
         return Region(self.memory, self._address, self._count * self.dtype.itemsize // dtype.itemsize, dtype)
 
     def tensor(self) -> Tensor:
-        """The same memory as a tensor, for what has to look at it."""
+        """The same memory as a tensor, for code that reads it."""
         start = self._address - self.memory.data_ptr()
         memory = self.memory.view(-1).view(torch.uint8)
         return memory[start : start + self._count * self.dtype.itemsize].view(self.dtype)
@@ -334,14 +334,14 @@ def tensor_of(value: Tensor | Region | None) -> Tensor | None:
 
 
 class Scratch:
-    """Regions of memory that nothing is read from before a later launch fills it, or of memory of their own.
+    """Allocate regions in memory that nobody reads until a later launch fills it, or else in memory of their own.
 
     Parameters
     ----------
     memory
-        A contiguous tensor to lay them in, one after the other, as far as it reaches; None: all get their own.
+        A contiguous tensor to place them in, one after the other, while it has room; None: each is allocated.
     start, size
-        The bytes of it that are lent; None: all from the start on.
+        The bytes of it that may be used; None: all from `start` on.
     """
 
     __slots__ = ("_end", "memory", "_next")
@@ -352,12 +352,12 @@ class Scratch:
             self._next, self._end = 0, -1
         else:
             begin = memory.data_ptr() + start
-            # A region begins where an address is a multiple of 16, as launches want it.
+            # Regions are 16-byte aligned, as launches prefer.
             self._next = begin + 15 & -16
             self._end = begin + (memory.nbytes - start if size is None else size)
 
     def fork(self) -> Scratch:
-        """One that gives out the same memory, for what is needed no more when this one gives it out."""
+        """A scratch over the same free memory, for regions that are dead before this one reuses it."""
         fork = Scratch(None)
         fork.memory, fork._next, fork._end = self.memory, self._next, self._end
         return fork

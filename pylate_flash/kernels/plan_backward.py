@@ -1,4 +1,4 @@
-"""How gradients are computed, and how many queries a loss takes at a time, made from a `Problem`."""
+"""Plan the backward kernels, and the number of queries that a loss takes at a time, from a `Problem`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class BackwardPlan(NamedTuple):
-    """How the gradient of the documents is computed: `kernel` is "lists" or "compare_argmax"."""
+    """Kernel that computes the gradient of the documents: "lists" or "compare_argmax"."""
 
     kernel: str
     reason: str
 
 
 def backward_plan(problem: Problem) -> BackwardPlan:
-    """Choose how the gradient of the documents is computed."""
+    """Choose the kernel that computes the gradient of the documents."""
     if problem.rows <= measured.FEW_ROWS:
         return BackwardPlan("compare_argmax", f"at most {measured.FEW_ROWS} query tokens meet a document")
     return BackwardPlan("lists", f"more than {measured.FEW_ROWS} query tokens meet a document")
 
 
 class RowsPlan(NamedTuple):
-    """A kernel's elements of an embedding with padding, rows and warps of a program, and rows compared with at once."""
+    """Padded embedding size, rows and warps of a program, and argmax entries that it compares at once."""
 
     block_embedding: int
     rows: int
@@ -55,7 +55,7 @@ def finish_plan(problem: Problem) -> RowsPlan:
 
 
 class GatherPlan(NamedTuple):
-    """Of the gradient of the queries: rows and documents in flight, programs, splits, registers of a thread at most."""
+    """Gradient of the queries: rows and documents in flight, programs, splits, maximum registers per thread."""
 
     block_embedding: int
     rows: int
@@ -68,73 +68,73 @@ class GatherPlan(NamedTuple):
 
 def gather_plan(problem: Problem) -> GatherPlan:
     sms = tables.architecture(problem.device)[1]
-    wanted = measured.GATHER_PROGRAMS * sms
-    groups, rows, walked = problem.groups, problem.rows, problem.n_documents
+    min_programs = measured.GATHER_PROGRAMS * sms
+    groups, rows, per_query = problem.groups, problem.rows, problem.n_documents
     block = max(16, tables.power_of_two(problem.size))
     if problem.has_candidates:
-        # Documents that a query meets on average.
-        walked = walked // groups or 1
-    for slots, block_documents in measured.GATHERS if walked > 1 else measured.GATHERS_OF_ONE:
+        # Mean number of documents per query.
+        per_query = per_query // groups or 1
+    for slots, block_documents in measured.GATHERS if per_query > 1 else measured.GATHERS_OF_ONE:
         num_warps = slots // 8
         if block > 128:
             slots = max(2, slots * 128 // block)
             block_documents = min(block_documents, slots)
         block_rows = slots // block_documents
         programs, n_splits = -(-rows // block_rows) * groups, 1
-        shares = min(measured.GATHER_SHARES, measured.GATHER_ROOM * sms // programs, walked // measured.GATHER_SHARE)
-        if block_documents == 1 and shares > 1 and shares * programs >= wanted:
+        shares = min(measured.GATHER_SHARES, measured.GATHER_ROOM * sms // programs, per_query // measured.GATHER_SHARE)
+        if block_documents == 1 and shares > 1 and shares * programs >= min_programs:
             n_splits = shares
             break
-        if programs >= wanted and block_rows < 2 * rows:
+        if programs >= min_programs and block_rows < 2 * rows:
             break
-    if programs < wanted and n_splits == 1:
-        n_splits = max(1, min(measured.SPLIT_PROGRAMS * sms // programs, walked // measured.SPLIT_DOCUMENTS))
+    if programs < min_programs and n_splits == 1:
+        n_splits = max(1, min(measured.SPLIT_PROGRAMS * sms // programs, per_query // measured.SPLIT_DOCUMENTS))
     packs = (num_warps * 8, block_documents) == measured.GATHERS[0] and problem.dtype.itemsize == 2
     registers = tables.registers_of(measured.GATHER_ROOM, num_warps) if packs else None
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits, registers)
 
 
 def gather_wave(problem: Problem) -> int:
-    """Query rows of the programs that gather on all SMs at a time, where there are rows for so many."""
+    """Query rows of one full wave of gathering programs, if there are that many."""
     block = max(128, tables.power_of_two(problem.size))
     sms = tables.architecture(problem.device)[1]
     return max(2, measured.GATHERS[0][0] * 128 // block) * measured.GATHER_PROGRAMS * sms
 
 
-# A token and the position of a row in a chunk are one number of 31 bits.
+# A token index and the position of a row in its chunk are packed into 31 bits.
 MOST_LISTED_TOKENS = (1 << 31 - measured.LIST_CHUNK_BITS) - 1
 
 
 class ListsPlan(NamedTuple):
-    """How the query rows of each document are listed by token, and summed, a block of documents at a time."""
+    """List the query rows of each document by token and sum them, one block of documents at a time."""
 
-    # Documents of a block.
+    # Documents per block.
     block: int
-    # Rows that one program lists, as a power of two; 0 where programs share a document's rows.
+    # log2 of the rows that one program lists alone; 0 where several programs share a document's rows.
     alone_bits: int
     alone_warps: int
-    # What the kernels call chunks (of rows that a program sorts) and segments (of a list, for programs that sum what is
-    # left of long ones) of each document.
+    # Per document: chunks (rows that one program sorts) and segments (pieces of long lists, each summed by a program of
+    # its own).
     n_chunks: int
     n_segments: int
-    # Rows of a segment.
+    # Rows per segment.
     segment: int
     list_dtype: torch.dtype
     starts_dtype: torch.dtype
-    # Whether what sorts fits into the memory of the documents' own gradient.
+    # Whether the sort's scratch fits into the memory of the documents' own gradient.
     sorts_in_gradient: bool
-    # Of the kernel that sums: elements of an embedding with padding, and rows and warps of a program.
+    # Summing kernel: padded embedding size, rows and warps of a program.
     block_embedding: int
     rows: int
     num_warps: int
 
 
 def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
-    """`lent`: the memory of the gradient of the queries may be used, which is computed later.
+    """Plan the lists. `lent`: scratch may lie in the memory of the queries' gradient, which is computed later.
 
-    `adds`: what is in that of the documents is kept, and sums are added to it.
+    `adds`: sums are accumulated into the existing gradient of the documents.
     """
-    rows, length, size, documents = problem.rows, problem.document_length, problem.size, problem.all_documents
+    rows, length, size, n_documents = problem.rows, problem.document_length, problem.size, problem.all_documents
     item, packed = problem.dtype.itemsize, problem.packed
     if length > MOST_LISTED_TOKENS:
         raise ValueError(
@@ -142,44 +142,44 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
             f"got {length}"
         )
     n_chunks = -(-rows >> measured.LIST_CHUNK_BITS)
-    # Lists that are summed whole have no segments, and need no kernel that is compiled for other ones.
+    # Lists without segments need no kernel compiled for segments.
     are_long = rows > max(measured.LIST_LONG * length, 2 * measured.LIST_SEGMENT_OF_FEW)
-    few = documents * rows <= measured.LIST_FEW_ROWS
-    segment = measured.LIST_SEGMENT_OF_FEW if few and are_long else measured.LIST_SEGMENT
+    few_rows = n_documents * rows <= measured.LIST_FEW_ROWS
+    segment = measured.LIST_SEGMENT_OF_FEW if few_rows and are_long else measured.LIST_SEGMENT
     n_segments = 0 if rows <= 2 * segment else -(-rows // segment) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     starts_dtype = torch.uint16 if rows < 1 << 16 and not packed else torch.int32
     alone_bits, alone_warps = 0, 1
     sms = tables.architecture(problem.device)[1]
-    alone_rows = measured.ALONE_ROWS_OF_FEW if documents <= sms else measured.ALONE_ROWS
+    alone_rows = measured.ALONE_ROWS_OF_FEW if n_documents <= sms else measured.ALONE_ROWS
     if rows <= alone_rows and length <= measured.ALONE_TOKENS and not packed:
         alone_bits = max(8, (rows - 1).bit_length())
         alone_warps = max(1, (1 << alone_bits) // measured.ALONE_KEYS)
 
-    # Bytes of a document: what sorts, until the rows are placed; then sums of segments, in the same memory; and all the
-    # time the lists, and what tells where they begin and end.
+    # Bytes per document: the sort's scratch, until rows are placed; then the sums of segments, in the same memory; and
+    # throughout, the lists and their boundaries.
     sorting = n_chunks * ((2 << measured.LIST_CHUNK_BITS) + 4 * length + 4 * -(-length // measured.LIST_BLOCK_TOKENS))
     sorting = 0 if alone_bits else sorting
     summing = 4 * n_segments * 2 * size
     listed = rows * list_dtype.itemsize
     ends = 0 if packed else (length + 1) * starts_dtype.itemsize
-    # Of packed documents it is not known here where their gradients begin.
+    # Where the gradients of packed documents begin is not known on the host.
     sorts_in_gradient = not packed and not adds and sorting + measured.SLACK <= length * size * item
     shared = summing if sorts_in_gradient else max(sorting, summing)
-    memory = max(measured.LISTS_MEMORY, documents * rows * problem.argmax_dtype.itemsize // 2)
-    block = min(documents, memory // (listed + shared + ends)) or 1
+    memory = max(measured.LISTS_MEMORY, n_documents * rows * problem.argmax_dtype.itemsize // 2)
+    block = min(n_documents, memory // (listed + shared + ends)) or 1
     if lent:
-        # All but the lists in the memory of the gradient of the queries, for up to twice as many blocks, which take a
-        # few launches more.
+        # Put all but the lists into the memory of the queries' gradient, even if that takes up to twice as many blocks,
+        # and so a few more launches.
         lent_bytes = problem.n_queries * problem.query_length * size * item - measured.SLACK
-        lent_block = min(documents, memory // listed, lent_bytes // (shared + ends))
+        lent_block = min(n_documents, memory // listed, lent_bytes // (shared + ends))
         if 2 * lent_block >= block:
             block = lent_block
-    if block < documents:
-        block = -(-documents // -(-documents // block))
+    if block < n_documents:
+        block = -(-n_documents // -(-n_documents // block))
 
     block_embedding = max(16, tables.power_of_two(size))
-    # Warps that had rows of their own would add up in shared memory, of tokens that no row chose too.
+    # Warps with rows of their own would have to reduce in shared memory, even for tokens that no row chose.
     num_warps = max(1, block_embedding // measured.SUM_ELEMENTS)
     block_rows = measured.SUM_ROWS if block_embedding <= 256 else measured.SUM_ROWS // 2
     listing = block, alone_bits, alone_warps, n_chunks, n_segments, segment, list_dtype, starts_dtype
@@ -187,7 +187,7 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
 
 
 class ResidualGradientPlan(NamedTuple):
-    """How the gradient of the queries is computed."""
+    """Rows, blocks and grid of the queries' gradient with residual codes."""
 
     rows: int
     blocks: Blocks
@@ -197,7 +197,7 @@ class ResidualGradientPlan(NamedTuple):
 
 
 def residual_gradient_plan(problem: Problem) -> ResidualGradientPlan:
-    """Choose how the gradient of the queries is computed."""
+    """Plan the gradient of the queries with residual codes."""
     blocks = residual_blocks(problem.kind)
     parts = -(-problem.size // blocks.first)
     programs = -(-problem.rows // tables.RESIDUAL_GRADIENT_ROWS) * problem.groups * parts
@@ -207,7 +207,7 @@ def residual_gradient_plan(problem: Problem) -> ResidualGradientPlan:
 
 
 class Parts(NamedTuple):
-    """How the gradients of soft MaxSim hold embeddings: in one block, or `split`."""
+    """Blocks of embeddings in the gradients of soft MaxSim: a single one, or several if `split`."""
 
     block: int
     split: bool
@@ -217,18 +217,18 @@ class Parts(NamedTuple):
 
 
 class SoftGradientPlan(NamedTuple):
-    """How the gradients of soft scores are computed, by programs that own tokens of documents, and others query rows.
+    """Gradients of soft scores: some programs own document tokens, others own query rows.
 
-    `n_splits` of the latter share the documents.
+    `n_splits` programs of the latter share the documents.
     """
 
     documents: Tile
     queries: Tile
     parts: Parts
-    # From one query row to the next one, and those of the documents, divided by the units.
+    # Strides of query rows and of the documents, divided by the units.
     strides: tuple[int, ...]
     units: tuple[int, int]
-    # Programs that own the tokens of a document.
+    # Programs that share the tokens of a document.
     n_blocks: int
     n_splits: int
     # Whether probabilities are rounded to bfloat16 before they are multiplied.
@@ -236,20 +236,20 @@ class SoftGradientPlan(NamedTuple):
 
 
 def soft_gradient_plan(problem: Problem) -> SoftGradientPlan:
-    """Choose how gradients are computed."""
+    """Plan the gradients of soft scores."""
     from triton import knobs
 
     sms = tables.architecture(problem.device)[1]
     tile, length = soft_tile(problem.kind, tables.SOFT_GRADIENT, tables.SOFT_GRADIENT_WIDE), problem.document_length
     queries = narrowed(tile, problem.rows, length)
     documents = narrowed(tile, length, problem.rows)
-    walked = problem.max_candidates if problem.has_candidates else problem.n_documents
+    n_documents = problem.max_candidates if problem.has_candidates else problem.n_documents
     blocks = soft_blocks(problem.kind)
     owned = tables.SOFT_SPLIT_OWNED[problem.dtype.itemsize] if blocks.split else blocks.first
     parts = Parts(blocks.first, blocks.split, owned, -(-problem.size // owned))
     programs = -(-problem.rows // queries.rows) * problem.groups * parts.number
-    smallest = -(-tables.SOFT_SMALLEST_SHARE // max(1, -(-length // queries.columns)))
-    n_splits = max(1, min(tables.SOFT_PER_SM * sms // programs, walked // smallest))
+    min_documents = -(-tables.SOFT_SMALLEST_SHARE // max(1, -(-length // queries.columns)))
+    n_splits = max(1, min(tables.SOFT_PER_SM * sms // programs, n_documents // min_documents))
     strides, units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
     n_blocks = -(-length // documents.rows)
@@ -257,7 +257,7 @@ def soft_gradient_plan(problem: Problem) -> SoftGradientPlan:
 
 
 def gradient_warps(tile: Tile) -> tuple[int, int, int | None]:
-    """Warps, stages and registers of a thread of a program that computes gradients."""
+    """Triton's num_warps, num_stages and maxnreg of a program that computes gradients."""
     registers = None
     if tile == tables.SOFT_GRADIENT:
         registers = tables.registers_of(tables.SOFT_GRADIENT_PER_SM, tile.num_warps)
@@ -265,7 +265,7 @@ def gradient_warps(tile: Tile) -> tuple[int, int, int | None]:
 
 
 class Chunks(NamedTuple):
-    """Queries of a chunk, of which the last may have fewer, and how many chunks there are."""
+    """Queries per chunk (the last chunk may have fewer), and the number of chunks."""
 
     queries: int
     number: int
@@ -274,34 +274,34 @@ class Chunks(NamedTuple):
 def chunks_of(problem: Problem, max_scratch_bytes: int | None) -> Chunks:
     """Split the queries of a problem so that a chunk takes at most `max_scratch_bytes`, but has at least one query.
 
-    None: `tables.CHUNK_SCRATCH`, or a fifth more than the documents take. So chunks do not shrink where the batch, and
-    with it what a query takes, grows; and where the gradient of half documents is summed in float32, its copy in their
-    type, at the end, takes the place of most of the scratch.
+    None: `tables.CHUNK_SCRATCH`, or 1.2 times the bytes of the documents if that is more. So chunks do not shrink as
+    the batch, and with it the scratch per query, grows. If the gradient of half-precision documents is summed in
+    float32, its final copy in their type takes the place of most of the scratch.
     """
     n_queries, length = problem.n_queries, problem.query_length
     if max_scratch_bytes is None:
         max_scratch_bytes = max(tables.CHUNK_SCRATCH, problem.n_tokens * problem.size * problem.dtype.itemsize * 6 // 5)
-    # Of a score: the score and its gradient, the sums that it is of, argmax, and the lists of half a block of them.
+    # Bytes per score: the score and its gradient, its partial sums, the argmax, and the lists (half of the argmax).
     padded, group = padded_query_length(length, True)
-    of_score = 8 + (4 * padded // group if padded > group else 0)
+    score_bytes = 8 + (4 * padded // group if padded > group else 0)
     if problem.with_argmax:
-        of_score += length * problem.argmax_dtype.itemsize * 3 // 2
-    documents = problem.all_documents if problem.groups == 1 else problem.n_documents
-    most = max(1, max_scratch_bytes // max(1, of_score * documents))
-    if most >= n_queries:
+        score_bytes += length * problem.argmax_dtype.itemsize * 3 // 2
+    n_documents = problem.all_documents if problem.groups == 1 else problem.n_documents
+    max_queries = max(1, max_scratch_bytes // max(1, score_bytes * n_documents))
+    if max_queries >= n_queries:
         return Chunks(n_queries, 1)
-    # Programs that gather the gradient of the queries fill whole waves.
+    # Round down so that the programs that gather the queries' gradient fill whole waves.
     wave = gather_wave(problem) // length
-    most = most // wave * wave if most >= wave > 0 else most
-    step = tables.CHUNK_MULTIPLE if most >= tables.CHUNK_MULTIPLE else 1
-    most -= most % step
-    number = -(-n_queries // most)
+    max_queries = max_queries // wave * wave if max_queries >= wave > 0 else max_queries
+    step = tables.CHUNK_MULTIPLE if max_queries >= tables.CHUNK_MULTIPLE else 1
+    max_queries -= max_queries % step
+    number = -(-n_queries // max_queries)
     queries = -(-n_queries // (number * step)) * step
     return Chunks(queries, -(-n_queries // queries))
 
 
 def halved(chunks: Chunks, n_queries: int) -> Chunks:
-    """Chunks of half as many queries, for a device whose memory is less than what the others would take."""
+    """Chunks of half as many queries, after a device ran out of memory."""
     queries = -(-chunks.queries // 2)
     if queries > tables.CHUNK_MULTIPLE:
         queries = -(-queries // tables.CHUNK_MULTIPLE) * tables.CHUNK_MULTIPLE
@@ -311,7 +311,7 @@ def halved(chunks: Chunks, n_queries: int) -> Chunks:
 
 @functools.cache
 def _log_halving() -> None:
-    """Say once per process that memory was short."""
+    """Warn once per process that memory ran out."""
     logger.warning(
         "a loss over MaxSim ran out of memory, and goes on in chunks of half as many queries: a smaller "
         "max_scratch_bytes spares it the attempt"

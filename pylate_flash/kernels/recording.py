@@ -1,11 +1,11 @@
-"""A call's allocations, operators of torch and launches, recorded once and repeated on other tensors.
+"""Record the allocations, torch operators and launches of a call once, and replay them on other tensors.
 
-Checks, plans and launch keys follow from what tensors say of themselves (shapes, strides, types, alignment), not from
-their values. For tensors that say the same as those of an earlier call, what is left to do is to allocate and to
-launch: a `Recorder` notes both while a call computes as ever, and its `Recording` does them again. Memory that only
-launches see is one scratch allocation, in which what was freed is used again.
+Checks, plans and launch keys depend on the metadata of tensors (shapes, strides, dtypes, alignment), not on their
+values. For tensors with the metadata of an earlier call, only allocations and launches remain: a `Recorder` notes both
+while a call computes as usual, and its `Recording` replays them. Memory that only launches access is one scratch
+allocation, in which freed memory is reused.
 
-What cannot be repeated so (a value is read, a tensor comes from elsewhere) is refused, and computes as ever.
+Calls that cannot be replayed (they read a value, or a tensor comes from elsewhere) are refused, and compute as usual.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ALLOCATIONS = {
     _aten.new_empty_strided.default,
 }
 _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
-# A piece of scratch begins at a multiple of so many bytes, more than any kernel or descriptor asks for.
+# Alignment of a piece of scratch in bytes, larger than any kernel or descriptor requires.
 _ALIGNMENT = 128
-# Steps at most: the host time of a call that takes more is hidden behind the GPU.
+# Maximum number of steps: the host time of a longer call is hidden behind the GPU.
 _MOST_STEPS = 512
 
 
@@ -40,10 +40,10 @@ class _Local(threading.local):
     recorder: Recorder | None = None
 
 
-# The recorder at work in this thread.
+# The active recorder of this thread.
 local = _Local()
-# The stream that is current on a device, as an integer, and the current device. A PyTorch without CUDA has no such
-# functions, and no need of them.
+# The current stream of a device, as an integer, and the current device. A PyTorch build without CUDA lacks these
+# functions, and does not need them.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
@@ -55,7 +55,7 @@ class _Value(NamedTuple):
 
 
 class _Location(NamedTuple):
-    """Where an argument of a launch lies: so many bytes after the beginning of a value."""
+    """The memory that an argument of a launch points to: a byte offset from the beginning of a value."""
 
     number: int
     offset: int
@@ -63,7 +63,7 @@ class _Location(NamedTuple):
 
 
 class _Memory:
-    """A storage: the value that it came with, the step at which it is gone, and all values that lie in it."""
+    """A storage: its first value, the step at which it is freed, and all values that share it."""
 
     __slots__ = ("died", "index", "is_shared", "nbytes", "reference", "start", "values")
 
@@ -73,18 +73,18 @@ class _Memory:
         self.died: int | None = None
         self.start, self.nbytes, self.reference = tensor.data_ptr(), storage.nbytes(), StorageWeakRef(storage)
         self.values = [index]
-        # Among inputs: of what lies there it is not known which one it belongs to.
+        # Shared by several inputs: an address in it cannot be attributed to one of them.
         self.is_shared = False
 
 
 class _Operator(NamedTuple):
     function: Any
-    # Its arguments by place and by name, `_Value`s in place of tensors, in lists too.
+    # Positional and keyword arguments, with `_Value`s in place of tensors, also inside lists.
     args: list[Any]
     by_name: dict[str, Any]
     has_effects: bool
     results: tuple[int, ...]
-    # Of an allocation: shape, strides where they are not dense, type and device.
+    # For an allocation: shape, strides (None if contiguous), dtype and device.
     allocates: tuple | None = None
 
     def values(self) -> set[int]:
@@ -100,17 +100,17 @@ class _Launch(NamedTuple):
     locations: list[_Location | None]
     rest: tuple
     described: tuple
-    # How many of the first arguments it takes as tensors.
+    # How many of the leading arguments must be passed as tensors.
     n_tensors: int
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what a call does while it is entered.
+    """Records what a call does while it is the active dispatch mode.
 
     Parameters
     ----------
     inputs
-        The tensors of the call, or None, in whose place those of another one come.
+        The tensors (or None) of the call, which those of a later call replace.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
         self.memory: dict[int, _Memory] = {}
         self.refused: str | None = None
         self._values = WeakTensorKeyDictionary()
-        # What is brought elsewhere is about to be read.
+        # A result on another device is about to be read.
         self._device = next(tensor.device for tensor in inputs if tensor is not None)
         for index, tensor in enumerate(inputs):
             if tensor is None:
@@ -135,9 +135,9 @@ class Recorder(TorchDispatchMode):
             else:
                 self.memory[storage] = _Memory(index, tensor)
 
-    # Not those of `TorchDispatchMode`, which also set flags of the whole process, and set them back to what they found:
-    # of two threads that record at once, the last one to leave would leave them set, and Dynamo, which compiles nothing
-    # in a mode, would compile nothing any more.
+    # Not the methods of `TorchDispatchMode`, which also set process-wide flags and restore their previous values: of
+    # two threads that record at once, the last one to leave would leave them set, and Dynamo, which compiles nothing
+    # inside a mode, would compile nothing any more.
     def __enter__(self) -> Recorder:
         local.recorder = self
         _push_mode(self)
@@ -148,11 +148,11 @@ class Recorder(TorchDispatchMode):
         _pop_mode()
 
     def refuse(self, reason: str) -> None:
-        """Say why what is done cannot be repeated; the first reason counts."""
+        """Note why the call cannot be replayed; only the first reason is kept."""
         self.refused = self.refused or reason
 
     def value(self, tensor: Tensor) -> int:
-        """The index of a tensor; one of unknown origin is a reason to refuse."""
+        """The index of a tensor; a tensor of unknown origin makes the call refused."""
         index = self._values.get(tensor)
         if index is None:
             self.refuse("a tensor comes from elsewhere")
@@ -182,21 +182,21 @@ class Recorder(TorchDispatchMode):
             if result.device != self._device:
                 return self.refuse(f"{function} allocates elsewhere")
             stride = None if result.is_contiguous() else result.stride()
-            made = tuple(result.shape), stride, result.dtype, result.device
-            self.steps.append(_Operator(function, [], {}, False, (self._add(result),), made))
+            allocation = tuple(result.shape), stride, result.dtype, result.device
+            self.steps.append(_Operator(function, [], {}, False, (self._add(result),), allocation))
             return None
         results = result if isinstance(result, tuple | list) else (result,)
         if function.namespace != "aten" or _UNREPEATABLE.intersection(function.tags):
             return self.refuse(f"{function} cannot be repeated")
         if not all(isinstance(tensor, Tensor) and tensor.device == self._device for tensor in results):
             return self.refuse(f"{function} returns other than tensors, or tensors elsewhere")
-        given, by_name = [self._valued(x) for x in args], {name: self._valued(x) for name, x in kwargs.items()}
+        positional, by_name = [self._valued(x) for x in args], {name: self._valued(x) for name, x in kwargs.items()}
         indices = tuple([self._add(tensor) for tensor in results])
         has_effects = function._schema.is_mutable
         if function is _aten._to_copy.default and set(by_name) == {"dtype"}:
-            # Half of the operator's host time, which has many options to read.
-            function, given, by_name = Tensor.to, [*given, by_name["dtype"]], {}
-        self.steps.append(_Operator(function, given, by_name, has_effects, indices))
+            # Takes half of the operator's host time, which parses many options.
+            function, positional, by_name = Tensor.to, [*positional, by_name["dtype"]], {}
+        self.steps.append(_Operator(function, positional, by_name, has_effects, indices))
         return None
 
     def _valued(self, argument: Any) -> Any:
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor) -> int:
         if tensor in self._values:
-            # What an operator works on in place.
+            # An operator worked in place.
             return self._values[tensor]
         index = self._values[tensor] = self.n_values
         self.n_values += 1
@@ -249,9 +249,9 @@ def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _allocation(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """What allocates such a tensor, of dense strides where they are None.
+    """A callable that allocates such a tensor; strides of None are contiguous.
 
-    `empty_like` of one element in that shape takes the host a fifth of what `empty` takes, which has options to read.
+    `empty_like` of an expanded element takes a fifth of the host time of `empty`, which parses options.
     """
     if stride is None:
         like = _element(dtype, device).expand(shape)
@@ -260,19 +260,19 @@ def _allocation(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch
 
 
 class Recording:
-    """What a call did, to be done again on other tensors.
+    """The steps of a recorded call, to be replayed on other tensors.
 
-    It is written out as a Python function without loops or branches, which takes the host 1.2 us of a plain call where
-    going through the steps took 2.0. Calls that differ in numbers alone share its code.
+    They are compiled to a Python function without loops or branches, which takes the host 1.2 us for a plain call where
+    looping over the steps took 2.0. Calls that differ only in numbers share its code.
 
     Parameters
     ----------
     recorder
-        What has noted it, and refused nothing.
+        The recorder of the call, which has refused nothing.
     outputs
-        What the call returned: tensors that it made or was given, or None.
+        What the call returned: tensors that it created or received, or None.
     device
-        The GPU, by its number; -1: none.
+        The index of the GPU; -1: none.
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Tensor | None], device: int) -> None:
@@ -283,32 +283,32 @@ class Recording:
         results = [None if tensor is None else recorder.value(tensor) for tensor in outputs]
         memory_of = {index: memory for memory in recorder.memory.values() for index in memory.values}
         needed, steps = self._needed({index for index in results if index is not None}, memory_of)
-        made = {memory.index for memory in recorder.memory.values() if needed.intersection(memory.values)}
-        self._scratch_bytes, self._offsets = _lay(steps, memory_of, made)
+        materialized = {memory.index for memory in recorder.memory.values() if needed.intersection(memory.values)}
+        self._scratch_bytes, self._offsets = _lay(steps, memory_of, materialized)
         launches = [step for step in steps if isinstance(step, _Launch)]
-        # The values whose addresses launches take.
+        # The values whose addresses are passed to launches.
         self._addressed = {location.number for step in launches for location in step.locations if location is not None}
         self._lines.append(f"{', '.join(f'v{index}' for index in range(recorder.n_inputs))}, = inputs")
         for index in range(recorder.n_inputs):
             self._address(index)
         if self._scratch_bytes:
-            where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+            memory_device = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
             self._lines.append(
-                f"scratch = {self._constant(_allocation((self._scratch_bytes,), None, torch.uint8, where))}()"
+                f"scratch = {self._constant(_allocation((self._scratch_bytes,), None, torch.uint8, memory_device))}()"
             )
             self._lines.append("start = scratch.data_ptr()")
         for number, step in enumerate(steps):
             for memory in recorder.memory.values():
-                if memory.died == number and memory.index in made:
+                if memory.died == number and memory.index in materialized:
                     self._lines.append(" = ".join(f"v{index}" for index in memory.values) + " = None")
             if step is not None:
-                self._step(step, made)
+                self._step(step, materialized)
         self._lines.append(f"return [{', '.join('None' if index is None else f'v{index}' for index in results)}]")
         del self._recorder
         self._repeat = _function(tuple(self._lines), len(self._constants))(*self._constants)
 
     def _needed(self, needed: set[int], memory_of: dict[int, _Memory]) -> tuple[set[int], list]:
-        """The values that have to be tensors, and the steps, None in place of those whose results nothing needs."""
+        """The values that must be tensors, and the steps, with None in place of those whose results are unused."""
         launched: set[int] = set()
         steps: list[_Operator | _Launch | None] = list(self._recorder.steps)
         for number, step in reversed(list(enumerate(self._recorder.steps))):
@@ -322,11 +322,11 @@ class Recording:
                     steps[number] = None
             elif not any(index in launched or index in needed for index in memory_of[step.results[0]].values):
                 steps[number] = None
-        # A value lies where the first of its storage does.
+        # The first value of a storage stands for its memory.
         return needed | {memory_of[index].index for index in needed}, steps
 
     def _constant(self, value: Any) -> str:
-        """The name of a value that the function is made with."""
+        """Add a constant of the generated function and return its name."""
         self._constants.append(value)
         return f"c{len(self._constants) - 1}"
 
@@ -334,7 +334,7 @@ class Recording:
         if index in self._addressed:
             self._lines.append(f"a{index} = v{index}.data_ptr()")
 
-    def _step(self, step: _Operator | _Launch, made: set[int]) -> None:
+    def _step(self, step: _Operator | _Launch, materialized: set[int]) -> None:
         if isinstance(step, _Launch):
             first = "".join(map(self._tensor_at, step.locations[: step.n_tensors]))
             launch, grid, rest, described = map(self._constant, (step.launch, step.grid, step.rest, step.described))
@@ -342,7 +342,7 @@ class Recording:
             self._lines.append(f"{launch}({grid}, stream, ({first}), [{pointers}], {rest}, {described})")
             return
         if step.allocates is not None:
-            if step.results[0] not in made:
+            if step.results[0] not in materialized:
                 return
             self._lines.append(f"v{step.results[0]} = {self._constant(_allocation(*step.allocates))}()")
         else:
@@ -372,7 +372,7 @@ class Recording:
         return f"{tensor_at}(v{location.number}, {offset}, {dtype}), "
 
     def __call__(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The outputs for these inputs, of the same signature."""
+        """The outputs for inputs with the same signature."""
         device = self._device
         if device < 0:
             return self._repeat(inputs, 0)
@@ -384,41 +384,41 @@ class Recording:
 
 @functools.lru_cache(maxsize=1024)
 def _function(lines: tuple[str, ...], n_constants: int) -> Callable[..., Callable[..., list[Tensor | None]]]:
-    """What makes, of constants, the function of these lines, of `inputs` and the current stream."""
+    """A factory that takes the constants and returns the function of these lines, of `inputs` and the stream."""
     constants = ", ".join(f"c{index}" for index in range(n_constants))
     body = "\n".join(f"        {line}" for line in lines)
-    found: dict[str, Any] = {}
-    exec(f"def make({constants}):\n    def repeat(inputs, stream):\n{body}\n    return repeat", found)
-    return found["make"]
+    namespace: dict[str, Any] = {}
+    exec(f"def make({constants}):\n    def repeat(inputs, stream):\n{body}\n    return repeat", namespace)
+    return namespace["make"]
 
 
 def _tensor_at(tensor: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """What lies so many bytes after the beginning of a tensor; Triton's interpreter takes no addresses."""
+    """A 1-D view of a tensor's memory from a byte offset on, as Triton's interpreter takes no addresses."""
     storage = tensor.untyped_storage()
     first = (tensor.data_ptr() - storage.data_ptr() + offset) // dtype.itemsize
-    whole = torch.empty(0, dtype=dtype, device=tensor.device)
-    return whole.set_(storage, first, (storage.nbytes() // dtype.itemsize - first,), (1,))
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    return view.set_(storage, first, (storage.nbytes() // dtype.itemsize - first,), (1,))
 
 
-def _lay(steps: Sequence[Any], memory_of: dict[int, _Memory], made: set[int]) -> tuple[int, dict[int, int]]:
-    """Bytes of scratch for the allocations that are no tensors of their own, and where in it each begins.
+def _lay(steps: Sequence[Any], memory_of: dict[int, _Memory], materialized: set[int]) -> tuple[int, dict[int, int]]:
+    """Bytes of scratch for the allocations that are not materialized as tensors, and the offset of each in it.
 
-    In their order, each at the first gap between those that live at that time.
+    First fit, in allocation order: each goes to the first gap between those that are live at that step.
     """
-    total, laid = 0, {}
-    living: list[tuple[int, int, float]] = []
+    total, offsets = 0, {}
+    live: list[tuple[int, int, float]] = []
     for number, step in enumerate(steps):
-        if not isinstance(step, _Operator) or step.allocates is None or step.results[0] in made:
+        if not isinstance(step, _Operator) or step.allocates is None or step.results[0] in materialized:
             continue
         memory = memory_of[step.results[0]]
-        living = sorted(piece for piece in living if piece[2] > number)
+        live = sorted(piece for piece in live if piece[2] > number)
         begin = 0
-        for start, end, _ in living:
+        for start, end, _ in live:
             if begin + memory.nbytes <= start:
                 break
             begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
         died = float("inf") if memory.died is None else memory.died
-        living.append((begin, begin + memory.nbytes, died))
-        laid[memory.index] = begin
+        live.append((begin, begin + memory.nbytes, died))
+        offsets[memory.index] = begin
         total = max(total, begin + memory.nbytes)
-    return total, laid
+    return total, offsets

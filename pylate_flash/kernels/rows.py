@@ -1,7 +1,7 @@
-"""What is computed of token embeddings and masks alone, row by row: norms, active tokens, zero rows, padding.
+"""Row-wise kernels on token embeddings and masks: norms, active tokens, zero rows, padding.
 
-A row is a token's embedding, of [.., d] with up to three dimensions before it. What is divided by in float32 is rounded
-to the embeddings' type, as `torch.nn.functional.normalize` rounds it.
+A row is a token's embedding, of [.., d] with up to three leading dimensions. Quotients computed in float32 are rounded
+to the embeddings' dtype, as `torch.nn.functional.normalize` rounds them.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from .config import stride_unit
 from .launch import Kernel, Region, kernel
 from .tables import architecture, power_of_two
 
-# torch.nn.functional.normalize divides by no less than this.
+# The eps of torch.nn.functional.normalize.
 SMALLEST_NORM = 1e-12
 _SMALLEST_NORM = tl.constexpr(SMALLEST_NORM)
 _LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
-# Rows and elements of an embedding that a program reads at a time, of four warps.
+# Rows and elements of an embedding that a program of four warps reads at a time.
 _BLOCK_ROWS = 32
 _BLOCK_EMBEDDING = 128
-# The elements that a program has where it holds whole rows.
+# Elements per program where it holds whole rows.
 _ELEMENTS = 4096
-# Elements that a program multiplies at a time, and such programs of an SM.
+# Elements that a program multiplies at a time, and such programs per SM.
 BLOCK = 1024
 _PROGRAMS = 4
-# Positions of a mask that are looked at together.
+# Maximum block of mask positions that are scanned together.
 _MAX_BLOCK = 1024
 
 
 @triton.jit
 def inverse_norm(squares, unit=1.0):
-    """One over the norm, from the sum of squares, counted in units; NaN of NaN, and of an infinite norm."""
+    """One over the norm, from the sum of squares in units of `unit`**2; NaN for NaN and for infinite norms."""
     norm = tl.maximum(tl.sqrt_rn(squares) * unit, _SMALLEST_NORM, propagate_nan=tl.PropagateNan.ALL)
     return tl.div_rn(1.0, tl.where(norm < float("inf"), norm, float("nan")))
 
 
 @triton.jit
 def rows_of_block(block, n_rows, ROWS: tl.constexpr):
-    """The rows of a block, in the type of their number, and which of them exist.
+    """The rows of a block, in the dtype of `n_rows`, and the mask of those that exist.
 
-    That is int32 but where there are too many for it: divided in 64 bits, a row takes some hundred instructions.
+    That is int32 unless there are too many rows for it: dividing a row in 64 bits takes some hundred instructions.
     """
     first = block.to(n_rows.dtype) * ROWS
-    # Those that do not exist may overflow.
+    # Rows past the end may overflow.
     within = tl.arange(0, ROWS)
     return first + within, within < n_rows - first
 
 
 @triton.jit
 def row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token):
-    """Where the tokens [groups, n_sequences, length], counted as rows, begin."""
+    """Offsets of the tokens [groups, n_sequences, length], numbered as rows."""
     sequence = rows // length
     return (
         (sequence // n_sequences).to(tl.int64) * stride_group
@@ -65,18 +65,15 @@ def row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stri
 
 
 @triton.jit
-def through_norm(grad, embeddings, scale):
+def through_norm(grad, embeddings, scale, NORMALIZED: tl.constexpr = False):
     """The gradient of x [rows, d] from that of y = x * scale, where scale [rows] is one over the norm of x.
 
-    The Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y is linear in x. A gradient of zeros stays
-    one whatever x holds: masked tokens may be NaN.
+    The Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y is linear in x. A zero gradient stays
+    zero whatever x holds: masked tokens may be NaN. The embeddings are x or, if NORMALIZED, y.
     """
-    return through_normalized(grad, embeddings.to(tl.float32) * scale[:, None], scale)
-
-
-@triton.jit
-def through_normalized(grad, normalized, scale):
-    """The same from y itself, in float32."""
+    normalized = embeddings.to(tl.float32)
+    if not NORMALIZED:
+        normalized *= scale[:, None]
     along = tl.where(scale < _LARGEST_SCALE, tl.sum(normalized * grad, axis=1), 0.0)
     some = tl.max((grad != 0.0).to(tl.int32), axis=1) > 0
     return tl.where(some[:, None], (grad - normalized * along[:, None]) * scale[:, None], 0.0)
@@ -90,7 +87,7 @@ class Norms(NamedTuple):
 
 
 def described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
-    """How many rows there are; sequences of a group and tokens of a sequence; strides of groups, sequences, tokens."""
+    """Number of rows; sequences of a group and tokens of a sequence; strides of groups, sequences and tokens."""
     *shape, _ = embeddings.shape
     n_sequences, length = (1, *shape)[-2:]
     return math.prod(shape), (n_sequences, length), (0, 0, *embeddings.stride())[-4:-1]
@@ -98,7 +95,7 @@ def described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]
 
 @triton.jit
 def _whole_rows(n_rows, config: tl.constexpr):
-    """The contiguous rows of a program, which of their elements exist, and where those are."""
+    """The contiguous rows of a program, the mask of their elements, and the offsets of these."""
     rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
     dims = tl.arange(0, config.block)
     mask = (rows < n_rows)[:, None] & (dims < config.size)[None, :]
@@ -107,7 +104,7 @@ def _whole_rows(n_rows, config: tl.constexpr):
 
 @kernel(config="size block block_rows")
 def _normalized_kernel(embeddings_ptr, out_ptr, scales_ptr, n_rows, config: tl.constexpr):
-    """out[row] = embeddings[row] * scales[row], with scales the inverse norms; both may be the same memory."""
+    """out[row] = embeddings[row] * scales[row], where scales are the inverse norms; out and embeddings may alias."""
     rows, mask, offset = _whole_rows(n_rows, config)
     values = tl.load(embeddings_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     scale = inverse_norm(tl.sum(values * values, axis=1))
@@ -115,27 +112,12 @@ def _normalized_kernel(embeddings_ptr, out_ptr, scales_ptr, n_rows, config: tl.c
     tl.store(out_ptr + offset, (values * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel(config="size block block_rows")
-def _through_normalized_kernel(grad_ptr, normalized_ptr, scales_ptr, n_rows, config: tl.constexpr):
-    """grad[row] of what is normalized to that of the embeddings."""
-    rows, mask, offset = _whole_rows(n_rows, config)
-    grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    normalized = tl.load(normalized_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0)
-    tl.store(grad_ptr + offset, through_normalized(grad, normalized, scale).to(grad_ptr.dtype.element_ty), mask=mask)
-
-
 def normalized_rows(embeddings: Tensor, out: Tensor, scales: Tensor) -> None:
-    """Write the contiguous `embeddings` [.., d] over their norms to `out`, and one over the norms to `scales`.
+    """Write the contiguous `embeddings` [.., d] divided by their norms to `out`, and one over the norms to `scales`.
 
-    `out` has the type of `embeddings`, and may be them; `scales` [..] is float32. No dimension is 0.
+    `out` has the dtype of `embeddings`, and may alias them; `scales` [..] is float32. No dimension is 0.
     """
     _launch(_normalized_kernel, (embeddings, out, scales))
-
-
-def through_normalized_rows(grad: Tensor, normalized: Tensor, scales: Tensor) -> None:
-    """Replace `grad` of what `normalized_rows` wrote by the gradient of the embeddings that it was made of."""
-    _launch(_through_normalized_kernel, (grad, normalized, scales))
 
 
 def _launch(rowwise: Kernel, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -145,14 +127,14 @@ def _launch(rowwise: Kernel, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 def _block_of(size: int) -> tuple[int, int]:
-    """Elements of an embedding with padding, and rows, of a program that holds whole rows."""
+    """Padded embedding size and number of rows of a program that holds whole rows."""
     block = max(16, power_of_two(size))
     return block, max(1, _ELEMENTS // block)
 
 
 @kernel
 def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.constexpr):
-    """One document per program: its active positions, in order, their number, and the first masked position."""
+    """One document per program: its active positions in order, their number, and the first masked position."""
     document = tl.program_id(0).to(tl.int64)
     count = 0
     first_masked = length
@@ -160,8 +142,8 @@ def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.co
         positions = start + tl.arange(0, BLOCK)
         exists = positions < length
         active = (tl.load(mask_ptr + document * length + positions, mask=exists, other=0) != 0).to(tl.int32)
-        places = count + tl.cumsum(active, axis=0) - 1
-        tl.store(tokens_ptr + document * length + places, positions, mask=active != 0)
+        slots = count + tl.cumsum(active, axis=0) - 1
+        tl.store(tokens_ptr + document * length + slots, positions, mask=active != 0)
         count += tl.sum(active, axis=0)
         first_masked = tl.minimum(first_masked, tl.min(tl.where(exists & (active == 0), positions, length), axis=0))
     tl.store(bounds_ptr + document * 2, count)
@@ -169,19 +151,19 @@ def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.co
 
 
 def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
-    """Lists of active tokens from `mask` [.., L] of any type, active where it is not 0; contiguous, no size is 0.
+    """Lists of active tokens from a contiguous `mask` [.., L] of any dtype, active where it is not 0; no size is 0.
 
     Returns
     -------
     Tensor
-        Begins with the positions of the active tokens in rising order [.., L], int32, of which only the first `count`
-        of each mask are written.
+        Begins with the positions of the active tokens in ascending order [.., L], int32; only the first `count` of each
+        mask are written.
     Region
-        Behind them [.., 2], int32: that count, and the first masked position (L where there is none).
+        Behind them [.., 2], int32: that count, and the first masked position (L if there is none).
     """
     length, size = mask.shape[-1], mask.numel()
     documents = size // length
-    # Both in one allocation, the second from a multiple of 16 bytes on.
+    # Both in one allocation; the second is aligned to 16 bytes.
     size = -(-size // 4) * 4
     tokens = torch.empty(size + documents * 2, dtype=torch.int32, device=mask.device)
     bounds = Region(tokens, tokens.data_ptr() + 4 * size, documents * 2, torch.int32)
@@ -198,22 +180,22 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 
 @triton.jit
 def load_lines(base, exists, start, config: tl.constexpr):
-    """A block of elements of rows [rows, lines, elements], in float32, and which are inside an embedding.
+    """A block of elements of rows [rows, lines, elements], in float32, and the mask of those inside an embedding.
 
-    A line has 128 bytes, and neighbouring ones are of other rows, so that the lanes of a warp share what a row takes by
-    itself: its address, with two divisions, and a root. (Rows come first, as Triton gives lanes to the first of two
-    dimensions along which it takes nothing for contiguous.)
+    A line has 128 bytes, and neighbouring lines are of different rows, so that the lanes of a warp share the cost of a
+    row: its address, with two divisions, and a root. (Rows come first, as Triton assigns lanes to the first of two
+    dimensions neither of which it knows to be contiguous.)
     """
     LINE: tl.constexpr = min(config.block, 1024 // base.dtype.element_ty.primitive_bitwidth)
     dims = start + LINE * tl.arange(0, config.block // LINE)[None, :, None] + tl.arange(0, LINE)[None, None, :]
     inside = dims < config.size
-    # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
+    # float32, as the interpreter compares bfloat16 by its bits, in which -0 is not 0.
     return tl.load(base[:, None, None] + dims, mask=exists[:, None, None] & inside, other=0.0).to(tl.float32), inside
 
 
 @triton.jit
 def _look_at_block(embeddings_ptr, out_ptr, block, n_rows, n_sequences, length, strides, config: tl.constexpr):
-    """found[row] for a block of the tokens [groups, n_sequences, length] of `embeddings`, counted as rows."""
+    """out[row] for a block of the tokens [groups, n_sequences, length] of `embeddings`, numbered as rows."""
     rows, exists = rows_of_block(block, n_rows, config.block_rows)
     base = embeddings_ptr + row_addresses(rows, n_sequences, length, strides[0], strides[1], strides[2])
     squares = tl.zeros([config.block_rows], tl.float32)
@@ -239,7 +221,7 @@ def _rows_kernel(
     stride_group, stride_sequence, stride_token, stride_more_group, stride_more_sequence, stride_more_token,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others.
+    """The first `blocks` programs handle one batch, the others the second one, if any.
 
     Strides are divided by `unit` (`config.stride_unit`).
     """
@@ -253,15 +235,15 @@ def _rows_kernel(
         _look_at_block(embeddings_ptr, out_ptr, block, n_rows, n_sequences, length, strides, config)
 
 
-def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What is wanted of the rows of one batch or two, [..] each.
+def _look_at_rows(quantity: str, embeddings: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Compute a quantity of the rows of one batch or two, [..] each.
 
-    Rows are contiguous, d is not 0, and up to three dimensions come before it; both batches are of one type and d. Both
-    are read by one launch, as the host takes as long for each as the GPU for the documents.
+    Rows are contiguous, d is not 0, with up to three leading dimensions; both batches have the same dtype and d. One
+    launch reads both, as the host takes as long for each as the GPU for the documents.
     """
-    dtype, size = torch.bool if wanted == "nonzero" else torch.float32, embeddings.shape[-1]
-    # Sizes one by one, as a tuple takes the host twice as long.
-    found, more_out = (
+    dtype, size = torch.bool if quantity == "nonzero" else torch.float32, embeddings.shape[-1]
+    # Sizes are passed one by one, as a tuple takes the host twice as long.
+    out, more_out = (
         None if batch is None else torch.empty(*batch.shape[:-1], dtype=dtype, device=batch.device)
         for batch in (embeddings, more)
     )
@@ -271,22 +253,22 @@ def _look_at_rows(wanted: str, embeddings: Tensor, more: Tensor | None) -> tuple
     blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
     _rows_kernel(
         (blocks + more_blocks, 1, 1),
-        (embeddings, more, found, more_out),
+        (embeddings, more, out, more_out),
         (blocks, rows, *lengths, more_rows, *more_lengths),
         tuple([stride // unit for stride in (*strides, *more_strides)]),
-        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, unit, wanted),
+        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, unit, quantity),
         (4, 3, None),
     )
-    return found, more_out  # type: ignore[return-value]
+    return out, more_out  # type: ignore[return-value]
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
-    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
+    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] with contiguous rows; no size is 0."""
     return _look_at_rows("inverse norms", embeddings, None)[0]
 
 
 def norms_of(queries: Tensor, documents: Tensor) -> Norms:
-    """`inverse_norms` of each."""
+    """`inverse_norms` of both."""
     return Norms(*_look_at_rows("inverse norms", queries, documents))  # type: ignore[arg-type]
 
 
@@ -296,10 +278,10 @@ def half_squares(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Whether rows of `embeddings` [.., d] have an element other than zero, as NaN is, and those of `more`, if given.
+    """Whether rows of `embeddings` [.., d], and of `more`, if given, have a nonzero element (NaN counts).
 
-    In sentence-transformers' padded batches without a mask, the others are padding. A reduction of torch reads them at
-    a sixth of the rate of a copy, which takes as long as the scores of 32 queries.
+    In sentence-transformers' padded batches without a mask, zero rows are padding. A reduction by torch reads them at a
+    sixth of the rate of a copy, which takes as long as the scores of 32 queries.
     """
     return _look_at_rows("nonzero", embeddings, more)
 
@@ -310,9 +292,9 @@ def _pad_kernel(
     n_rows, length,
     stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """padded [n_rows / length, length, d] from packed [T, d], with zeros past the ends, and its mask; or `back` again.
+    """Pad packed [T, d] to padded [n_rows / length, length, d], with zeros past the ends, and its mask; `back`: unpad.
 
-    With an `offset_unit`, sequences do not follow each other: they begin so many elements times their offset on. The
+    With an `offset_unit`, sequences are not consecutive: each begins at its offset times `offset_unit` elements. The
     stride is divided by `unit` (`config.stride_unit`).
     """
     stride_token *= config.unit
@@ -341,9 +323,9 @@ def _pad_kernel(
 def pad(
     packed: Tensor, cu_seqlens: Tensor, length: int, offsets: Tensor | None = None, unit: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Padded sequences [N, length, d] and their mask, bool, of `packed` [T, d] with contiguous rows and boundaries.
+    """Pad sequences of `packed` [T, d], with contiguous rows, to [N, length, d]; returns these and their bool mask.
 
-    With `offsets` [N], int64, they begin there, in units of `unit` elements from `packed` (`problem.DocumentOffsets`).
+    With `offsets` [N], int64, they begin there, in units of `unit` elements of `packed` (`problem.DocumentOffsets`).
     """
     n_sequences, size = cu_seqlens.shape[0] - 1, packed.shape[1]
     padded = torch.empty(n_sequences, length, size, dtype=packed.dtype, device=packed.device)
@@ -353,7 +335,7 @@ def pad(
 
 
 def packed_again(padded: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
-    """The packed [n_tokens, d] of contiguous padded sequences [N, length, d], which are not looked at past the ends."""
+    """Pack contiguous padded sequences [N, length, d] to [n_tokens, d]; positions past the ends are not read."""
     packed = torch.empty(n_tokens, padded.shape[2], dtype=padded.dtype, device=padded.device)
     _launch_pad((packed, cu_seqlens, None, padded, None), 0, back=True)
     return packed
@@ -375,17 +357,17 @@ def _launch_pad(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | N
 
 
 @triton.jit
-def multiplied(source_ptr, target_ptr, number, factor, BLOCK: tl.constexpr):
-    """target = source * factor, of so many elements, by all programs."""
+def multiplied(source_ptr, target_ptr, n_elements, factor, BLOCK: tl.constexpr):
+    """target = source * factor for `n_elements`, distributed over all programs."""
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for block in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, number, step):
-        at = block + tl.arange(0, BLOCK)
-        values = tl.load(source_ptr + at, mask=at < number, other=0.0)
-        tl.store(target_ptr + at, (values * factor).to(target_ptr.dtype.element_ty), mask=at < number)
+    for block in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, n_elements, step):
+        offsets = block + tl.arange(0, BLOCK)
+        values = tl.load(source_ptr + offsets, mask=offsets < n_elements, other=0.0)
+        tl.store(target_ptr + offsets, (values * factor).to(target_ptr.dtype.element_ty), mask=offsets < n_elements)
 
 
 def programs_for(tensor: Tensor, *counts: int) -> tuple[int, int, int]:
-    """The grid of what multiplies at most so many elements, on the device of a tensor."""
+    """The grid of kernels that multiply up to this many elements, on the device of a tensor."""
     return min(_PROGRAMS * architecture(tensor.device)[1], -(-max(counts) // BLOCK)) or 1, 1, 1
 
 
@@ -396,8 +378,8 @@ def _cast_kernel(first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_f
 
 
 def cast_both(first: Tensor, second: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two contiguous tensors in another type, by one launch, where torch takes two."""
-    found = torch.empty_like(first, dtype=dtype), torch.empty_like(second, dtype=dtype)
+    """Cast two contiguous tensors to another dtype by one launch, where torch takes two."""
+    results = torch.empty_like(first, dtype=dtype), torch.empty_like(second, dtype=dtype)
     counts = first.numel(), second.numel()
-    _cast_kernel(programs_for(first, *counts), (first, second, *found), counts, (), (BLOCK,), (4, 1, None))
-    return found
+    _cast_kernel(programs_for(first, *counts), (first, second, *results), counts, (), (BLOCK,), (4, 1, None))
+    return results

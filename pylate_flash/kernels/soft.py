@@ -1,8 +1,8 @@
-"""The backward of soft MaxSim: every query row gets a part of every token, and every token one of every row.
+"""The backward of soft MaxSim: every query row gets a contribution from every token, and vice versa.
 
-The probabilities exp(beta * similarity - lse) are computed again. Programs that own tokens of a document walk query
-rows, and have their gradient in registers; others, which own query rows, walk documents, and compute them once more.
-Sums have an order: the same bits every time.
+The probabilities exp(beta * similarity - lse) are recomputed. Programs that own tokens of a document walk query rows,
+with their gradient in registers; programs that own query rows walk documents, and recompute the probabilities once
+more. Sums have a fixed order, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .rows import active_tokens, norms_of, through_norm
 
 
 class SoftTensors(NamedTuple):
-    """The tensors that the kernels read, in their order."""
+    """The tensors that the kernels read, in argument order."""
 
-    # [Nq * Lq, d], zeros where a token is masked.
+    # [Nq * Lq, d], zeros where masked.
     queries: Tensor
     documents: Tensor
-    # The active tokens of masked documents, and their numbers (`kernels.rows`).
+    # The active tokens of masked documents, and their counts (`kernels.rows`).
     active: Tensor | None
     bounds: Region | None
-    # One over the norms of embeddings that are to be normalised.
+    # Inverse norms of embeddings to be normalized.
     queries_scale: Tensor | None
     documents_scale: Tensor | None
     cu_seqlens: Tensor | None
@@ -42,13 +42,13 @@ class SoftTensors(NamedTuple):
     beta: Tensor
     # log(sum(exp(beta * similarity))) [documents, rows].
     lse: Tensor
-    # What the gradient of a row's smooth maximum is multiplied by, [documents, rows], 0 where a token is masked.
+    # The gradient of each row's smooth maximum [documents, rows], 0 where a token is masked.
     grad_rows: Tensor
 
 
 @triton.jit
 def _factor(values, ROUNDED: tl.constexpr):
-    """Values as they are multiplied for a gradient: float16 could not hold what a loss is scaled by."""
+    """Cast a factor of the products of a gradient: float16 could not hold a scaled loss."""
     return values.to(tl.bfloat16) if ROUNDED else values.to(tl.float32)
 
 
@@ -61,14 +61,14 @@ def _documents_kernel(
 ):  # fmt: skip
     """grad_documents[token] = sum over rows of grad * probability * queries[row], of the rows of one group.
 
-    Grid: (blocks of tokens x documents of all groups, parts of an embedding). With scales, what is left of a split
-    embedding, in float32, is the gradient of the scaled one. `slopes` [programs] are the sums of grad * probability *
-    log2(probability), for beta.
+    Grid: (blocks of tokens x documents of all groups, parts of an embedding). With scales, the output for a split
+    embedding, in float32, is the gradient of the scaled embedding. `slopes` [programs] are the sums of grad *
+    probability * log2(probability), for beta.
 
-    What is loaded for a row of the tile is spread over all threads that hold a part of it, each of which computes its
-    address: it is one addition, as rows are contiguous.
+    Loads for a row of the tile are spread over all threads that hold a part of it, each of which computes its address:
+    a single addition, as rows are contiguous.
     """
-    # Rows of all documents lie one after the other: their number is a stride, too.
+    # Rows of consecutive documents are adjacent: their number is a stride, too.
     n_rows = stride_rows
     stride_row *= config.query_unit
     stride_group *= config.document_unit
@@ -104,7 +104,7 @@ def _documents_kernel(
     tile = tl.load(token_rows[:, None] + owned[None, :], mask=token_exists[:, None] & inside[None, :], other=0.0)
     if queries_scale_ptr is not None:
         token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
-    to_exponent = tl.load(beta_ptr) * LOG2E
+    exponent_scale = tl.load(beta_ptr) * LOG2E
     total = tl.zeros([config.block_tokens, config.owned], tl.float32)
     slope = tl.zeros([config.block_tokens], tl.float32)
     if config.zero_masked:
@@ -112,7 +112,7 @@ def _documents_kernel(
     lse_ptr += flat_document * n_rows
     grad_rows_ptr += flat_document * n_rows
     query_rows = queries_ptr + group * n_rows * stride_row
-    # What is the same for every tile is not computed for each.
+    # Loop-invariant offsets.
     row_offsets = tl.arange(0, config.block_rows).to(tl.int64) * stride_row
     walked = tl.where(block * config.block_tokens < length, n_rows, 0)
     for start in tl.range(0, walked, config.block_rows):
@@ -121,33 +121,33 @@ def _documents_kernel(
         row_starts = query_rows + tl.cast(start, tl.int64) * stride_row + row_offsets
         lse = tl.load(lse_ptr + rows, mask=row_exists, other=0.0)
         grad = tl.load(grad_rows_ptr + rows, mask=row_exists, other=0.0)
-        of_queries = tl.load(
+        query_tile = tl.load(
             row_starts[:, None] + owned[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0
         )
         if config.split:
             exponents = split_products(token_rows, row_starts, token_exists, row_exists, config)
         else:
-            exponents = tl.dot(tile, tl.trans(of_queries), input_precision=config.precision)
-        row_factor = to_exponent
+            exponents = tl.dot(tile, tl.trans(query_tile), input_precision=config.precision)
+        row_factor = exponent_scale
         if queries_scale_ptr is not None:
             row_scale = tl.load(queries_scale_ptr + group * n_rows + rows, mask=row_exists, other=1.0)
             exponents *= token_scale[:, None]
-            row_factor = row_scale[None, :] * to_exponent
+            row_factor = row_scale[None, :] * exponent_scale
         exponents = exponents * row_factor - (lse * LOG2E)[None, :]
         probabilities = tl.exp2(exponents)
-        # A row that takes no part, of zeros, meets infinite tokens too.
-        flows = tl.where((grad != 0.0)[None, :], probabilities * grad[None, :], 0.0)
+        # A masked row is all zeros, and its products with infinite tokens are NaN.
+        grad_similarities = tl.where((grad != 0.0)[None, :], probabilities * grad[None, :], 0.0)
         if slopes_ptr is not None:
-            slope += tl.sum(tl.where(flows == 0.0, 0.0, flows * exponents), axis=1)
+            slope += tl.sum(tl.where(grad_similarities == 0.0, 0.0, grad_similarities * exponents), axis=1)
             if config.zero_masked:
                 zero = tl.exp2(-lse * LOG2E)
                 zeros_slope -= tl.where((grad == 0.0) | (zero == 0.0), 0.0, grad * zero * (lse * LOG2E))
         if grad_documents_ptr is not None:
             if queries_scale_ptr is not None:
-                flows *= row_scale[None, :]
+                grad_similarities *= row_scale[None, :]
             total = tl.dot(
-                _factor(flows, config.rounded),
-                _factor(of_queries, config.rounded),
+                _factor(grad_similarities, config.rounded),
+                _factor(query_tile, config.rounded),
                 total,
                 input_precision=config.precision,
             )
@@ -163,10 +163,10 @@ def _documents_kernel(
     if slopes_ptr is not None:
         all_slopes = tl.sum(tl.where(token_exists, slope, 0.0), axis=0)
         if config.zero_masked:
-            # The masked tokens of a document that has others are those of its first program.
+            # The first program of a document accounts for its masked tokens.
             masked = tl.where((block == 0) & (length > 0), document_length - length, 0).to(tl.float32)
             all_slopes += tl.where(masked > 0.0, masked * tl.sum(zeros_slope, axis=0), 0.0)
-        # Of an embedding in parts, all programs have the same.
+        # All parts of an embedding compute the same value.
         tl.store(slopes_ptr + tl.program_id(0), all_slopes, mask=tl.program_id(1) == 0)
 
 
@@ -179,10 +179,10 @@ def _queries_kernel(
 ):  # fmt: skip
     """grad_queries[row] = sum over tokens of grad * probability * documents[token], [splits, rows of all, d].
 
-    Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). Without `through_norm`, what is
-    left with scales is the gradient of the scaled queries.
+    Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). Without `through_norm`, the output
+    with scales is the gradient of the scaled queries.
     """
-    # Rows of all documents lie one after the other: their number is a stride, too.
+    # Rows of consecutive documents are adjacent: their number is a stride, too.
     n_rows = stride_rows
     stride_row *= config.query_unit
     stride_document_token *= config.document_unit
@@ -206,7 +206,7 @@ def _queries_kernel(
         owned += tl.program_id(2) * config.owned
     inside = owned < config.size
 
-    # What is the same for every tile is not computed for each.
+    # Loop-invariant offsets.
     token_offsets = tl.arange(0, config.block_tokens).to(tl.int64) * stride_document_token
     first = 0
     last = n_documents
@@ -217,7 +217,7 @@ def _queries_kernel(
     first += tl.program_id(1) * share
     last = tl.minimum(first + share, last)
     total = tl.zeros([config.block_rows, config.owned], tl.float32)
-    # One loop of both, as in the forward.
+    # Both loops are flattened into one, as in the forward.
     for index in tl.range(0, last - first, flatten=not config.split):
         document = first + index
         base, length = document_range(documents_ptr, cu_seqlens_ptr, None, group, document, document_length, strides, 0)
@@ -251,14 +251,17 @@ def _queries_kernel(
                 token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
                 exponents *= token_scale[None, :]
             exponents = exponents * row_factor[:, None] - lse[:, None]
-            # A probability is at most 1. What is left here of a token past the end, of zeros, is finite, and adds none.
+            # A probability is at most 1. Tokens past the end are zeros: finite here, they contribute nothing.
             exponents = tl.minimum(exponents, 1.0, propagate_nan=tl.PropagateNan.ALL)
-            # A row that takes no part, of zeros, meets infinite tokens too.
-            flows = tl.where((grad != 0.0)[:, None], tl.exp2(exponents) * grad[:, None], 0.0)
+            # A masked row is all zeros, and its products with infinite tokens are NaN.
+            grad_similarities = tl.where((grad != 0.0)[:, None], tl.exp2(exponents) * grad[:, None], 0.0)
             if queries_scale_ptr is not None:
-                flows *= token_scale[None, :]
+                grad_similarities *= token_scale[None, :]
             total = tl.dot(
-                _factor(flows, config.rounded), _factor(tile, config.rounded), total, input_precision=config.precision
+                _factor(grad_similarities, config.rounded),
+                _factor(tile, config.rounded),
+                total,
+                input_precision=config.precision,
             )
     if config.through_norm:
         total = through_norm(total, query_tile, row_scale)
@@ -278,16 +281,16 @@ def soft_backward(
     lse: Tensor,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of beta, `tensors.queries` and `tensors.documents`, in their types; None for what is not needed.
+    """Gradients of beta, `tensors.queries` and `tensors.documents`, in their dtypes; None for those not needed.
 
     Queries are padded [Nq, Lq, d], and rows of embeddings contiguous; no dimension is 0, but packed documents may be
     empty. Boundaries are on the device. `grad_scores` of `problem.scores_shape` is float32 with any strides, and `lse`
-    contiguous, as `soft_forward` leaves it.
+    contiguous, as `soft_forward` returns it.
     """
     need_beta, need_queries, need_documents = needs
     inputs = _inputs(problem, tensors, beta, grad_scores, lse)
-    to_row = inputs.queries.stride(0)
-    problem = problem._replace(query_strides=(problem.query_length * to_row, to_row))
+    row_stride = inputs.queries.stride(0)
+    problem = problem._replace(query_strides=(problem.query_length * row_stride, row_stride))
     plan = soft_gradient_plan(problem)
     shape, kind = (problem.size, plan.parts.block, plan.parts.split, plan.parts.owned), problem.kind
     precision = precision_of(kind)
@@ -316,22 +319,22 @@ def soft_backward(
         assert inputs.documents_scale is not None
         finish_documents(problem, tensors.documents, inputs.documents_scale, sums, grad_documents)
     if need_queries:
-        grad_queries = of_splits = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
-        tile, whole = plan.queries, plan.n_splits == 1 and not (problem.normalize and plan.parts.split)
-        if not whole:
-            # In float32, and of scaled queries.
-            of_splits = grad_queries.new_empty(plan.n_splits, *grad_queries.shape, dtype=torch.float32)
-        through = problem.normalize and whole
+        grad_queries = split_sums = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
+        tile, direct = plan.queries, plan.n_splits == 1 and not (problem.normalize and plan.parts.split)
+        if not direct:
+            # float32 gradients of the scaled queries.
+            split_sums = grad_queries.new_empty(plan.n_splits, *grad_queries.shape, dtype=torch.float32)
+        apply_norm = problem.normalize and direct
         _queries_kernel(
             (-(-problem.rows // tile.rows) * problem.groups, plan.n_splits, plan.parts.number),
-            (*inputs, of_splits),
+            (*inputs, split_sums),
             (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),
             (problem.rows, *plan.strides),
-            (*shape, tile.rows, tile.columns, through, plan.rounded, precision, *plan.units),
+            (*shape, tile.rows, tile.columns, apply_norm, plan.rounded, precision, *plan.units),
             gradient_warps(tile),
         )
-        if not whole:
-            finish_queries(problem, inputs.queries, inputs.queries_scale, None, of_splits, grad_queries)
+        if not direct:
+            finish_queries(problem, inputs.queries, inputs.queries_scale, None, split_sums, grad_queries)
     grad_beta = None
     if slopes is not None:
         # From the sums of grad * p * log2(p): the gradient of (1 / beta) lse is -entropy / beta**2.
@@ -345,7 +348,7 @@ def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tenso
     active = bounds = None
     if mask is not None:
         embeddings = embeddings.masked_fill((mask == 0).unsqueeze(-1), 0.0)
-    # At equal distances, which is a copy where they are not.
+    # `flatten` copies if rows are not at equal distances.
     embeddings = embeddings.flatten(0, 1)
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
@@ -360,20 +363,20 @@ def _grad_rows(problem: Problem, queries_mask: Tensor | None, candidates: Tensor
     """The gradient of every score times the weight of each row, [documents, rows], contiguous."""
     if candidates is not None:
         # [documents, 1 query, rows of it]
-        grad, of_rows = grad_scores[:, None, None], None
+        grad, row_mask = grad_scores[:, None, None], None
         if queries_mask is not None:
             owners = torch.arange(problem.n_queries, device=problem.device)
             owners = owners.repeat_interleave(candidates.diff(), output_size=problem.n_documents)
-            of_rows = queries_mask[owners].unsqueeze(1)
+            row_mask = queries_mask[owners].unsqueeze(1)
     elif problem.groups == 1:
         # [documents, queries, rows of each]
-        grad, of_rows = grad_scores.T.unsqueeze(-1), queries_mask
+        grad, row_mask = grad_scores.T.unsqueeze(-1), queries_mask
     else:
         # [queries, documents, rows of the query]
-        grad, of_rows = grad_scores.unsqueeze(-1), None if queries_mask is None else queries_mask.unsqueeze(1)
-    if of_rows is None:
+        grad, row_mask = grad_scores.unsqueeze(-1), None if queries_mask is None else queries_mask.unsqueeze(1)
+    if row_mask is None:
         rows = grad.expand(*grad.shape[:2], problem.query_length)
     else:
-        weights = of_rows if problem.kind.weighted else of_rows != 0
-        rows = (grad * weights).masked_fill_(of_rows == 0, 0.0)
+        weights = row_mask if problem.kind.weighted else row_mask != 0
+        rows = (grad * weights).masked_fill_(row_mask == 0, 0.0)
     return rows.contiguous().view(problem.argmax_shape)

@@ -1,4 +1,4 @@
-"""Sizes that go together: of the tiles of a kernel, of blocks of an embedding, of what a program is given."""
+"""Sizes that go together: tiles of a kernel, blocks of an embedding, and the share of work of a program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a product, its warps, and how many loads are in flight."""
+    """Rows and columns of a product, its warps, and the number of loads in flight."""
 
     rows: int
     columns: int
@@ -15,7 +15,7 @@ class Tile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """Rows and columns of a product, the parts of four warps that share the rows, and how many loads are in flight."""
+    """Rows and columns of a product, the parts (four warps each) that share the rows, and loads in flight."""
 
     rows: int
     columns: int
@@ -24,8 +24,8 @@ class HopperTile(NamedTuple):
 
 
 class FusedTile(NamedTuple):
-    """Hidden states of a tile, elements of d_model in a chunk, of an embedding with padding, blocks of query rows, rows
-    of a block, and stages.
+    """Hidden states of a tile, elements of d_model in a chunk, padded embedding size, blocks of query rows, rows of a
+    block, and stages.
     """
 
     rows: int
@@ -37,9 +37,9 @@ class FusedTile(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Elements of an embedding that a tile holds: in a block, in a second one (0: there is none), or split.
+    """Elements of an embedding that a tile holds: in one block, in a second one (0: none), or `split`.
 
-    Split, an embedding is read block by block.
+    A split embedding is read block by block.
     """
 
     first: int
@@ -52,9 +52,9 @@ class Blocks(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How documents are shared out: programs of an SM, and the most that one walks: documents, work of a split.
+    """How documents are divided: programs per SM, and the maximum documents, or work of a split, of one program.
 
-    Where the last is 0, packed documents are not split, and runs need not fill whole waves.
+    If the last is 0, packed documents are not split, and runs need not fill whole waves.
     """
 
     per_sm: int

@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton that the kernels are tested with: 3.6 to 3.9."""
+"""Differences between the versions of Triton that the kernels are tested with: 3.6 to 3.9."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def triton_version() -> tuple[int, int]:
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether there is Gluon, in the form that the kernels for Hopper are written in."""
+    """Whether Gluon is available, in the form that the Hopper kernels use."""
     try:
         from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
     except ImportError:
@@ -30,16 +30,16 @@ def has_gluon() -> bool:
 
 
 def copy_to_shared(module: ModuleType) -> Any:
-    """What copies from global to shared memory, of the module of Gluon for one kind of copies.
+    """The function of a Gluon copy module that copies from global to shared memory.
 
-    Since 3.8 it is called `async_load`, and the name before it raises an error.
+    Since 3.8 it is called `async_load`, and the previous name raises an error.
     """
     return getattr(module, "async_load", None) or module.async_copy_global_to_shared
 
 
 def launcher_is_known() -> bool:
-    """Whether the arguments of Triton's own C function are known, which launches a compiled kernel.
+    """Whether the arguments of Triton's C function that launches a compiled kernel are known.
 
-    It is private. In 3.6 it takes a kernel's arguments themselves, since 3.7 a description of them too.
+    It is private. In 3.6 it takes the kernel's arguments themselves, since 3.7 also a description of them.
     """
     return triton_version() == (3, 6)

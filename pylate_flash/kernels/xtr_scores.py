@@ -1,4 +1,4 @@
-"""Scores of what query tokens retrieved: which document scores, its sum, its divisor, and whose gradient flows."""
+"""XTR scores of retrieved tokens: which documents score, their sums and divisors, and the argmax for gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch import Region, kernel, wait_for_previous_kernel
 from .reductions import similarities_of
 from .tables import power_of_two
 
-# Documents x query tokens of a tile, and documents of it at most; programs of an SM that share the documents.
+# Documents x query tokens of a tile, and maximum documents of it; programs per SM that share the documents.
 _TILE = 2048
 _DOCUMENTS = 32
 _PER_SM = 2
@@ -22,17 +22,17 @@ _COUNTED = 1024
 
 
 class Retrieved(NamedTuple):
-    """What rows retrieve.
+    """The retrieval of all rows.
 
     Attributes
     ----------
     best, argmax
         [Nd, rows]: the best similarity of a row with a document, NaN if any is, and the lowest index that attains it.
     state
-        [4, rows], int32: the keys of the thresholds; -1; and of rows that are tallied, how many of the tokens equal to
-        the threshold are retrieved; whether a row is tallied.
+        [4, rows], int32: the keys of the thresholds; -1; for tallied rows, how many of the tokens equal to the
+        threshold are retrieved; whether a row is tallied.
     counts
-        [2, Nd, rows]: of rows that are tallied, a document's tokens above the threshold, and equal to it.
+        [2, Nd, rows]: for tallied rows, a document's tokens above the threshold, and equal to it.
     """
 
     best: Tensor
@@ -47,7 +47,7 @@ def _score_kernel(
     n_rows, query_length, n_documents, document_length, run, k, argmax_stride, least, empty_score,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr` in blocks."""
+    """Scores of one query and a run of documents, as `ops.xtr` computes them in blocks. Grid: queries, runs."""
     wait_for_previous_kernel()
     query = tl.program_id(0).to(tl.int64)
     tokens = tl.arange(0, config.block_rows)
@@ -64,13 +64,14 @@ def _score_kernel(
         row_counts = row_counts & (weight != 0)
     first = tl.program_id(1) * run
     last = tl.minimum(first + run, n_documents)
-    # Of equal tokens, those of earlier documents are retrieved first.
-    before = tl.zeros([config.block_rows], tl.int32)
+    # Of tokens equal to the threshold, those of earlier documents are retrieved first.
+    n_equal_before = tl.zeros([config.block_rows], tl.int32)
     for start in tl.range(0, tl.where(any_tallied, first, 0), config.block_documents):
         documents = start + tl.arange(0, config.block_documents)
-        at = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
-        before += tl.sum(
-            tl.load(equal_ptr + at, mask=(documents < first)[:, None] & tallied[None, :], other=0).to(tl.int32), axis=0
+        offsets = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
+        n_equal_before += tl.sum(
+            tl.load(equal_ptr + offsets, mask=(documents < first)[:, None] & tallied[None, :], other=0).to(tl.int32),
+            axis=0,
         )
     if config.with_whole and bounds_ptr is not None:
         # Masked tokens are retrieved after all active ones, in their order.
@@ -86,53 +87,57 @@ def _score_kernel(
     for start in tl.range(first, last, config.block_documents):
         documents = start + tl.arange(0, config.block_documents)
         exists = documents < last
-        at = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
+        offsets = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
         inside = exists[:, None] & row_exists[None, :]
-        best = tl.load(best_ptr + at, mask=inside, other=0.0)
-        argmax = tl.load(retrieved_ptr + at, mask=inside, other=0)
-        above = tl.load(counts_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
-        equal = tl.load(equal_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
+        best = tl.load(best_ptr + offsets, mask=inside, other=0.0)
+        argmax = tl.load(retrieved_ptr + offsets, mask=inside, other=0)
+        above = tl.load(counts_ptr + offsets, mask=inside & tallied[None, :], other=0).to(tl.int32)
+        equal = tl.load(equal_ptr + offsets, mask=inside & tallied[None, :], other=0).to(tl.int32)
         n_active = tl.where(exists, document_length, 0)
         if bounds_ptr is not None:
             n_active = tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=exists, other=0)
-        reached = before[None, :] + tl.cumsum(equal, axis=0)
-        taken = above + tl.minimum(tl.maximum(n_equal - (reached - equal), 0), equal)
-        before += tl.sum(equal, axis=0)
+        reached = n_equal_before[None, :] + tl.cumsum(equal, axis=0)
+        n_retrieved = above + tl.minimum(tl.maximum(n_equal - (reached - equal), 0), equal)
+        n_equal_before += tl.sum(equal, axis=0)
         nan = best != best
-        # Where nothing was counted, all that reaches the threshold is retrieved.
-        scores = nan | ((best >= threshold) & ((taken > 0) | ~tallied[None, :]))
-        scores = scores & (n_active > 0)[:, None] & row_counts[None, :]
+        # In rows that are not tallied, every token that reaches the threshold is retrieved.
+        is_scoring = nan | ((best >= threshold) & ((n_retrieved > 0) | ~tallied[None, :]))
+        is_scoring = is_scoring & (n_active > 0)[:, None] & row_counts[None, :]
         if config.with_whole:
             # A token that was not retrieved counts as 0, and wins over negative ones.
-            whole = tallied[None, :] & (taken >= n_active[:, None])
+            all_retrieved = tallied[None, :] & (n_retrieved >= n_active[:, None])
             if bounds_ptr is not None:
                 n_masked = tl.where(exists, document_length - n_active, 0).to(tl.int64)
                 complete = (n_masked == 0) | (masked_before + tl.cumsum(n_masked, axis=0) <= n_masked_retrieved)
                 masked_before += tl.sum(n_masked, axis=0)
-                whole = whole & complete[:, None]
-            scores = scores & (whole | ~(best <= 0.0))
-        best = tl.where(scores, best, 0.0)
+                all_retrieved = all_retrieved & complete[:, None]
+            is_scoring = is_scoring & (all_retrieved | ~(best <= 0.0))
+        best = tl.where(is_scoring, best, 0.0)
         if config.weighted:
             best *= weight.to(tl.float32)[None, :]
-        counted = scores
+        in_divisor = is_scoring
         if config.with_whole:
-            counted = best > 0.0
-        divisor = tl.maximum(tl.sum(counted.to(tl.float32), axis=1), least)
+            in_divisor = best > 0.0
+        divisor = tl.maximum(tl.sum(in_divisor.to(tl.float32), axis=1), least)
         score = tl.where(n_active > 0, tl.sum(best, axis=1) / divisor, empty_score)
-        to = query * n_documents + documents
-        tl.store(scores_ptr + to, score, mask=exists)
-        tl.store(divisors_ptr + to, divisor, mask=exists)
-        to = documents[:, None].to(tl.int64) * argmax_stride + rows[None, :]
-        tl.store(argmax_ptr + to, tl.where(scores, argmax, -1), mask=inside)
+        out_offsets = query * n_documents + documents
+        tl.store(scores_ptr + out_offsets, score, mask=exists)
+        tl.store(divisors_ptr + out_offsets, divisor, mask=exists)
+        out_offsets = documents[:, None].to(tl.int64) * argmax_stride + rows[None, :]
+        tl.store(argmax_ptr + out_offsets, tl.where(is_scoring, argmax, -1), mask=inside)
 
 
 def score_retrieved(
-    problem: Problem, found: Retrieved, bounds: Region | None, queries_mask: Tensor | None, rule: Rule, to: Results
+    problem: Problem,
+    retrieved: Retrieved,
+    bounds: Region | None,
+    queries_mask: Tensor | None,
+    rule: Rule,
+    results: Results,
 ) -> None:
-    """Leave the results of what rows retrieve in `to`.
+    """Write the scores, divisors and argmax of what rows retrieve to `results`.
 
-    `bounds` are those of documents with a mask (`kernels.rows`). `queries_mask` [Nq, Lq] is contiguous, bool or
-    weights.
+    `bounds` are those of masked documents (`kernels.rows`). `queries_mask` [Nq, Lq] is contiguous, bool or weights.
     """
     n_queries, n_documents, length = problem.n_queries, problem.n_documents, problem.query_length
     block_rows = power_of_two(length)
@@ -144,8 +149,8 @@ def score_retrieved(
     sizes = problem.rows, length, n_documents, problem.document_length
     _score_kernel(
         (n_queries, -(-n_documents // run), 1),
-        (*found, bounds, queries_mask, to.scores, to.divisors, to.argmax),
-        (*sizes, run, rule.k, to.argmax.stride(0), rule.least, problem.empty_score),
+        (*retrieved, bounds, queries_mask, results.scores, results.divisors, results.argmax),
+        (*sizes, run, rule.k, results.argmax.stride(0), rule.least, problem.empty_score),
         (),
         (block_documents, block_rows, _COUNTED, rule.with_whole, weighted),
         (4, 1, None),

@@ -1,6 +1,6 @@
-"""The operations: what is computed, with its plain-torch definition beside every fast version."""
+"""The operations, each with a plain-torch reference definition beside its fast implementation."""
 
-# ruff: noqa: F401 (the names that this module offers)
+# ruff: noqa: F401 (re-exports)
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of documents whose embeddings are made a block at a time: of hidden states, 8 bits or residual codes."""
+"""Score documents whose embeddings are produced block by block, from hidden states, 8 bits or residual codes."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from .tiles import group_runs, sequence_blocks
 
 
 class DocumentBlock(NamedTuple):
-    """Documents whose embeddings are made at once."""
+    """Documents whose embeddings are produced together."""
 
-    # Among all tokens, and among the documents of all groups.
+    # Slices of all tokens, and of the documents of all groups.
     rows: slice
     documents: slice | tuple[()]
-    # In what documents are made of, in the scores, and, where documents have queries of their own, in these; else None.
+    # Indices into the source of the documents, the scores and, with per-query candidates, the queries (else None).
     place: tuple[slice, ...]
     scores: tuple[Any, ...]
     queries: slice | None
 
 
-# All of a tensor, without a view of it.
+# Selects the whole tensor, without creating a view.
 _ALL: tuple[()] = ()
 ALL_DOCUMENTS = DocumentBlock(slice(None), _ALL, _ALL, _ALL, None)
 
 
-def at(tensor: Tensor, place: Any) -> Tensor:
-    """What a block has of a tensor."""
-    return tensor if place is _ALL else tensor[place]
+def at(tensor: Tensor, index: Any) -> Tensor:
+    """A block's part of a tensor."""
+    return tensor if index is _ALL else tensor[index]
 
 
-def document_blocks(tensors: Tensors, most: int) -> list[DocumentBlock]:
-    """All documents in blocks of at most `most` tokens, or of one document; of `documents`, only the shape matters."""
+def document_blocks(tensors: Tensors, max_tokens: int) -> list[DocumentBlock]:
+    """Blocks of at most `max_tokens` tokens, or of one document; only the shape of `tensors.documents` is used."""
     documents, cu_seqlens = tensors.documents, tensors.documents_cu_seqlens
-    if documents.shape[:-1].numel() <= most:
+    if documents.shape[:-1].numel() <= max_tokens:
         return [ALL_DOCUMENTS]
     blocks = []
     if cu_seqlens is not None:
-        bounds, own = cu_seqlens.cpu().numpy().astype(np.int64), tensors.candidates_cu_seqlens is not None
-        for start, end in sequence_blocks(bounds, most):
-            some, rows = slice(start, end), slice(int(bounds[start]), int(bounds[end]))
-            blocks.append(DocumentBlock(rows, some, (rows,), (some,) if own else (slice(None), some), None))
+        bounds, has_candidates = cu_seqlens.cpu().numpy().astype(np.int64), tensors.candidates_cu_seqlens is not None
+        for start, end in sequence_blocks(bounds, max_tokens):
+            span, rows = slice(start, end), slice(int(bounds[start]), int(bounds[end]))
+            blocks.append(DocumentBlock(rows, span, (rows,), (span,) if has_candidates else (slice(None), span), None))
         return blocks
     *groups, count, length, _ = documents.shape
-    # Several groups come whole, so that the rows of a block are adjacent.
-    for some in group_runs(groups[0] if groups else 1, count, most // length):
-        rows, number = slice(some.start * length, some.stop * length), some.stop - some.start
+    # A block of several groups takes whole groups, so that its rows are contiguous.
+    for span in group_runs(groups[0] if groups else 1, count, max_tokens // length):
+        rows, n_documents = slice(span.start * length, span.stop * length), span.stop - span.start
         if groups:
-            group, first = divmod(some.start, count)
-            place = slice(group, group + max(1, number // count)), slice(first, first + min(number, count))
-            blocks.append(DocumentBlock(rows, some, place, place, place[0]))
+            group, first = divmod(span.start, count)
+            index = slice(group, group + max(1, n_documents // count)), slice(first, first + min(n_documents, count))
+            blocks.append(DocumentBlock(rows, span, index, index, index[0]))
         else:
-            blocks.append(DocumentBlock(rows, some, (some,), (slice(None), some), None))
+            blocks.append(DocumentBlock(rows, span, (span,), (slice(None), span), None))
     return blocks
 
 
 def of_block(tensors: Tensors, block: DocumentBlock, embeddings: Tensor) -> Tensors:
-    """The tensors of a block, of the embeddings [tokens of the block, d] of its documents."""
+    """The tensors of a block, given the embeddings [tokens of the block, d] of its documents."""
     documents = embeddings.view(*at(tensors.documents, block.place).shape[:-1], embeddings.shape[-1])
     tensors = tensors._replace(documents=documents)
     if block is ALL_DOCUMENTS:
@@ -89,13 +89,13 @@ def compute_by_block(
     blocks: list[DocumentBlock],
     produce: Callable[[DocumentBlock], Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """`compute` of documents whose embeddings [tokens of a block, d] are produced one block after the other."""
+    """`compute` for documents whose embeddings [tokens of a block, d] `produce` returns block by block."""
     if blocks == [ALL_DOCUMENTS]:
         return compute(of_block(tensors, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), options, with_argmax)
     scores, argmax = empty_results(tensors, options, with_argmax)
     for block in blocks:
-        some, won = compute(of_block(tensors, block, produce(block)), options, with_argmax)
-        scores[block.scores].copy_(some)
-        if won is not None:
-            argmax[block.documents].copy_(won)
+        block_scores, block_argmax = compute(of_block(tensors, block, produce(block)), options, with_argmax)
+        scores[block.scores].copy_(block_scores)
+        if block_argmax is not None:
+            argmax[block.documents].copy_(block_argmax)
     return scores, argmax if with_argmax else None

@@ -1,4 +1,4 @@
-"""Some queries of a call, and what its masks and boundaries tell of scores: for plain torch, and what asks kernels."""
+"""Slice a call into chunks of queries, and apply its masks and boundaries to scores; for plain torch and kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .checks import checked_mask
 
 
 def chunk_of(problem: Problem, tensors: Tensors, chunk: slice) -> tuple[Problem, Tensors]:
-    """The problem of a chunk of queries, and its tensors."""
+    """The problem and tensors of a chunk of queries."""
     tensors = rows_of(tensors, chunk)
     problem = problem._replace(n_queries=len(tensors.queries))
     if tensors.documents.dim() == 4:
@@ -22,16 +22,16 @@ def chunk_of(problem: Problem, tensors: Tensors, chunk: slice) -> tuple[Problem,
 
 
 def in_chunks(
-    problem: Problem, tensors: Tensors, to: Results, number: int
+    problem: Problem, tensors: Tensors, out: Results, chunk_queries: int
 ) -> Iterator[tuple[Problem, Tensors, Results]]:
-    """The call, `number` of its queries at a time, with where their results go."""
-    if number >= problem.n_queries:
-        yield problem, tensors, to
+    """Yield the call in chunks of `chunk_queries` queries, with the slices of `out` for their results."""
+    if chunk_queries >= problem.n_queries:
+        yield problem, tensors, out
         return
     length = problem.query_length
-    for first in range(0, problem.n_queries, number):
-        chunk, columns = slice(first, first + number), slice(first * length, (first + number) * length)
-        results = Results(to.scores[chunk], to.argmax[:, columns], to.divisors[chunk])
+    for first in range(0, problem.n_queries, chunk_queries):
+        chunk, columns = slice(first, first + chunk_queries), slice(first * length, (first + chunk_queries) * length)
+        results = Results(out.scores[chunk], out.argmax[:, columns], out.divisors[chunk])
         yield *chunk_of(problem, tensors, chunk), results
 
 
@@ -48,7 +48,7 @@ def part_of(tensor: Tensor | None, chunk: slice) -> Tensor | None:
 
 
 def with_empty_score(scores: Tensor, tensors: Tensors, empty_score: float) -> Tensor:
-    """The scores, `empty_score` where a document has no active token."""
+    """Replace the scores of documents that have no active token by `empty_score`."""
     if empty_score == 0.0:
         return scores
     if tensors.documents_cu_seqlens is not None:
@@ -63,7 +63,7 @@ def with_empty_score(scores: Tensor, tensors: Tensors, empty_score: float) -> Te
 
 
 def active_counts(problem: Problem, tensors: Tensors) -> Tensor:
-    """The number of active tokens of each score's query, at least 1, to divide the scores by."""
+    """The number of active query tokens, at least 1, that divides each score; broadcasts to the scores."""
     if tensors.queries_mask is not None:
         counts = (tensors.queries_mask != 0).sum(dim=-1)
     elif tensors.queries_cu_seqlens is not None:
@@ -73,12 +73,12 @@ def active_counts(problem: Problem, tensors: Tensors) -> Tensor:
     counts = counts.clamp(min=1)
     if tensors.candidates_cu_seqlens is None:
         return counts.unsqueeze(1)
-    owned = tensors.candidates_cu_seqlens.diff().to(problem.device, non_blocking=True)
-    return counts.repeat_interleave(owned, output_size=problem.n_documents)
+    n_candidates = tensors.candidates_cu_seqlens.diff().to(problem.device, non_blocking=True)
+    return counts.repeat_interleave(n_candidates, output_size=problem.n_documents)
 
 
 def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
-    """Both masks after a look at their values, where that waits for nothing."""
+    """Both masks, with their values checked where that needs no synchronization."""
     return (
         checked_mask("queries_mask", tensors.queries_mask, weights=True),
         checked_mask("documents_mask", tensors.documents_mask),

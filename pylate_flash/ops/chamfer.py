@@ -1,10 +1,10 @@
-"""Chamfer distance between sets of points: of every point to the nearest one of the other set, both ways.
+"""Chamfer distance between sets of points: distances from each point to the nearest one of the other set, both ways.
 
     distance[n] = mean over x of  min over y of  |x - y|^2   +   mean over y of  min over x of  |y - x|^2
 
-With inner products in place of squared distances, and maxima in place of minima, it is a similarity: MaxSim both ways.
-The nearest points of both sides are found in one pass over all products (`kernels.chamfer`, `ops.chamfer_blocks`). The
-gradient flows between a point and its nearest one, so the forward keeps argmax, [N, Lx] and [N, Ly].
+With inner products instead of squared distances, and maxima instead of minima, it is a similarity: MaxSim both ways.
+One pass over all products finds the nearest points of both sides (`kernels.chamfer`, `ops.chamfer_blocks`). The
+gradient flows between a point and its nearest one, so the forward saves both argmax, [N, Lx] and [N, Ly].
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METRICS = ("sqeuclidean", "inner_product")
 
 
 class ChamferOptions(NamedTuple):
-    """The options of a call; the lengths are those of the longest sets, or more, where they are packed."""
+    """The options of a call; for packed sets, the lengths are upper bounds of the longest sets."""
 
     max_x_length: int
     max_y_length: int
@@ -59,26 +59,26 @@ def chamfer_reference(
     reduction: str = "mean",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `chamfer`, in plain torch, in the type that `maxsim_reference` computes in."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x_on = torch.ones_like(x[..., 0], dtype=torch.bool) if x_mask is None else x_mask != 0
-    y_on = torch.ones_like(y[..., 0], dtype=torch.bool) if y_mask is None else y_mask != 0
-    # What a masked point is, a NaN even, does not matter.
-    x, y = x.to(wide).masked_fill(~x_on.unsqueeze(-1), 0.0), y.to(wide).masked_fill(~y_on.unsqueeze(-1), 0.0)
-    near = x @ y.transpose(1, 2)
+    """The definition of `chamfer`, in plain torch, computed in the dtype of `maxsim_reference`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x_active = torch.ones_like(x[..., 0], dtype=torch.bool) if x_mask is None else x_mask != 0
+    y_active = torch.ones_like(y[..., 0], dtype=torch.bool) if y_mask is None else y_mask != 0
+    # The values of masked points must not matter, even if they are NaN.
+    x, y = x.to(dtype).masked_fill(~x_active.unsqueeze(-1), 0.0), y.to(dtype).masked_fill(~y_active.unsqueeze(-1), 0.0)
+    similarities = x @ y.transpose(1, 2)
     if metric == "sqeuclidean":
-        near = -(x.unsqueeze(2) - y.unsqueeze(1)).square().sum(dim=-1)
+        similarities = -(x.unsqueeze(2) - y.unsqueeze(1)).square().sum(dim=-1)
 
-    def one_way(near: Tensor, on: Tensor, others: Tensor) -> Tensor:
-        near = near.masked_fill(~others.unsqueeze(1), -torch.inf)
-        # One more point, which never wins, as there is no maximum of none.
-        best = F.pad(near, (0, 1), value=-torch.inf).max(dim=-1).values
-        total = best.masked_fill(~(on & others.any(dim=1, keepdim=True)), 0.0).sum(dim=1)
-        return total / on.sum(dim=1).clamp(min=1) if reduction == "mean" else total
+    def one_way(similarities: Tensor, active: Tensor, other_active: Tensor) -> Tensor:
+        similarities = similarities.masked_fill(~other_active.unsqueeze(1), -torch.inf)
+        # Pad with a point that never wins, because max needs at least one element.
+        best = F.pad(similarities, (0, 1), value=-torch.inf).max(dim=-1).values
+        total = best.masked_fill(~(active & other_active.any(dim=1, keepdim=True)), 0.0).sum(dim=1)
+        return total / active.sum(dim=1).clamp(min=1) if reduction == "mean" else total
 
-    total = one_way(near, x_on, y_on) + one_way(near.transpose(1, 2), y_on, x_on)
+    total = one_way(similarities, x_active, y_active) + one_way(similarities.transpose(1, 2), y_active, x_active)
     total = -total if metric == "sqeuclidean" else total
-    return total.masked_fill(~(x_on.any(dim=1) & y_on.any(dim=1)), empty_score)
+    return total.masked_fill(~(x_active.any(dim=1) & y_active.any(dim=1)), empty_score)
 
 
 def chamfer(
@@ -94,44 +94,44 @@ def chamfer(
 ) -> Tensor:
     """Chamfer distance between every set of x and the set of y of the same index, differentiable.
 
-    Each point meets the nearest one of the other set; the sum, or mean, of how near these are is taken over either set,
-    and both are added. Memory does not grow with Lx * Ly.
+    Each point is matched with the nearest one of the other set; the distances are summed or averaged over each set, and
+    both results are added. Memory does not grow with Lx * Ly.
 
     Parameters
     ----------
     x
-        [N, Lx, d], float16, bfloat16, float32 or float64: points, or embeddings. Under autocast, inner products take
-        the autocast type; squared distances keep that of the points, the wider one if those of x and y differ.
+        [N, Lx, d], float16, bfloat16, float32 or float64: points, or embeddings. Under autocast, inner products use the
+        autocast dtype; squared distances keep the dtype of the points, the wider one if x and y differ.
     y
         [N, Ly, d], of the same dtype and on the same device.
     x_mask, y_mask
         [N, Lx] and [N, Ly], bool or 0/1, 1 where a point is active, or None, as `documents_mask` of `maxsim`.
     metric
-        "sqeuclidean": squared Euclidean distances, the nearest point has the smallest one, and the result is a
-        distance. "inner_product": the nearest point has the largest one, and the result is a similarity, with
+        "sqeuclidean": the nearest point has the smallest squared Euclidean distance, and the result is a distance.
+        "inner_product": the nearest point has the largest inner product, and the result is a similarity, with
         reduction="sum" the sum of `maxsim_pairwise` both ways.
     reduction
-        "mean": either sum is divided by the number of active points of its set. "sum": it is not.
+        "mean": each sum is divided by the number of active points of its set. "sum": it is not.
     empty_score
-        What a pair scores of which a set, or either, has no active point.
+        Score of a pair in which one set, or both, has no active point.
     implementation
         "auto", "triton" or "blocked", as in `maxsim`.
 
     Returns
     -------
     Tensor
-        [N], float32, or float64 for float64 inputs. How near a winner is, is computed from the two points in that type:
-        distances of near points lose nothing to cancellation. Up to 8 dimensions, so is who wins. From 9 on, that is
-        decided by ``|x|^2 + |y|^2 - 2 <x, y>``, where half inputs multiply in their own type and accumulate in float32,
-        and float32 inputs follow torch's setting, as in `maxsim`: of points whose squared distances differ by less than
-        about 1e-6 of their squared norms (1e-3 where products are in TF32), any may win. NaN in an active point gives
-        NaN, an infinite one a result that is not finite. Ties go to the lowest index, and the gradient flows between a
-        point and its winner only. Distances and gradients are bitwise reproducible.
+        [N], float32, or float64 for float64 inputs. The distance to a winner is computed from the two points in that
+        dtype, without cancellation for nearby points. Up to 8 dimensions, winners are chosen by the same distances.
+        From 9 on, they are chosen by ``|x|^2 + |y|^2 - 2 <x, y>``, where half inputs multiply in their own dtype and
+        accumulate in float32, and float32 inputs follow torch's setting, as in `maxsim`: among points whose squared
+        distances differ by less than about 1e-6 of their squared norms (1e-3 where products are in TF32), any may win.
+        NaN in an active point gives NaN, an infinite one a result that is not finite. Ties go to the lowest index, and
+        the gradient flows only between a point and its winner. Distances and gradients are bitwise reproducible.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`; ValueError also if there are not as many sets of y as of x.
+        As in `maxsim`; ValueError also if x and y have different numbers of sets.
 
     Examples
     --------
@@ -164,28 +164,28 @@ def chamfer_varlen(
     Parameters
     ----------
     x, y
-        [Tx, d] and [Ty, d], of the types that `chamfer` takes.
+        [Tx, d] and [Ty, d], of the dtypes that `chamfer` takes.
     x_cu_seqlens, y_cu_seqlens
-        Both [N + 1], int32 or int64, not decreasing, from 0 to Tx and to Ty, on any device: set i is the points
-        x_cu_seqlens[i] to x_cu_seqlens[i + 1]. On the CPU their values are checked. On a GPU they are taken as they
-        are, because to look at them would be to wait for it.
+        Both [N + 1], int32 or int64, non-decreasing, from 0 to Tx and to Ty, on any device: set i is the points
+        x_cu_seqlens[i] to x_cu_seqlens[i + 1]. On the CPU their values are checked. On a GPU they are not, because
+        reading them would synchronize.
     max_x_length, max_y_length
-        Points of the longest sets, or more. A call that is given both waits for nothing. Without them, it finds them
-        out, and waits for the GPU if the boundaries lie there. Under `torch.compile`, give both.
+        Numbers of points of the longest sets, or upper bounds. A call with both never synchronizes. Without them, it
+        computes them, and synchronizes if the boundaries are on a GPU. Under `torch.compile`, pass both.
     metric, reduction, empty_score, implementation
         As in `chamfer`.
 
     Returns
     -------
     Tensor
-        [N]; type, precision, NaN, ties and gradients as in `chamfer`.
+        [N]; dtype, precision, NaN, ties and gradients as in `chamfer`.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `chamfer`; ValueError also if boundaries do not span the points, there are not as many of y as of x, or a
-        set is longer than it may be; and by a GPU's gradient of sets that would have 2**31 points or more if all were
-        as long as the longest.
+        As in `chamfer`; ValueError also if boundaries do not span the points or differ in number, or a set is longer
+        than its maximum length; and in the backward on a GPU, if the sets padded to the longest would have 2**31
+        points or more.
 
     Examples
     --------
@@ -221,29 +221,29 @@ def _check(arguments: tuple, called: str) -> tuple:
 
 
 def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
-    """Both as autocast has them: squared distances of rounded points would be far off."""
+    """Autocast inner products; else only widen to one dtype, as distances of rounded points would be far off."""
     if metric == "inner_product":
         return autocast(x, y)
     device = x.device.type
-    both = x.is_floating_point() and y.is_floating_point() and x.dtype != y.dtype
-    if not both or device == "meta" or not torch.is_autocast_enabled(device):
+    differ = x.is_floating_point() and y.is_floating_point() and x.dtype != y.dtype
+    if not differ or device == "meta" or not torch.is_autocast_enabled(device):
         return x, y
-    wide = torch.promote_types(x.dtype, y.dtype)
-    return x.to(wide), y.to(wide)
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
 
 
 def check_sets(sets: Sets) -> None:
-    """TypeError or ValueError, naming the argument, unless the tensors of a call fit together."""
+    """Raise TypeError or ValueError, naming the argument, unless the tensors of a call fit together."""
     x, y, x_mask, y_mask, x_cu_seqlens, y_cu_seqlens = sets
     packed = x_cu_seqlens is not None or y_cu_seqlens is not None
     check_embeddings("x", x, {2: "[Tx, d]"} if packed else {3: "[N, Lx, d]"})
     check_embeddings("y", y, {2: "[Ty, d]"} if packed else {3: "[N, Ly, d]"})
     check_same(x, y, names=("x", "y"))
     if packed:
-        entries = check_boundaries("x_cu_seqlens", x_cu_seqlens, x)
-        others = check_boundaries("y_cu_seqlens", y_cu_seqlens, y)
-        if others != entries:
-            raise ValueError(f"y_cu_seqlens must have as many entries as x_cu_seqlens, {entries}, got {others}")
+        x_entries = check_boundaries("x_cu_seqlens", x_cu_seqlens, x)
+        y_entries = check_boundaries("y_cu_seqlens", y_cu_seqlens, y)
+        if y_entries != x_entries:
+            raise ValueError(f"y_cu_seqlens must have as many entries as x_cu_seqlens, {x_entries}, got {y_entries}")
     elif x.shape[0] != y.shape[0]:
         raise ValueError(f"y must have one set for each set of x, {x.shape[0]}, got {y.shape[0]} sets")
     check_mask_layout("x_mask", x_mask, x)
@@ -251,30 +251,30 @@ def check_sets(sets: Sets) -> None:
 
 
 def problem_of_sets(sets: Sets, options: ChamferOptions) -> Problem:
-    """The problem of sets that fit together, of which every set of y is a document that only its set of x meets."""
+    """The problem of sets that fit together: each set of x is a query, with the set of y as its only candidate."""
     x, y, x_mask, y_mask, x_cu_seqlens, y_cu_seqlens = sets
     if x_cu_seqlens is None:
         y_mask = None if y_mask is None else y_mask.unsqueeze(1)
         return problem_of(Tensors(x, y.unsqueeze(1), x_mask, y_mask), Options())
-    # Boundaries of candidates, of which nothing but their type and number is looked at.
+    # candidates_cu_seqlens is a stand-in: only its dtype and length are used.
     tensors = Tensors(x, y, None, None, x_cu_seqlens, y_cu_seqlens, candidates_cu_seqlens=x_cu_seqlens)
     return problem_of(tensors, Options(options.max_x_length, options.max_y_length, 1))
 
 
 def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Distances or similarities [N], and argmax of x [N, Lx] and of y [N, Ly], int32, -1 for none."""
+    """Distances or similarities [N], and the argmax of x [N, Lx] and of y [N, Ly], int32, -1 for none."""
     problem = problem_of_sets(sets, options)
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     if problem.is_empty or 0 in sets.x.shape:
-        # All of x, or all of y, have no point.
-        scores, of_x, of_y = _empty_results(sets, options)
-        return scores.fill_(options.empty_score), of_x.fill_(-1), of_y.fill_(-1)
+        # All sets of x, or all sets of y, are empty.
+        scores, x_argmax, y_argmax = _empty_results(sets, options)
+        return scores.fill_(options.empty_score), x_argmax.fill_(-1), y_argmax.fill_(-1)
     masked = sets._replace(x_mask=checked_mask("x_mask", sets.x_mask), y_mask=checked_mask("y_mask", sets.y_mask))
     with without_autocast(problem.device):
         nearest = kernels().chamfer_nearest if implementation == "triton" else nearest_in_blocks
         values, argmax = nearest(problem, masked, options.metric == "sqeuclidean")
     counts = _counts(problem, sets)
-    sums = [of_side.sum(dim=1) for of_side in values]
+    sums = [nearest_values.sum(dim=1) for nearest_values in values]
     if options.reduction == "mean":
         sums = [_divided(total, count) for total, count in zip(sums, counts, strict=True)]
     scores = sums[0] + sums[1]
@@ -287,7 +287,7 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
 def _compute_gradients(
     grad_scores: Tensor, argmax: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and y, contiguous in their type; None for one that is not needed."""
+    """The gradients of x and y, contiguous, of their dtype; None for one that is not needed."""
     sets, options = _call(arguments)
     problem = problem_of_sets(sets, options)
     if problem.is_empty or 0 in sets.x.shape:
@@ -298,8 +298,8 @@ def _compute_gradients(
     grad = grad_scores.to(problem.scores_dtype) * (2.0 if squared else 1.0)
     weights = grad, grad
     if options.reduction == "mean":
-        of_x, of_y = _counts(problem, sets)
-        weights = _divided(grad, of_x), _divided(grad, of_y)
+        x_counts, y_counts = _counts(problem, sets)
+        weights = _divided(grad, x_counts), _divided(grad, y_counts)
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     gradients = kernels().chamfer_gradients if implementation == "triton" else gradients_in_blocks
     with without_autocast(problem.device):
@@ -307,7 +307,7 @@ def _compute_gradients(
 
 
 def _counts(problem: Problem, sets: Sets) -> tuple[Tensor | int, Tensor | int]:
-    """The number of active points of every set of x and of y [N], or the one number of all sets."""
+    """The number of active points of each set of x and of y [N], or an int where all sets have the same."""
 
     def of(points: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | int:
         if cu_seqlens is not None:
@@ -322,7 +322,7 @@ def _divided(values: Tensor, count: Tensor | int) -> Tensor:
 
 
 def _empty_results(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised results, by sizes that may be symbolic."""
+    """Uninitialised results; sizes may be symbolic."""
     n, lengths = sets.x.shape[0], (sets.x.shape[1], sets.y.shape[1])
     if sets.x_cu_seqlens is not None:
         n, lengths = sets.x_cu_seqlens.shape[0] - 1, (options.max_x_length, options.max_y_length)

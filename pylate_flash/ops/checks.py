@@ -1,4 +1,4 @@
-"""Checks shared by the operations: one clear error per mistake, naming the argument."""
+"""Argument checks shared by the operations: one clear error per mistake, naming the argument."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _QUERIES = {3: "[Nq, Lq, d]"}
 _DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
 _PACKED_QUERIES = {2: "[Tq, d]", 3: "[Nq, Lq, d]"}
 _PACKED_DOCUMENTS = {2: "[Td, d]"}
-# What torch compares and multiplies with other types.
+# The dtypes that torch compares and multiplies with others.
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING)
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
-# The largest integer that an operator takes.
+# The largest integer that an operator accepts.
 LARGEST = 2**63 - 1
 _INTEGERS = (int, np.integer, torch.SymInt)
 _NUMBERS = (*_INTEGERS, float, np.floating, np.bool_, torch.SymFloat)
 
 
 def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None, otherwise: str = "") -> None:
-    """Raise unless `value` is a dense tensor whose rank is a key of `layouts` (rank -> shape in words), if given.
+    """Raise unless `value` is a dense tensor, of a rank in `layouts` (rank -> shape in words) if given.
 
-    `otherwise` says what else it may be, which is checked before.
+    `otherwise` names the alternatives in the message; the caller has excluded them already.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor{otherwise}, got {type(value).__name__}")
@@ -43,7 +43,7 @@ def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None
 
 
 def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tensor:
-    """Return `value` if it is a floating tensor of at least one dimension of embeddings, and `check_tensor` passes."""
+    """Return `value` if `check_tensor` passes, its dtype is floating, and its embedding size is at least 1."""
     check_tensor(name, value, layouts)
     assert isinstance(value, Tensor)
     if value.dtype not in FLOATING:
@@ -56,28 +56,28 @@ def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tenso
 def check_beside(
     name: str,
     value: object,
-    of: str,
+    other_name: str,
     other: Tensor,
     dtypes: tuple[torch.dtype, ...] | None = None,
     shape: Sequence[int] | None = None,
     otherwise: str = "",
 ) -> None:
-    """Raise unless this is a dense tensor on the device of `other`, the argument `of`, and of its dtype or `dtypes`."""
+    """Raise unless `value` is a dense tensor on the device of `other`, and of its dtype, or of one of `dtypes`."""
     check_tensor(name, value, otherwise=otherwise)
     assert isinstance(value, Tensor)
     if shape is not None and list(value.shape) != list(shape):
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
     if value.device != other.device:
-        raise ValueError(f"{name} must be on the device of {of}, {other.device}, got {value.device}")
+        raise ValueError(f"{name} must be on the device of {other_name}, {other.device}, got {value.device}")
     if dtypes is None and value.dtype != other.dtype:
-        raise TypeError(f"{name} must have the dtype of {of}, {other.dtype}, got {value.dtype}")
+        raise TypeError(f"{name} must have the dtype of {other_name}, {other.dtype}, got {value.dtype}")
     if dtypes is not None and value.dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value.dtype}")
+        *rest, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {', '.join(rest)}{' or ' * bool(rest)}{last}, got {value.dtype}")
 
 
 def check_detached(name: str, tensor: Tensor) -> None:
-    """Raise if this requires a gradient, where none flows."""
+    """Raise if a non-differentiable argument requires a gradient."""
     if tensor.requires_grad:
         raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
 
@@ -85,7 +85,7 @@ def check_detached(name: str, tensor: Tensor) -> None:
 def check_same(
     queries: Tensor, documents: Tensor, same_dtype: bool = True, names: tuple[str, str] = ("queries", "documents")
 ) -> None:
-    """Raise unless `queries` and `documents`, by their names, agree in device, dtype (if they are to) and size."""
+    """Raise unless both agree in device, embedding size and, if `same_dtype`, dtype; `names` are for the messages."""
     first, second = names
     if documents.device != queries.device or (same_dtype and documents.dtype != queries.dtype):
         check_beside(second, documents, first, queries, None if same_dtype else (documents.dtype,))
@@ -96,7 +96,7 @@ def check_same(
 
 
 def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
-    """Raise unless `mask` is None or fits the tokens of `embeddings`, without a gradient; values are not looked at."""
+    """Raise unless `mask` is None or fits the tokens of `embeddings`, detached; its values are not checked."""
     if mask is None:
         return
     check_tensor(name, mask, otherwise=" or None")
@@ -114,35 +114,35 @@ def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
 
 
 def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tensor | None:
-    """Return `mask` after a look at its values: bool, or floating `weights` where some are neither 0 nor 1."""
+    """Check the values of `mask`; return it as bool, or, with `weights`, as is if some values are neither 0 nor 1."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     active = mask != 0
-    may_weigh = weights and mask.is_floating_point()
+    weights_allowed = weights and mask.is_floating_point()
     if not is_readable(mask):
-        return mask if may_weigh else active
-    other = mask[mask != active]
-    if other.numel() == 0:
+        return mask if weights_allowed else active
+    non_binary = mask[mask != active]
+    if non_binary.numel() == 0:
         return active
-    wrong = other[~((other > 0) & (other < torch.inf))] if may_weigh else other
-    if wrong.numel() == 0:
+    invalid = non_binary[~((non_binary > 0) & (non_binary < torch.inf))] if weights_allowed else non_binary
+    if invalid.numel() == 0:
         return mask
     raise ValueError(
-        f"{name} must hold only 0 (masked) and 1 (active){' or positive weights' if may_weigh else ''}, got "
-        f"{wrong[0].item():g}: a mask is not added to similarities"
-        + (", and only query tokens have weights, of a floating type" if not may_weigh else "")
+        f"{name} must hold only 0 (masked) and 1 (active){' or positive weights' if weights_allowed else ''}, got "
+        f"{invalid[0].item():g}: a mask is not added to similarities"
+        + (", and only query tokens have weights, of a floating type" if not weights_allowed else "")
     )
 
 
-def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) -> int:
-    """Return N + 1 if these may be boundaries [N + 1] of packed sequences, which are `of` values.
+def check_boundaries(name: str, cu_seqlens: object, values: Tensor | None = None) -> int:
+    """Return N + 1 if `cu_seqlens` may be the boundaries [N + 1] of packed sequences `values`.
 
-    Boundaries on device meta hold no numbers, and serve embeddings only that hold none.
+    Boundaries on device meta hold no data, and are valid only for embeddings on meta.
     """
     check_tensor(name, cu_seqlens)
     assert isinstance(cu_seqlens, Tensor)
-    if of is not None and cu_seqlens.is_meta and not of.is_meta:
-        raise ValueError(f"{name} must not be on device meta where what it is of is on {of.device}")
+    if values is not None and cu_seqlens.is_meta and not values.is_meta:
+        raise ValueError(f"{name} must not be on device meta where what it is of is on {values.device}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
@@ -150,22 +150,22 @@ def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) ->
     return cu_seqlens.shape[0]
 
 
-def check_indices(name: str, indices: Tensor, what: str, count: int, of: str, other: Tensor) -> None:
-    """Raise unless these number `count` things, or none by -1, on the device of the argument `of`.
+def check_indices(name: str, indices: Tensor, kind: str, count: int, other_name: str, other: Tensor) -> None:
+    """Raise unless `indices` are -1 (none) or in [0, `count`), on the device of `other`.
 
-    On a GPU, where to look would be to wait, their values are not looked at.
+    On a GPU, where reading them would synchronize, their values are not checked.
     """
-    check_beside(name, indices, of, other, (torch.int32, torch.int64))
+    check_beside(name, indices, other_name, other, (torch.int32, torch.int64))
     if is_readable(indices) and indices.numel():
         lowest, highest = (int(value) for value in indices.aminmax())
         if lowest < -1 or highest >= count:
             raise ValueError(
-                f"{name} must hold {what} from 0 to {count - 1}, or -1 for none, got {lowest} to {highest}"
+                f"{name} must hold {kind} from 0 to {count - 1}, or -1 for none, got {lowest} to {highest}"
             )
 
 
 def check(tensors: Tensors, quantized: bool = False) -> None:
-    """Raise unless the tensors of a call fit together; `quantized` documents have a type of their own."""
+    """Raise unless the tensors of a call fit together; `quantized` documents have their own dtype."""
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     packed = documents_cu_seqlens is not None
     check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
@@ -187,14 +187,14 @@ def check(tensors: Tensors, quantized: bool = False) -> None:
 
 
 def check_none(where: str, **arguments: object) -> None:
-    """Raise if one of these is given, which has no meaning there."""
+    """Raise unless all of these arguments are None, as they have no meaning there."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} must be None where {where}, got {type(value).__name__}")
 
 
 def check_layout(tensors: Tensors, max_query_length: int | None = None, max_document_length: int | None = None) -> None:
-    """Raise if there is an argument that the layout of queries or of documents has no use for."""
+    """Raise if an argument does not apply to the layout of queries or documents."""
     queries, _, queries_mask, documents_mask, queries_bounds, bounds, candidates = tensors
     if bounds is not None:
         check_none("documents are packed (documents_cu_seqlens)", documents_mask=documents_mask)
@@ -208,7 +208,7 @@ def check_layout(tensors: Tensors, max_query_length: int | None = None, max_docu
 
 
 def check_packing(tensors: Tensors) -> None:
-    """Raise unless these may be the boundaries of a packed call, as `check_boundaries` of each."""
+    """Raise unless the boundaries of a packed call pass `check_boundaries` and fit together."""
     queries, documents, _, _, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     n_queries = queries.shape[0]
     if queries_cu_seqlens is not None or queries.dim() == 2:
@@ -227,13 +227,13 @@ def checked_problem(
     offsets: DocumentOffsets | None = None,
     quantized: bool = False,
 ) -> Problem:
-    """The problem of a call (`problem_of`), after every check of its tensors (`check`)."""
+    """Check the tensors of a call (`check`) and return its problem (`problem_of`)."""
     check(tensors, quantized)
     return problem_of(tensors, options, with_argmax, offsets)
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether the values of a tensor can be looked at, and that waits for nothing."""
+    """Whether the values of a tensor can be read without synchronization."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
@@ -244,9 +244,9 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def check_differentiation(operation: str, *tensors: Tensor) -> None:
-    """Raise RuntimeError if the result is to be differentiated by another way than the backward of autograd.
+    """Raise RuntimeError if the result would be differentiated by other means than the backward of autograd.
 
-    Operators without a rule for it have a tangent of 0 in forward mode, and no word for it.
+    In forward mode, operators without a formula would silently return a tangent of 0.
     """
     if torch.compiler.is_compiling():
         return
@@ -261,7 +261,7 @@ def check_differentiation(operation: str, *tensors: Tensor) -> None:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Return `value`, True or False, Python's or NumPy's; TypeError for what only counts as either."""
+    """Return a bool of Python or NumPy as a Python bool; TypeError for values that are merely truthy or falsy."""
     if value is True or value is False:
         return value
     if not isinstance(value, np.bool_):
@@ -270,7 +270,7 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Return a number that float32, which scores are, can hold: as a float, but a symbol of a compiler as it is."""
+    """Return a number that float32, the dtype of scores, can hold, as a float; return a compiler's symbol as is."""
     if not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if _LARGEST_FLOAT32 < abs(value) < torch.inf:  # type: ignore[arg-type]
@@ -279,17 +279,17 @@ def checked_number(name: str, value: Any) -> float:
     return value if isinstance(value, torch.SymInt | torch.SymFloat) else float(value)  # type: ignore[return-value]
 
 
-def check_positive(name: str, value: object, of: Tensor | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """Raise unless this is a number above 0 and finite in `dtype`, or a floating tensor of one such beside `of`.
+def check_positive(name: str, value: object, queries: Tensor | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """Raise unless `value`, a number or given `queries` a tensor of one element, is above 0 and finite in `dtype`.
 
-    A tensor that is to be waited for is not looked at.
+    The value of a tensor is not checked if reading it would synchronize.
     """
-    if isinstance(value, Tensor) and of is not None:
-        check_beside(name, value, "queries", of, FLOATING)
+    if isinstance(value, Tensor) and queries is not None:
+        check_beside(name, value, "queries", queries, FLOATING)
         if value.numel() != 1:
             raise ValueError(f"{name} must be a number or a tensor of one element, got shape {list(value.shape)}")
         value = value.item() if is_readable(value) else 1.0
-    # An abstract class takes long to say that a float is one.
+    # isinstance checks against an abstract class are slow, so floats skip it.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name} must be a number{_OR_TENSOR.get(name, '')}, got {type(value).__name__}")
     if not is_positive(value if isinstance(value, int) else float(value), dtype):
@@ -302,26 +302,26 @@ _OR_TENSOR = dict.fromkeys(("beta", "temperature"), " or a floating tensor of on
 
 def is_positive(value: float, dtype: torch.dtype = torch.float32) -> bool:
     """Whether a number is above 0 and finite, and stays so when it is rounded to float32 or float64."""
-    least, most = _ROUNDED_AWAY[dtype]
-    return least < value < most
+    low, high = _ROUNDED_AWAY[dtype]
+    return low < value < high
 
 
-# What is rounded to 0, and what to infinity: half of the smallest number, and half a step above the largest.
+# Bounds of rounding to 0, half of the smallest number, and to infinity, half a step above the largest.
 _ROUNDED_AWAY = {torch.float32: (2.0**-150, 2.0**128 - 2.0**103), torch.float64: (0.0, torch.inf)}
 
 
-def check_integer(name: str, value: object, least: int = 0) -> None:
-    """Raise TypeError unless `value` is an integer, and ValueError unless it is from `least` to 2**63 - 1."""
+def check_integer(name: str, value: object, minimum: int = 0) -> None:
+    """Raise TypeError unless `value` is an integer, and ValueError unless it is from `minimum` to 2**63 - 1."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
     if value > LARGEST:
         raise ValueError(f"{name} must be less than 2**63, got {value}")
 
 
 def check_list(name: str, values: object) -> None:
-    """Raise unless these may be a list of sequences."""
+    """Raise unless `values` is a nonempty list of sequences; its items are not checked."""
     if isinstance(values, str | Tensor) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be a list of tensors or arrays [L_i, d], got {type(values).__name__}")
     if len(values) == 0:
@@ -329,7 +329,7 @@ def check_list(name: str, values: object) -> None:
 
 
 def tensors_of(name: str, values: Sequence[Tensor | np.ndarray]) -> list[Tensor]:
-    """The tensors [L_i, d] of a list, after a check that they have one d, dtype and device; an error names the item."""
+    """The items of a list as tensors [L_i, d], checked to share d, dtype and device; errors name the item."""
     tensors = [_tensor(f"{name}[{index}]", value) for index, value in enumerate(values)]
     first = tensors[0]
     for index, tensor in enumerate(tensors):
@@ -345,7 +345,7 @@ def tensors_of(name: str, values: Sequence[Tensor | np.ndarray]) -> list[Tensor]
 
 
 def _tensor(name: str, value: object) -> Tensor:
-    """An item of a list, a tensor or an array [L, d], as a tensor; `name` is that of the item."""
+    """A list item, a tensor or an array [L, d], as a tensor; `name` is the item's."""
     if isinstance(value, np.ndarray):
         try:
             value = torch.as_tensor(value)
@@ -358,7 +358,7 @@ def _tensor(name: str, value: object) -> Tensor:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
-    # Of what is no string, a comparison may be an array of several truths.
+    # Comparing anything but a string may return an array.
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -366,7 +366,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def no_second_derivative(
     operation: str, reason: str = "its gradient is constant between changes of a winner"
 ) -> Callable[..., None]:
-    """Return what stands in for the gradient of an operation's gradient: a RuntimeError that says why there is none."""
+    """Return an autograd formula for an operation's backward that raises RuntimeError with the reason."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The computation of scores and gradients on tensors: by Triton kernels, or in blocks of plain torch."""
+"""Compute scores and gradients of plain tensors: by Triton kernels, or in blocks of plain torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Gradients = tuple[Tensor | None, ...]
 def compute(
     tensors: Tensors, options: Options, with_argmax: bool, offsets: DocumentOffsets | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores, and the argmax [documents, rows], if asked for. Only kernels take `offsets`."""
+    """Scores and, if requested, the argmax [documents, rows]. Only kernels support `offsets`."""
     problem = checked_problem(tensors, options, with_argmax, offsets)
     starts = None if offsets is None else offsets.starts
 
     def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
         blocked_forward(operands, functools.partial(maxima, with_argmax=with_argmax), scores, argmax)
 
-    saved = (-1, problem.argmax_dtype) if with_argmax else None
+    saved_fill = (-1, problem.argmax_dtype) if with_argmax else None
     return scores_by(
-        problem, tensors, options, lambda *inputs: kernels().maxsim_forward(*inputs, starts), in_blocks, saved
+        problem, tensors, options, lambda *inputs: kernels().maxsim_forward(*inputs, starts), in_blocks, saved_fill
     )
 
 
@@ -44,12 +44,17 @@ def compute_gradients(
     argmax: Tensor,
     need_queries: bool,
     need_documents: bool,
+    norms: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
-    """The gradients of queries and documents, contiguous in their type; None for one that is not needed."""
+    """The gradients of queries and documents, contiguous, of their dtype; None for one that is not needed.
+
+    With `norms`, the inverse norms that queries and documents were multiplied by, under `normalize`, the gradients are
+    those of the embeddings before that; only kernels support this.
+    """
     problem, needs = checked_problem(tensors, options), (need_queries, need_documents)
     return gradients_by(
         problem, tensors, options, grad_scores, tensors[:2], needs,
-        lambda grad_scores: kernels().gradients(problem, tensors, grad_scores, argmax, *needs),
+        lambda grad_scores: kernels().gradients(problem, tensors, grad_scores, argmax, *needs, norms),
         lambda operands, grad_scores: blocked_backward(operands, grad_scores, argmax, *needs),
     )  # fmt: skip
 
@@ -60,32 +65,32 @@ def scores_by(
     options: Options,
     by_kernels: Callable[[Problem, Tensors], tuple[Tensor, Tensor | None]],
     in_blocks: Callable[[Operands, Tensor, Tensor | None], None],
-    saved: tuple[float, torch.dtype] | None,
+    saved_fill: tuple[float, torch.dtype] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores, and what is saved of all documents and rows, [documents, rows].
+    """Scores, and the values saved for the backward, [documents, rows].
 
-    In blocks, that is filled with the number of `saved` first, in the type there, and scores are 0. A query or a
-    document may be without tokens, or all of them.
+    `in_blocks` adds to scores of 0, and writes saved values to a tensor created from `saved_fill` (initial value and
+    dtype). Some or all queries or documents may have no tokens.
     """
-    chosen, empty = _server(problem, tensors, options)
-    if chosen == "triton" and not empty:
-        scores, of_rows = by_kernels(*kernels().for_kernels(problem, tensors))
+    implementation, is_empty = _server(problem, tensors, options)
+    if implementation == "triton" and not is_empty:
+        scores, row_values = by_kernels(*kernels().for_kernels(problem, tensors))
     else:
-        device, of_rows = problem.device, None
-        if saved is not None:
-            of_rows = torch.full(problem.argmax_shape, saved[0], dtype=saved[1], device=device)
+        device, row_values = problem.device, None
+        if saved_fill is not None:
+            row_values = torch.full(problem.argmax_shape, saved_fill[0], dtype=saved_fill[1], device=device)
         with without_autocast(device):
-            operands = None if empty else operands_of(problem, tensors)
+            operands = None if is_empty else operands_of(problem, tensors)
             dtype = problem.scores_dtype if operands is None else operands.dtype
-            # No view of it is returned, as autograd lets nobody write into a view that its function returns.
+            # Must not be a view: autograd forbids in-place writes to a view that a custom function returns.
             scores = torch.zeros(problem.scores_shape, dtype=dtype, device=device)
             if operands is not None:
-                in_blocks(operands, scores, of_rows)
+                in_blocks(operands, scores, row_values)
         scores = with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
     if options.reduction == "mean":
-        # The score of an empty document is not divided.
+        # The empty score is set again, because it must not be divided.
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
-    return scores, of_rows
+    return scores, row_values
 
 
 def gradients_by(
@@ -93,44 +98,44 @@ def gradients_by(
     tensors: Tensors,
     options: Options,
     grad_scores: Tensor,
-    likes: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     needs: tuple[bool, ...],
     by_kernels: Callable[[Tensor], Gradients],
     in_blocks: Callable[[Operands, Tensor], Gradients],
 ) -> Gradients:
-    """The gradients that are needed of `likes`, contiguous in their types and shapes, by that of sums over queries."""
+    """The gradients of `inputs` that are needed, contiguous, of their dtypes and shapes, given that of the scores."""
     if options.reduction == "mean":
         grad_scores = grad_scores / active_counts(problem, tensors)
-    chosen, empty = _server(problem, tensors, options)
-    if chosen == "triton" and not empty:
+    implementation, is_empty = _server(problem, tensors, options)
+    if implementation == "triton" and not is_empty:
         return by_kernels(grad_scores)
-    if empty:
-        gradients: Gradients = tuple([like.new_zeros(like.shape) for like in likes])
+    if is_empty:
+        gradients: Gradients = tuple([tensor.new_zeros(tensor.shape) for tensor in inputs])
     else:
         with without_autocast(problem.device):
             gradients = in_blocks(operands_of(problem, tensors), grad_scores)
     cast = (
-        gradient.to(like.dtype).view(like.shape) if need and gradient is not None else None
-        for gradient, like, need in zip(gradients, likes, needs, strict=True)
+        gradient.to(tensor.dtype).view(tensor.shape) if need and gradient is not None else None
+        for gradient, tensor, need in zip(gradients, inputs, needs, strict=True)
     )
     return tuple(cast)
 
 
 def _server(problem: Problem, tensors: Tensors, options: Options) -> tuple[str, bool]:
-    """The implementation, and whether there is nothing to compute."""
-    chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    return chosen, problem.is_empty or 0 in tensors.queries.shape
+    """The implementation of a call, and whether there is nothing to compute."""
+    implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    return implementation, problem.is_empty or 0 in tensors.queries.shape
 
 
 @functools.cache
 def kernels() -> ModuleType:
-    """What computes by kernels, imported when first needed, because Triton is not everywhere."""
+    """The module of kernel calls, imported on first use, because Triton may not be installed."""
     from . import kernel_calls
 
     return kernel_calls
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Computation in the types of its tensors, which have followed autocast already."""
-    # To enter autocast takes as long as a launch.
+    """Disable autocast: it has been applied to the inputs already."""
+    # Entering autocast takes as long as a launch, so it is skipped where autocast is off.
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

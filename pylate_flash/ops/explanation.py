@@ -1,4 +1,4 @@
-"""What serves a call, and why: the same choices that are made when it runs."""
+"""Explain which implementation and kernels serve a call, by the same choices that the call makes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .ragged import call_of_lists
 
 
 class Explanation(NamedTuple):
-    """What serves a call; `str` of it says so in a few lines.
+    """The implementation and plans of a call; `str` renders them in a few lines.
 
     Attributes
     ----------
     implementation, reason
         "triton" or "blocked", and why.
     forward
-        The plan of the forward: its kernel, tile and grid, and why. None where no kernel serves the call.
+        The plan of the forward: its kernel, tile and grid, and why. None if no kernel serves the call.
     backward
-        The plan of the gradient of the documents, and why. None also where no gradient is needed.
+        The plan of the gradient of the documents, and why. None also if no gradient is needed.
     lists
-        Whether the documents of a list are read where they lie, or why they are packed. None where they are no list.
+        Whether a list of documents is read in place, or why it is packed. None if documents are not a list.
     gradients
-        The plan of the gradients of soft MaxSim. None of other calls, and where no gradient is needed.
+        The plan of the gradients of soft MaxSim. None for other calls, and if no gradient is needed.
     """
 
     implementation: str
@@ -82,34 +82,34 @@ def explain(
     implementation: str = "auto",
     soft: bool = False,
 ) -> Explanation:
-    """Say what serves a call of `maxsim`, with boundaries of `maxsim_varlen`, or of lists of `maxsim_ragged`, and why.
+    """Explain what serves a call, and why: of `maxsim`, with boundaries `maxsim_varlen`, with lists `maxsim_ragged`.
 
-    It computes nothing, and brings lists together as the call does.
+    It computes nothing, but packs lists as the call does.
 
     Parameters
     ----------
     queries, documents
-        As in `maxsim`, padded; as in `maxsim_varlen`, packed; documents quantized; or as in `maxsim_ragged`, lists.
-        Where one requires a gradient, and gradients are enabled, the backward is explained too.
+        Padded as in `maxsim`, packed as in `maxsim_varlen`, lists as in `maxsim_ragged`; documents may be quantized.
+        If one requires a gradient and grad mode is enabled, the backward is explained too.
     queries_mask, documents_mask
         As in `maxsim`, for padded tokens.
     queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length, max_document_length
-        As in `maxsim_varlen`, for packed tokens; the call waits for a GPU where that one does. Of these and the masks,
-        lists of documents go with `queries_mask` and `candidates_cu_seqlens`.
+        As in `maxsim_varlen`, for packed tokens; this synchronizes with a GPU where that call does. Lists of documents
+        allow only `candidates_cu_seqlens` of these, and only `queries_mask` of the masks.
     normalize, masking, quantize_queries, implementation
         As in `maxsim`.
     soft
-        Explain `soft_maxsim`, or with boundaries `soft_maxsim_varlen`, which take no lists and no quantized documents.
+        Explain `soft_maxsim`, or with boundaries `soft_maxsim_varlen`; they take neither lists nor quantized documents.
 
     Returns
     -------
     Explanation
-        The implementation, the plans of its kernels, and the reasons; print it.
+        The implementation, the plans of its kernels, and the reasons; printable.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As the call does, but for values of masks, at which this does not look.
+        As the call does, except that values of masks are not checked.
 
     Examples
     --------
@@ -129,8 +129,8 @@ def explain(
             max_query_length=max_query_length,
             max_document_length=max_document_length,
         )
-        call = call_of_lists("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
-        tensors, options, offsets, reason = call
+        result = call_of_lists("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
+        tensors, options, offsets, reason = result
         lists = "read where they lie" if reason is None else f"packed, because {reason}"
     elif not isinstance(queries, Tensor):
         raise TypeError(f"queries must be a torch.Tensor where documents are one, got {type(queries).__name__}")
@@ -147,14 +147,14 @@ def explain(
         problem = problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries))
     else:
         tensors, options = checked(tensors, options)
-        learns = needs_gradient(*tensors[:2])
-        problem = checked_problem(tensors, options, learns and not soft, offsets)
-    kind = implementation, problem.device, problem.deciding_dtype, problem.size
-    explanation = Explanation(choose(*kind), why(*kind), None, None, lists)
+        with_gradients = needs_gradient(*tensors[:2])
+        problem = checked_problem(tensors, options, with_gradients and not soft, offsets)
+    choice_args = implementation, problem.device, problem.deciding_dtype, problem.size
+    explanation = Explanation(choose(*choice_args), why(*choice_args), None, None, lists)
     if explanation.implementation == "blocked" or problem.is_empty:
         return explanation
     if soft:
-        gradients = soft_gradient_plan(problem) if learns else None
+        gradients = soft_gradient_plan(problem) if with_gradients else None
         return explanation._replace(forward=soft_forward_plan(problem), gradients=gradients)
     return explanation._replace(
         forward=forward_plan(problem) if problem.kind.quantized is None else quantized_plan(problem),

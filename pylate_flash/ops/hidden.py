@@ -3,9 +3,9 @@
     score[i, j] = sum over active s of  max over active t of  <q[i, s], e[j, t]>
     e = normalise(hidden W^T + b),  q = normalise(queries), which may be hidden states to project as well
 
-Never are all projected documents there at once (`hidden_blocks`). The projected embeddings are rounded to the type of
-the hidden states, as a linear layer rounds them, and once more when they were divided by their norms in float32, as
-`torch.nn.functional.normalize` rounds: they are the embeddings that the model returns. The operator takes weight and
+The projected documents are never all materialized at once (`hidden_blocks`). As a linear layer does, the projection
+rounds to the dtype of the hidden states; as in `torch.nn.functional.normalize`, embeddings are rounded again after the
+division by their norms in float32. So they equal the embeddings that the model returns. The operator takes weight and
 bias, and hidden states in place of documents.
 """
 
@@ -50,7 +50,7 @@ def maxsim_from_hidden_reference(
     normalize: bool = True,
     **options: Any,
 ) -> Tensor:
-    """The definition of `maxsim_from_hidden`: a linear layer, and the definition of `maxsim`, of padded tokens."""
+    """The definition of `maxsim_from_hidden`, for padded tokens: a linear layer, then the definition of `maxsim`."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     queries, hidden, weight = queries.to(dtype), hidden.to(dtype), weight.to(dtype)
     documents = F.linear(hidden, weight, None if bias is None else bias.to(dtype))
@@ -82,45 +82,45 @@ def maxsim_from_hidden(
 ) -> Tensor:
     """MaxSim scores of queries against the projected hidden states of documents, differentiable.
 
-    Equal to `maxsim(queries, torch.nn.functional.linear(hidden, weight, bias), normalize=True)`, except that of the
-    projected documents no more than 64 MiB (or one document) exist at any time. Where a gradient is needed, they and
-    their gradient may take half as many bytes as the hidden states, if that is more.
+    Equal to `maxsim(queries, torch.nn.functional.linear(hidden, weight, bias), normalize=True)`, except that at most
+    64 MiB of projected documents (or one document) exist at any time. If a gradient is needed, they and their gradient
+    may take half as many bytes as the hidden states, if that is more.
 
     Parameters
     ----------
     queries
-        [Nq, Lq, d], float16, bfloat16, float32 or float64; with `queries_weight`, hidden states [Nq, Lq, d_queries]
-        that are projected as well. With packed documents also packed: [Tq, d] and `queries_cu_seqlens`. Under autocast,
-        all tensors take the autocast type.
+        [Nq, Lq, d], float16, bfloat16, float32 or float64; with `queries_weight`, hidden states [Nq, Lq, d_queries],
+        which are projected as well. With packed documents also packed: [Tq, d] and `queries_cu_seqlens`. Under
+        autocast, all tensors are cast to the autocast dtype.
     hidden
         [Nd, Ld, d_model]: every query meets every document. [Nq, K, Ld, d_model]: each query meets its own K
         candidates. [T, d_model]: packed, with `documents_cu_seqlens`.
     weight, bias
-        [d, d_model] and [d] or None: the linear layer, as `torch.nn.Linear` holds it.
+        [d, d_model] and [d] or None: the linear layer, as in `torch.nn.Linear`.
     queries_mask, documents_mask
         [Nq, Lq], which may hold weights, and [Nd, Ld] or [Nq, K, Ld], or None, as in `maxsim`. Not for packed tokens.
     queries_weight, queries_bias
-        [d, d_queries] and [d] or None: the linear layer of the queries. The tensors of `weight` and `bias` themselves
-        where one layer serves both sides.
+        [d, d_queries] and [d] or None: the linear layer of the queries. If both sides share one layer, pass the tensors
+        of `weight` and `bias` again.
     queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length, max_document_length
-        For packed tokens, as in `maxsim_varlen`. Where the projected documents take more than that, the call
-        reads `documents_cu_seqlens`, and waits for the GPU if they lie there.
+        For packed tokens, as in `maxsim_varlen`. If the projected documents exceed the memory limit above, the call
+        reads `documents_cu_seqlens`, which synchronizes if they are on the GPU.
     normalize
         Divide every query and every projected document embedding by its Euclidean norm (at least 1e-12) first.
     reduction, masking, empty_score, implementation
-        As in `maxsim`. Packed documents have no masked token, so that `masking` changes nothing.
+        As in `maxsim`. Packed documents have no masked tokens, so `masking` has no effect on them.
 
     Returns
     -------
     Tensor
-        [Nq, Nd] or [Nq, K]; for packed documents with candidates [Nd]; of the type that `maxsim` returns. The projected
-        embeddings have the type of `hidden`; products with them, NaN, infinities, ties and reproducibility are as in
-        `maxsim`.
+        [Nq, Nd] or [Nq, K]; for packed documents with candidates [Nd]; of the dtype that `maxsim` returns. The
+        projected embeddings have the dtype of `hidden`; products with them, NaN, infinities, ties and reproducibility
+        are as in `maxsim`.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`; ValueError also if an argument is given that the layout has no use for.
+        As in `maxsim`; ValueError also if an argument does not apply to the layout.
 
     Examples
     --------
@@ -143,7 +143,7 @@ def maxsim_from_hidden(
     if documents_cu_seqlens is not None:
         check_embeddings("hidden", hidden, _PACKED_HIDDEN)
         check_embeddings("queries", queries, _PACKED_QUERIES)
-        learned = [each for each in (weight, bias) if isinstance(each, Tensor)]
+        learned = [tensor for tensor in (weight, bias) if isinstance(tensor, Tensor)]
         options = with_lengths(tensors, options, max_query_length, max_document_length, learned=learned)
     return _maxsim_hidden((weight, bias, *tensors, *options), "maxsim_from_hidden")
 
@@ -151,7 +151,7 @@ def maxsim_from_hidden(
 def _projected_queries(
     queries: Tensor, weight: Tensor, queries_weight: Tensor | None, queries_bias: Tensor | None
 ) -> Tensor:
-    """The queries by their own layer, after its checks."""
+    """The queries projected by their own layer, after its checks."""
     if queries_weight is None:
         raise ValueError("queries_bias needs queries_weight, got None")
     check_embeddings("queries", queries, {**_QUERIES, **_PACKED_QUERIES})
@@ -163,24 +163,24 @@ def _projected_queries(
             f"queries_weight must project to the size that weight projects to, {weight.shape[0]}, "
             f"got {queries_weight.shape[0]}"
         )
-    check_differentiation("maxsim_from_hidden", queries, *[each for each in layer if each is not None])
+    check_differentiation("maxsim_from_hidden", queries, *[tensor for tensor in layer if tensor is not None])
     return F.linear(queries, *layer)
 
 
 def _checked_layer(
-    prefix: str, weight: Tensor, bias: Tensor | None, of: str, states: Tensor
+    prefix: str, weight: Tensor, bias: Tensor | None, states_name: str, states: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The linear layer of `states`, the argument `of` in the autocast type, after its checks, and in that type too."""
+    """Check the linear layer of `states`, which are autocast already, and return it in the autocast dtype."""
     name = f"{prefix}weight"
     check_embeddings(name, weight, _WEIGHT)
     if weight.shape[1] != states.shape[-1]:
         raise ValueError(
-            f"{name} must have shape [d, {states.shape[-1]}], as {of} has that size, got {list(weight.shape)}"
+            f"{name} must have shape [d, {states.shape[-1]}], as {states_name} has that size, got {list(weight.shape)}"
         )
     if weight.shape[0] == 0:
         raise ValueError(f"{name} must project to at least 1 dimension, got {list(weight.shape)}")
     (weight,) = autocast(weight)
-    check_beside(name, weight, of, states)
+    check_beside(name, weight, states_name, states)
     if bias is None:
         return weight, None
     check_embeddings(f"{prefix}bias", bias, {1: "[d]"})
@@ -192,7 +192,7 @@ def _checked_layer(
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    """The operator's arguments after every check, in the autocast type under autocast."""
+    """The operator's arguments after every check, under autocast in the autocast dtype."""
     weight, bias, tensors, options = _call(arguments)
     packed = tensors.documents_cu_seqlens is not None
     check_embeddings("hidden", tensors.documents, _PACKED_HIDDEN if packed else _HIDDEN)
@@ -225,14 +225,13 @@ def _call(arguments: Sequence[Any]) -> tuple[Tensor, Tensor | None, Tensors, Opt
 
 
 def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor | None, ...]:
-    scores, argmax, projected = compute_hidden(*_call(arguments), with_argmax)
-    return scores, argmax, *(projected or ())
+    return compute_hidden(*_call(arguments), with_argmax)
 
 
 def _compute_gradients(
-    grad_scores: Tensor, kept: list[Tensor], arguments: tuple, needs: tuple[bool, ...]
+    grad_scores: Tensor, saved: list[Tensor], arguments: tuple, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    return compute_hidden_gradients(*_call(arguments), grad_scores, kept, needs)
+    return compute_hidden_gradients(*_call(arguments), grad_scores, saved, needs)
 
 
 _maxsim_hidden = Operation(

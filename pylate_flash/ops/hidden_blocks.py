@@ -1,10 +1,10 @@
-"""Scores from hidden states, and their gradients, on plain tensors: a block of documents at a time.
+"""Scores from hidden states, and their gradients, on plain tensors: one block of documents at a time.
 
-A block's documents are projected, once each, into a scratch of bounded size, which `compute` scores as any documents.
-On Hopper a kernel projects and normalises, and for few query rows scores too, without a scratch (`kernels.hidden`).
+Each block's documents are projected once, into a scratch of bounded size, which `compute` scores like any documents.
+On Hopper a kernel projects and normalises; for few query rows it also scores, without a scratch (`kernels.hidden`).
 
-The backward takes the gradient of the projected embeddings from `compute_gradients`, takes it through the normalisation
-in place, and then multiplies matrices, once per block and gradient asked for:
+The backward gets the gradient of the projected embeddings, before they were normalised, from `compute_gradients`, and
+then runs one matrix product per block and requested gradient:
 
     grad_hidden = G W,  grad_weight = G^T hidden,  grad_bias = sum of the rows of G
 """
@@ -26,17 +26,16 @@ from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_b
 from .compute import compute_gradients, kernels, without_autocast
 from .norms import SMALLEST_NORM, in_range
 
-# Of projected embeddings, and in the backward of them and their gradient, held at once; more only where a single
-# document has more.
+# Limit on the projected embeddings, and in the backward their gradient, held at once; a single document may exceed it.
 SCRATCH_BYTES = 64 << 20
-# Or this fraction of the bytes of the hidden states, where a gradient is needed and that is more: these are kept until
-# then, and have a gradient as large. So a step projects once, and in one block: 2 x 287 (59 x 864) takes 0.513 ms in
-# place of 0.711, where a linear layer and `maxsim` take 0.481.
+# If a gradient is needed, the limit is at least the bytes of the hidden states divided by this: they are saved anyway,
+# and have a gradient as large. A step then projects once, in one block: 2 x 287 (59 x 864) takes 0.513 ms instead of
+# 0.711, where a linear layer and `maxsim` take 0.481.
 STATES_PER_SCRATCH = 2
 
 
 class Layer(NamedTuple):
-    """What hidden states are projected by: weight [d, d_model], bias [d], and whether norms are divided by."""
+    """The projection of hidden states: weight [d, d_model], bias [d], and whether embeddings are normalised."""
 
     weight: Tensor
     bias: Tensor | None
@@ -45,7 +44,7 @@ class Layer(NamedTuple):
 
 
 class Embeddings(NamedTuple):
-    """Embeddings [.., d]; under `normalize` divided by their norms, and one over the norms [..]."""
+    """Embeddings [.., d]; under `normalize`, divided by their norms, with the reciprocal norms [..]."""
 
     values: Tensor
     scales: Tensor | None
@@ -56,28 +55,32 @@ class Embeddings(NamedTuple):
 
 def compute_hidden(
     weight: Tensor, bias: Tensor | None, tensors: Tensors, options: Options, with_argmax: bool
-) -> tuple[Tensor, Tensor | None, Embeddings | None]:
-    """Scores, and argmax if asked for; `tensors` have hidden states in place of documents.
+) -> tuple[Tensor | None, ...]:
+    """Scores and, if requested, argmax; `tensors` have hidden states in place of documents.
 
-    With it come the projected embeddings, where the bound has room for them and for their gradient.
+    With the argmax it also returns the values and scales of the queries' `Embeddings` (None without `normalize`), and
+    those of the documents, if they and their gradient fit into the memory limit.
     """
     layer, hidden = _layer(weight, bias, options), tensors.documents
     with without_autocast(weight.device), torch.no_grad():
         if not with_argmax:
             scores = _fused(layer, tensors, options)
             if scores is not None:
-                return scores, None, None
+                return scores, None
         queries = _normalized_queries(layer, tensors.queries)
-        room = _room(hidden) if with_argmax else SCRATCH_BYTES
-        blocks, scratch = _blocks(layer, tensors, room)
+        max_bytes = _room(hidden) if with_argmax else SCRATCH_BYTES
+        blocks, scratch = _blocks(layer, tensors, max_bytes)
         tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=False)
 
         def produce(block: DocumentBlock) -> Tensor:
             return _project(layer, _states(hidden, block), scratch).values
 
         scores, argmax = compute_by_block(tensors, options, with_argmax, blocks, produce)
-        keep = with_argmax and len(blocks) == 1 and 2 * scratch.values.nbytes <= room
-        return scores, argmax, scratch if keep else None
+        if not with_argmax:
+            return scores, None
+        keep = len(blocks) == 1 and 2 * scratch.values.nbytes <= max_bytes
+        normalized = queries if layer.normalize else (None, None)
+        return scores, argmax, *normalized, *(scratch if keep else ())
 
 
 def compute_hidden_gradients(
@@ -86,22 +89,25 @@ def compute_hidden_gradients(
     tensors: Tensors,
     options: Options,
     grad_scores: Tensor,
-    kept: list[Tensor],
+    saved: list[Tensor],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of weight, bias, queries and hidden in their types; None for one that is not needed.
+    """Gradients of weight, bias, queries and hidden, of their dtypes; None for one that is not needed.
 
-    `kept` holds argmax, and what there is of the projected embeddings, and is emptied: they are let go before the
-    gradient of the hidden states, which is larger than all of them, is allocated. Sums over several blocks are of
-    float32 (float64 for float64).
+    `saved` holds what `compute_hidden` returned after the scores, or the argmax alone. It is cleared, so that the
+    embeddings are freed before the gradient of the hidden states, which is larger than all of them, is allocated. Sums
+    over several blocks are in float32 (float64 for float64).
     """
     need_weight, need_bias, need_queries, need_hidden = needs
-    argmax, projected = kept[0], Embeddings(*kept[1:]) if len(kept) > 1 else None
-    kept.clear()
+    argmax, projected = saved[0], Embeddings(*saved[3:]) if len(saved) > 3 else None
+    normalized = Embeddings(*saved[1:3]) if options.normalize and len(saved) > 1 else None
+    saved.clear()
     layer, hidden = _layer(weight, bias, options), tensors.documents
     with without_autocast(weight.device), torch.no_grad():
-        queries = _normalized_queries(layer, tensors.queries)
-        tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=False)
+        queries = normalized or _normalized_queries(layer, tensors.queries)
+        # Kernels apply the Jacobian of the normalisation as they write a gradient.
+        in_kernels = layer.normalize and layer.by_kernels
+        tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=in_kernels)
         blocks, scratch = _blocks(layer, tensors, _room(hidden) // 2, projected)
         dtype = hidden.dtype if len(blocks) == 1 else accumulation_dtype(hidden.dtype)
         grad_weight = grad_bias = grad_queries = grad_hidden = None
@@ -110,25 +116,30 @@ def compute_hidden_gradients(
         for block in blocks:
             states = _states(hidden, block)
             embeddings = _project(layer, states, scratch) if projected is None else projected.rows(block.rows)
-            some = of_block(tensors, block, embeddings.values)
-            of_queries, gradient = compute_gradients(
-                some,
+            block_tensors = of_block(tensors, block, embeddings.values)
+            norms = None
+            if in_kernels and queries.scales is not None and embeddings.scales is not None:
+                norms = queries.scales if block.queries is None else queries.scales[block.queries], embeddings.scales
+            block_grad_queries, gradient = compute_gradients(
+                block_tensors,
                 options,
                 at(grad_scores, block.scores),
                 at(argmax, block.documents),
                 need_queries,
                 need_weight or need_bias or need_hidden,
+                norms,
             )
             if grad_queries is None:
-                grad_queries = of_queries
-            elif of_queries is not None:
-                (grad_queries if block.queries is None else grad_queries[block.queries]).add_(of_queries)
+                grad_queries = block_grad_queries
+            elif block_grad_queries is not None:
+                (grad_queries if block.queries is None else grad_queries[block.queries]).add_(block_grad_queries)
             if gradient is None:
                 continue
             gradient = gradient.view(embeddings.values.shape)
-            _through_normalisation(layer, gradient, embeddings)
+            if not in_kernels:
+                _through_normalisation(gradient, embeddings)
             if len(blocks) == 1:
-                del embeddings, some, scratch, projected, argmax
+                del embeddings, block_tensors, scratch, projected, argmax, norms
             if need_hidden:
                 grad_hidden = hidden.new_empty(hidden.shape) if grad_hidden is None else grad_hidden
                 torch.mm(gradient, weight, out=grad_hidden.view(-1, hidden.shape[-1])[block.rows])
@@ -136,18 +147,18 @@ def compute_hidden_gradients(
                 grad_weight = _sum(grad_weight, _product(gradient.T, states, dtype))
             if need_bias:
                 grad_bias = _sum(grad_bias, gradient.sum(dim=0, dtype=dtype))
-        if grad_queries is not None:
-            _through_normalisation(layer, grad_queries, queries)
+        if grad_queries is not None and not in_kernels:
+            _through_normalisation(grad_queries, queries)
     gradients = grad_weight, grad_bias, grad_queries, grad_hidden
     return tuple([None if gradient is None else gradient.to(hidden.dtype) for gradient in gradients])
 
 
-def _sum(total: Tensor | None, more: Tensor) -> Tensor:
-    return more if total is None else total.add_(more)
+def _sum(total: Tensor | None, update: Tensor) -> Tensor:
+    return update if total is None else total.add_(update)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right, not rounded before it has its type where torch has such a product."""
+    """left @ right in `dtype`, without intermediate rounding where torch supports it."""
     if dtype == left.dtype or not left.is_cuda:
         return torch.mm(left, right).to(dtype)
     return torch.mm(left, right, out_dtype=dtype)
@@ -159,7 +170,7 @@ def _layer(weight: Tensor, bias: Tensor | None, options: Options) -> Layer:
 
 
 def _are_laid_out(states: Tensor, layer: Layer) -> bool:
-    """Whether hidden states and layer lie as `kernels.hidden` reads them."""
+    """Whether hidden states and layer have the memory layout that `kernels.hidden` requires."""
     return (
         states.is_contiguous()
         and layer.weight.is_contiguous()
@@ -169,7 +180,7 @@ def _are_laid_out(states: Tensor, layer: Layer) -> bool:
 
 
 def _fused(layer: Layer, tensors: Tensors, options: Options) -> Tensor | None:
-    """Scores by the kernel that projects and scores at once, or None where it does not serve the call."""
+    """Scores by the kernel that fuses projection and scoring, or None if it does not support the call."""
     queries, hidden = tensors[:2]
     if (
         not hidden.is_cuda
@@ -181,7 +192,7 @@ def _fused(layer: Layer, tensors: Tensors, options: Options) -> Tensor | None:
     if tensors.queries_cu_seqlens is not None:
         n_queries, length = tensors.queries_cu_seqlens.shape[0] - 1, options.max_query_length
         if queries.shape[0] != n_queries * length:
-            # They are not all of one length.
+            # The queries have different lengths.
             return None
         queries = queries.view(n_queries, length, queries.shape[1])
     rows, tokens, size = queries.shape[:2].numel(), hidden.shape[:-1].numel(), layer.weight.shape
@@ -193,7 +204,7 @@ def _fused(layer: Layer, tensors: Tensors, options: Options) -> Tensor | None:
 
 @functools.cache
 def _hidden_kernels() -> ModuleType:
-    """The kernels of hidden states, imported where they run only: not every Triton has Gluon."""
+    """The kernels of hidden states, imported only where they run, because not every Triton has Gluon."""
     from ..kernels import hidden
 
     return hidden
@@ -202,7 +213,7 @@ def _hidden_kernels() -> ModuleType:
 def _blocks(
     layer: Layer, tensors: Tensors, limit: int, projected: Embeddings | None = None
 ) -> tuple[list[DocumentBlock], Embeddings]:
-    """All documents in blocks of at most `limit` bytes of embeddings, or of one document, and room for the largest."""
+    """Blocks of at most `limit` bytes of embeddings, or of one document, and a scratch for the largest of them."""
     size = layer.weight.shape[0]
     blocks = document_blocks(tensors, limit // (size * layer.weight.element_size()))
     count = tensors.documents.shape[:-1].numel()
@@ -212,7 +223,7 @@ def _blocks(
 
 
 def _room(hidden: Tensor) -> int:
-    """Bytes of scratch where a gradient is needed."""
+    """Limit on the bytes of scratch if a gradient is needed."""
     return max(SCRATCH_BYTES, hidden.nbytes // STATES_PER_SCRATCH)
 
 
@@ -244,7 +255,7 @@ def _project(layer: Layer, states: Tensor, scratch: Embeddings) -> Embeddings:
 
 
 def _normalized_queries(layer: Layer, queries: Tensor) -> Embeddings:
-    """The queries, divided by their norms if they are to be."""
+    """The queries, normalised if the layer normalises."""
     if not layer.normalize:
         return Embeddings(queries, None)
     normalized = _empty_embeddings(layer, queries.shape)
@@ -253,7 +264,7 @@ def _normalized_queries(layer: Layer, queries: Tensor) -> Embeddings:
 
 
 def _normalize(layer: Layer, embeddings: Tensor, out: Embeddings) -> None:
-    """Write embeddings divided by their norms, if asked for, rounded, and one over these; `out` may hold them."""
+    """Write normalised embeddings and reciprocal norms to `out`, if it has them; may run in place."""
     if out.scales is None or embeddings.numel() == 0:
         return
     if layer.by_kernels:
@@ -264,17 +275,14 @@ def _normalize(layer: Layer, embeddings: Tensor, out: Embeddings) -> None:
     torch.mul(embeddings, scales.unsqueeze(-1), out=out.values)
 
 
-def _through_normalisation(layer: Layer, grad: Tensor, embeddings: Embeddings) -> None:
-    """Replace the gradient of the embeddings by that of what they were before they were divided by their norms."""
+def _through_normalisation(grad: Tensor, embeddings: Embeddings) -> None:
+    """Replace the gradient of normalised embeddings by that of the unnormalised ones, in place."""
     normalized, scales = embeddings
     if scales is None or grad.numel() == 0:
         return
-    if layer.by_kernels:
-        kernels().through_normalized_rows(grad, normalized, scales)
-        return
     scales = scales.unsqueeze(-1)
-    wide = grad.to(scales.dtype)
-    # Where the norm was clamped, the division is linear.
-    along = torch.where(scales < 1.0 / SMALLEST_NORM, (normalized * wide).sum(dim=-1, keepdim=True), 0.0)
-    # Where there is no gradient, there is none either of a token that is not a number.
-    grad.copy_(((wide - normalized * along) * scales).masked_fill_(~wide.any(dim=-1, keepdim=True), 0.0))
+    wide_grad = grad.to(scales.dtype)
+    # A clamped norm is constant, so there the normalisation is linear.
+    dot = torch.where(scales < 1.0 / SMALLEST_NORM, (normalized * wide_grad).sum(dim=-1, keepdim=True), 0.0)
+    # A zero gradient stays zero, even for a token that is NaN.
+    grad.copy_(((wide_grad - normalized * dot) * scales).masked_fill_(~wide_grad.any(dim=-1, keepdim=True), 0.0))

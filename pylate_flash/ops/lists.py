@@ -1,8 +1,8 @@
-"""A list of sequences, as an operation takes it: every tensor is looked at once, and beside the kernels in C.
+"""Lists of sequences as arguments of an operation: each tensor is inspected once, in C where kernels run.
 
-Of ten thousand tensors, one question to each takes half a millisecond to one, and a statement of Python more, while the
-kernel that scores them takes a fifth of one. So where there are kernels, all that has to be known of every tensor is
-asked at once, by a function of our own (`kernels.described`).
+For ten thousand tensors, querying one attribute each takes half a millisecond to one, and a statement of Python takes
+longer, while the kernel that scores them takes a fifth of a millisecond. So where kernels run, a C extension
+(`kernels.described`) collects all that is needed of every tensor in one call.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Sequences(NamedTuple):
     """A list of N tensors [L_i, size], contiguous, of one dtype and device."""
 
     tensors: Sequence[Tensor]
-    # Those that tell what types there are, and whether one needs a gradient: of tensors that are alike, the first.
+    # Tensors that represent all dtypes, and whether one requires a gradient: just the first if all are alike.
     examples: Sequence[Tensor]
-    # int64: lengths [N], and boundaries [N + 1] of the sequences one after the other.
+    # int64: lengths [N], and boundaries [N + 1] of the concatenated sequences.
     lengths: np.ndarray
     bounds: np.ndarray
     shortest: int
     longest: int
-    # Where they begin [N], int64, if that was asked along with the rest.
+    # Addresses [N], int64, if they were collected along with the lengths.
     known_addresses: np.ndarray | None
 
     @property
@@ -40,7 +40,7 @@ class Sequences(NamedTuple):
 
     @property
     def addresses(self) -> np.ndarray:
-        """Where they begin [N], int64."""
+        """Addresses of the tensors [N], int64."""
         if self.known_addresses is not None:
             return self.known_addresses
         return np.fromiter(map(Tensor.data_ptr, self.tensors), dtype=np.int64, count=len(self.tensors))
@@ -53,25 +53,25 @@ def _sequences(tensors: Sequence[Tensor], examples: Sequence[Tensor], lengths: n
 
 
 def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -> Sequences:
-    """The tensors of a list, and their lengths, after a check of each, unless that was made before."""
+    """The tensors of a list and their lengths, after a check of each; `Sequences` pass through unchecked."""
     if isinstance(values, Sequences):
         return values
     check_list(name, values)
     try:
-        found = _alike(values)
+        sequences = _alike(values)
     except RuntimeError:
-        # A sparse or nested tensor has no strides, or no shape, to compare.
-        found = None
-    if found is None:
+        # A sparse or nested tensor has no strides, or no shape.
+        sequences = None
+    if sequences is None:
         tensors = [tensor.contiguous() for tensor in tensors_of(name, values)]
-        found = _sequences(tensors, tensors, np.array([len(tensor) for tensor in tensors], dtype=np.int64))
-    # All others are like it.
-    check_embeddings(name, found.tensors[0], {2: "[L, d]"})
-    return found
+        sequences = _sequences(tensors, tensors, np.array([len(tensor) for tensor in tensors], dtype=np.int64))
+    # All tensors are like the first.
+    check_embeddings(name, sequences.tensors[0], {2: "[L, d]"})
+    return sequences
 
 
 def _alike(values: Sequence[object]) -> Sequences | None:
-    """Tensors that need no further look, as all of them are contiguous rows like the first's; else None."""
+    """The sequences if all tensors are contiguous rows and alike, so that they need no further checks; else None."""
     first = values[0]
     if type(first) not in PLAIN_TYPES or torch.compiler.is_compiling():
         return None
@@ -80,10 +80,10 @@ def _alike(values: Sequence[object]) -> Sequences | None:
         return None
     tensors = cast("Sequence[Tensor]", values)
     if kernels_run_on(first.device, first.dtype) is None and describer() is not None:
-        found = kernels().look(values)
-        if found is None:
+        summary = kernels().look(values)
+        if summary is None:
             return None
-        lengths, addresses, bounds, shortest, longest = found
+        lengths, addresses, bounds, shortest, longest = summary
         return Sequences(tensors, tensors[:1], lengths, bounds, shortest, longest, addresses)
     if not all(is_like(first, value) for value in values):
         return None
@@ -92,9 +92,9 @@ def _alike(values: Sequence[object]) -> Sequences | None:
 
 
 def is_like(first: Tensor, other: object) -> bool:
-    """Whether this is a tensor of the type, dtype, device and embedding size d of `first` [L, d], in contiguous rows.
+    """Whether `other` has contiguous rows, and the type, dtype, device, embedding size and requires_grad of `first`.
 
-    Contiguous rows have strides (d, 1), and as all are d long, nothing else does. It needs a gradient if `first` does.
+    Rows of size d are contiguous exactly if the strides are (d, 1).
     """
     return (
         type(other) is type(first)

@@ -1,4 +1,4 @@
-"""What a loss over MaxSim is given beside its tensors: what the scores are compared with, and how; and every check."""
+"""Arguments of a loss over MaxSim beside those of the scores: targets and options, with every check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS_REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossResult(NamedTuple):
-    """A loss, and, if asked for, its statistics [3], its gradients and derivative by the temperature."""
+    """A loss and, if requested, its statistics [3], its gradients, and its derivative by the temperature (`slope`)."""
 
     loss: Tensor
     statistics: Tensor | None = None
@@ -35,7 +35,7 @@ class LossResult(NamedTuple):
 
 
 def checked_comparison(comparison: Comparison) -> Comparison:
-    """The options as the operator takes them; TypeError or ValueError for one that is none of those it may be."""
+    """The options as the operator takes them; raises TypeError or ValueError for an invalid one."""
     check_positive("temperature", comparison.temperature)
     check_positive("teacher_temperature", comparison.teacher_temperature)
     margin, budget = comparison.margin, comparison.max_scratch_bytes
@@ -47,7 +47,7 @@ def checked_comparison(comparison: Comparison) -> Comparison:
     if budget is not None:
         check_integer("max_scratch_bytes", budget, 1)
     check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
-    # Numbers may be of other types, as NumPy's.
+    # Numbers may have other types, such as NumPy's.
     return Comparison(
         comparison.kind,
         float(comparison.temperature),
@@ -62,21 +62,21 @@ def checked_comparison(comparison: Comparison) -> Comparison:
 
 
 def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) -> Targets:
-    """Targets that fit the queries and documents, whose ranks are checked already; the temperature made a scalar.
+    """Check that the targets fit queries and documents of valid ranks, and reshape the temperature to a scalar.
 
     Raises
     ------
     TypeError, ValueError
-        If one is of another type, shape or device than it must be, or holds a value that it may not, where that can
-        be seen without waiting.
+        If a target has an invalid type, shape or device, or an invalid value, where checking values needs no
+        synchronization.
     """
     queries, documents = tensors.queries, tensors.documents
     bounds = tensors.documents_cu_seqlens
     n_documents = documents.shape[-3] if bounds is None else bounds.shape[0] - 1
     shape = queries.shape[0], n_documents
-    least = 2 if comparison.kind == MARGIN_MSE else 1
-    if n_documents < least:
-        kind = "a positive and a negative for margin MSE" if least == 2 else "at least one for a loss"
+    min_documents = 2 if comparison.kind == MARGIN_MSE else 1
+    if n_documents < min_documents:
+        kind = "a positive and a negative for margin MSE" if min_documents == 2 else "at least one for a loss"
         raise ValueError(f"documents must be {kind}, got {n_documents or 'none'}")
     target, exclude, temperature = targets
     if comparison.symmetric and documents.dim() == 4:
@@ -103,9 +103,9 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
         check_beside("exclude", exclude, "queries", queries, (torch.bool,), shape, " or None")
         if exclude.numel() and is_readable(exclude) and (target is None or is_readable(target)):
             labels = labels_of(target, shape[0], documents.dim() == 4, queries.device).unsqueeze(1)
-            wrong = exclude.gather(1, labels).squeeze(1)
-            if wrong.any():
-                query = int(wrong.int().argmax())
+            conflicts = exclude.gather(1, labels).squeeze(1)
+            if conflicts.any():
+                query = int(conflicts.int().argmax())
                 raise ValueError(f"exclude must be False for each query's label, got True for that of query {query}")
     if temperature is not None:
         check_positive("temperature", temperature, queries)
@@ -114,8 +114,8 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
 
 
 def labels_of(target: Tensor | None, n_queries: int, own_candidates: bool, device: torch.device) -> Tensor:
-    """Labels [Nq], int64: those given, or those that None stands for."""
+    """Labels [Nq], int64; `target` None: document i of query i, or the first of its own candidates."""
     if target is not None:
         return target.long()
-    every = torch.arange(n_queries, device=device)
-    return torch.zeros_like(every) if own_candidates else every
+    indices = torch.arange(n_queries, device=device)
+    return torch.zeros_like(indices) if own_candidates else indices

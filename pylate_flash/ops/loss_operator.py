@@ -1,10 +1,10 @@
 """The operator of the losses, `pylate_flash::maxsim_loss`: scores, loss and gradients, a chunk of queries at a time.
 
-The gradients are computed with the loss, and multiplied by its gradient in the backward, so that a chunk's argmax and
-scores live no longer than the chunk. Those of float16 embeddings are held in float32 until then, because a loss of them
-is scaled so that small gradients are not lost in rounding, and the scale is not known before.
+The forward computes the gradients along with the loss, and the backward multiplies them by the gradient of the loss, so
+that the argmax and scores of a chunk are freed with it. Gradients of float16 embeddings stay in float32 until then,
+because loss scaling keeps small gradients from underflowing, and the scale is not known before.
 
-A loss of each query, and one over no tokens, are torch's operations after `maxsim`.
+Per-query losses, and losses over no tokens, are torch operations after `maxsim`.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from .maxsim_operator import checked, scores_of, with_lengths
 from .operator import LIBRARY, NOT_PLAIN, apply, cast_like, is_plain, needs_gradient, repeat, signature
 
 
-def loss_of(inputs: tuple, how: tuple) -> tuple[Tensor, Any]:
-    """The loss of a call and, where asked for, its statistics [3]; otherwise None, or of an operator [0].
+def loss_of(inputs: tuple, settings: tuple) -> tuple[Tensor, Any]:
+    """The loss of a call and, if requested, its statistics [3]; else None, or a tensor [0] from an operator.
 
-    `given` and `how` are the operator's tensors and what follows them, as they come; max_document_length may be None.
+    `inputs` are the operator's tensors and `settings` its other arguments, unchecked; max_document_length may be None.
     """
     queries, documents, _, _, _, bounds, _, _ = inputs
     if bounds is not None:
-        # Whether a length is to be found out hangs on whether a gradient is needed.
-        longest, (tensors, _, options, _) = how[0], _call_of(inputs, how)
-        check_layout(tensors, None, longest)
+        # Whether the length must be computed depends on whether a gradient is needed.
+        max_document_length, (tensors, _, options, _) = settings[0], _call_of(inputs, settings)
+        check_layout(tensors, None, max_document_length)
         check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
         check_tensor("documents", documents, {2: "[Td, d]"})
-        how = (with_lengths(tensors, options, None, longest).max_document_length, *how[1:])
-    key = signature("maxsim_loss", inputs, how)
-    # What is no string the checks refuse.
-    one_by_one = isinstance(how[_LOSS_REDUCTION], str) and how[_LOSS_REDUCTION] == "none"
-    # Only other tensors than these may be None.
+        settings = (with_lengths(tensors, options, None, max_document_length).max_document_length, *settings[1:])
+    key = signature("maxsim_loss", inputs, settings)
+    # The checks reject anything but a string.
+    per_query = isinstance(settings[_LOSS_REDUCTION], str) and settings[_LOSS_REDUCTION] == "none"
+    # queries and documents are required; every other tensor may be None.
     plain = key is not NOT_PLAIN and queries is not None and documents is not None
-    if plain and not one_by_one and queries.numel() and documents.numel():
+    if plain and not per_query and queries.numel() and documents.numel():
         if needs_gradient(*inputs[:_N_DIFFERENTIABLE]):
-            return apply(_MaxsimLoss, key, (key, how), *inputs)
+            return apply(_MaxsimLoss, key, (key, settings), *inputs)
 
         def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
-            return _computed(_checked(_call_of(inputs, how)), (False, False, False))[:2], None
+            return _computed(_checked(_call_of(inputs, settings)), (False, False, False))[:2], None
 
         loss, statistics = repeat(key, compute, inputs)[0]
         return loss, statistics
     if key is NOT_PLAIN:
-        check_differentiation(_NAMES[how[_KIND]], *[tensor for tensor in inputs if isinstance(tensor, Tensor)])
-    call = _checked(_call_of(inputs, how))
+        check_differentiation(_NAMES[settings[_KIND]], *[tensor for tensor in inputs if isinstance(tensor, Tensor)])
+    call = _checked(_call_of(inputs, settings))
     tensors, targets, options, comparison = call
     if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
-        inputs, how = _arguments(call)
-        return _maxsim_loss(*inputs, *how)
+        inputs, settings = _arguments(call)
+        return _maxsim_loss(*inputs, *settings)
     scores = scores_of(_NAMES[comparison.kind], tensors, options)
-    found = compared(scores, targets, comparison, tensors.documents.dim() == 4)
-    statistics = statistics_of(found) if comparison.with_statistics else None
-    return reduced(found.losses, comparison.loss_reduction), statistics
+    result = compared(scores, targets, comparison, tensors.documents.dim() == 4)
+    statistics = statistics_of(result) if comparison.with_statistics else None
+    return reduced(result.losses, comparison.loss_reduction), statistics
 
 
 class _Call(NamedTuple):
-    """What the operator's arguments describe; padded documents have a `max_document_length` of 0."""
+    """The operator's arguments, grouped; padded documents have a `max_document_length` of 0."""
 
     tensors: Tensors
     targets: Targets
@@ -74,15 +74,15 @@ class _Call(NamedTuple):
     comparison: Comparison
 
 
-def _call_of(inputs: Sequence, how: Sequence) -> _Call:
+def _call_of(inputs: Sequence, settings: Sequence) -> _Call:
     queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = inputs
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
-    options = Options(0, how[0], 0, *how[1:-_N_COMPARISON])
-    return _Call(tensors, Targets(target, exclude, temperature), options, Comparison(*how[-_N_COMPARISON:]))
+    options = Options(0, settings[0], 0, *settings[1:-_N_COMPARISON])
+    return _Call(tensors, Targets(target, exclude, temperature), options, Comparison(*settings[-_N_COMPARISON:]))
 
 
 def _arguments(call: _Call) -> tuple[tuple, tuple]:
-    """The operator's arguments, tensors and others."""
+    """The operator's arguments: tensors, then settings."""
     (queries, documents, *masks, _, bounds, _), (target, exclude, temperature), options, comparison = call
     inputs = queries, documents, temperature, *masks, bounds, target, exclude
     return inputs, (options[1], *options[3:], *comparison)
@@ -96,19 +96,19 @@ def _checked(call: _Call) -> _Call:
         if options.max_document_length is not None:
             check_layout(tensors, None, options.max_document_length)
         options = options._replace(max_document_length=0)
-        # The operators make every check; those of what is compared with the scores rely on this much.
+        # The operators check everything; `checked_targets` relies on these ranks.
         if tensors.queries.dim() != 3 or tensors.documents.dim() not in (3, 4):
             check(tensors)
     target, exclude, temperature = checked_targets(call.targets, comparison, tensors)
     if comparison.loss_reduction != "none":
         if target is not None:
-            wide = accumulation_dtype(tensors.queries.dtype)
-            target = (target.to(wide) if target.is_floating_point() else target).contiguous()
+            dtype = accumulation_dtype(tensors.queries.dtype)
+            target = (target.to(dtype) if target.is_floating_point() else target).contiguous()
         exclude = None if exclude is None else exclude.contiguous()
     return _Call(tensors, Targets(target, exclude, temperature), options, comparison)
 
 
-# The fields of `Tensors` that a loss has, and those of `Targets`; then the same of `Options`, and `Comparison`.
+# Tensors: the fields of `Tensors` that a loss has, and those of `Targets`; then fields of `Options` and `Comparison`.
 _CALL = (
     "Tensor queries, Tensor documents, Tensor? temperature, Tensor? queries_mask, Tensor? documents_mask, "
     "Tensor? documents_cu_seqlens, Tensor? target, Tensor? exclude, SymInt max_document_length, bool normalize, "
@@ -120,12 +120,12 @@ _N_TENSORS = 8
 _N_COMPARISON = len(Comparison._fields)
 _KIND = Comparison._fields.index("kind") - _N_COMPARISON
 _LOSS_REDUCTION = Comparison._fields.index("loss_reduction") - _N_COMPARISON
-# What users call.
+# The public functions.
 _NAMES = {CROSS_ENTROPY: "maxsim_cross_entropy", DIVERGENCE: "maxsim_kl_divergence", MARGIN_MSE: "maxsim_margin_mse"}
-# Of the first of them, the gradients are computed.
+# Only the leading tensors are differentiable.
 _N_DIFFERENTIABLE = 3
 LIBRARY.define(f"maxsim_loss({_CALL}) -> (Tensor, Tensor)")
-# What `maxsim_loss` is in a graph that has a backward: the loss, its statistics, and its gradients.
+# Replaces `maxsim_loss` in a graph that has a backward: returns the loss, its statistics, and its gradients.
 LIBRARY.define(
     f"maxsim_loss_gradients({_CALL}, bool need_queries, bool need_documents, bool need_temperature) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -145,46 +145,46 @@ def _by_kernels(call: _Call) -> bool:
 
 
 def _computed(call: _Call, needs: tuple[bool, bool, bool]) -> LossResult:
-    """The loss, and what is needed of its gradients."""
+    """The loss, its statistics, and the gradients that are needed."""
     return (kernels().loss if _by_kernels(call) else loss_in_blocks)(*call, needs)
 
 
 def _loss_and_gradients(*arguments) -> tuple[Tensor, ...]:
-    loss, *others = _computed(_call_of(arguments[:_N_TENSORS], arguments[_N_TENSORS:-3]), arguments[-3:])
-    return loss, *[loss.new_empty(0) if tensor is None else tensor for tensor in others]
+    loss, *outputs = _computed(_call_of(arguments[:_N_TENSORS], arguments[_N_TENSORS:-3]), arguments[-3:])
+    return loss, *[loss.new_empty(0) if tensor is None else tensor for tensor in outputs]
 
 
 def _times(gradient: Tensor, grad_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient of a loss of gradient 1 times `grad_loss`."""
+    """Multiply a gradient, computed for a loss gradient of 1, by `grad_loss`."""
     if gradient.dtype == dtype:
         return (gradient * grad_loss).to(dtype)
-    # Rounded once, with nothing between.
+    # A single rounding, without an intermediate tensor.
     return torch.mul(gradient, grad_loss, out=torch.empty_like(gradient, dtype=dtype))
 
 
 class _MaxsimLoss(torch.autograd.Function):
-    """The operator where a gradient is needed: computes the gradients with the loss, and keeps them.
+    """The operator where a gradient is needed: the forward computes the gradients with the loss, and saves them.
 
-    The backward multiplies them by the gradient of the loss and gives them away, so that a second one
-    (retain_graph=True) computes them again. They are not computed in the backward, which runs in another thread, whose
-    caches are cold: the same launches take the host twice as long there.
+    The backward scales them by the gradient of the loss and releases them, so that a second backward
+    (retain_graph=True) recomputes them. They are not computed in the backward, which runs in another thread with cold
+    caches, where the same launches take twice as much host time.
     """
 
     @staticmethod
     def forward(ctx, call, *tensors):
         key, options = call
         ctx.plain = key is not NOT_PLAIN
-        ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:_N_DIFFERENTIABLE]]
+        ctx.specs = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:_N_DIFFERENTIABLE]]
         needs = ctx.needs_input_grad[1 : 1 + _N_DIFFERENTIABLE]
         if ctx.plain:
 
             def compute(tensors: Sequence) -> tuple[tuple, tuple]:
                 call = _checked(_call_of(tensors, options))
-                used, how = _arguments(call)
-                return (*_computed(call, needs), *used), (how, _by_kernels(call))
+                used, settings = _arguments(call)
+                return (*_computed(call, needs), *used), (settings, _by_kernels(call))
 
-            (loss, statistics, *found), (options, ctx.by_kernels) = repeat(key, compute, tensors)
-            ctx.gradients, tensors = found[:_N_DIFFERENTIABLE], tuple(found[_N_DIFFERENTIABLE:])
+            (loss, statistics, *outputs), (options, ctx.by_kernels) = repeat(key, compute, tensors)
+            ctx.gradients, tensors = outputs[:_N_DIFFERENTIABLE], tuple(outputs[_N_DIFFERENTIABLE:])
         else:
             loss, statistics, *ctx.gradients = _maxsim_loss_gradients(*tensors, *options, *needs)
         ctx.save_for_backward(*tensors)
@@ -204,40 +204,40 @@ class _MaxsimLoss(torch.autograd.Function):
             if gradients is None:
                 gradients = _computed(_call_of(ctx.saved_tensors, ctx.options), ctx.needs)[2:]
         if eager and not torch.is_grad_enabled():
-            # The inputs are not looked at: that would take as long as all else here.
-            found = _scaled(grad_loss, gradients, ctx.likes, ctx.by_kernels)
+            # `ctx.saved_tensors` is not unpacked: that would take as long as the rest of this function.
+            grads = _scaled(grad_loss, gradients, ctx.specs, ctx.by_kernels)
         else:
             stand_ins = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
-            whole = _maxsim_loss_backward(grad_loss, *ctx.saved_tensors[:_N_DIFFERENTIABLE], *stand_ins)
-            wanted = [gradient if need else None for gradient, need in zip(whole, ctx.needs, strict=True)]
-            found = cast_like(wanted, ctx.likes)
-        return None, *found, *_NO_GRADIENTS
+            all_grads = _maxsim_loss_backward(grad_loss, *ctx.saved_tensors[:_N_DIFFERENTIABLE], *stand_ins)
+            needed = [gradient if need else None for gradient, need in zip(all_grads, ctx.needs, strict=True)]
+            grads = cast_like(needed, ctx.specs)
+        return None, *grads, *_NO_GRADIENTS
 
 
-# Of what comes after the temperature.
+# For the inputs after the temperature.
 _NO_GRADIENTS = (None,) * (_N_TENSORS - _N_DIFFERENTIABLE)
 
 
 def _scaled(
-    grad_loss: Tensor, gradients: Sequence[Tensor | None], likes: Sequence[Any], by_kernels: bool
+    grad_loss: Tensor, gradients: Sequence[Tensor | None], specs: Sequence[Any], by_kernels: bool
 ) -> list[Tensor | None]:
-    """The gradients times that of the loss, in place where they have the type that they are to have."""
-    *wide, slope = gradients
-    dtypes = likes[0][0], likes[1][0]
+    """The gradients times `grad_loss`, in place where they already have the dtype of their input."""
+    *input_grads, slope = gradients
+    dtypes = specs[0][0], specs[1][0]
     if by_kernels:
 
         def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
             return kernels().rescale(*inputs, dtypes), None
 
-        inputs = (grad_loss, *wide)
-        found, _ = repeat(signature(_scaled, inputs, (dtypes,)), compute, inputs)
+        inputs = (grad_loss, *input_grads)
+        grads, _ = repeat(signature(_scaled, inputs, (dtypes,)), compute, inputs)
     else:
         is_one = is_readable(grad_loss) and grad_loss == 1
-        found = [
-            one if one is None or (is_one and one.dtype == dtype) else _times(one, grad_loss, dtype)
-            for one, dtype in zip(wide, dtypes, strict=True)
+        grads = [
+            grad if grad is None or (is_one and grad.dtype == dtype) else _times(grad, grad_loss, dtype)
+            for grad, dtype in zip(input_grads, dtypes, strict=True)
         ]
-    return [*found, None if slope is None else _times(slope, grad_loss, likes[2][0]).view(likes[2][1])]
+    return [*grads, None if slope is None else _times(slope, grad_loss, specs[2][0]).view(specs[2][1])]
 
 
 def _differentiable(*arguments) -> tuple[Tensor, Tensor]:
@@ -259,19 +259,21 @@ def _loss_shapes(*arguments) -> tuple[Tensor, Tensor]:
 def _gradient_shapes(*arguments) -> tuple[Tensor, ...]:
     *call, need_queries, need_documents, need_temperature = arguments
     (queries, documents), (loss, statistics) = call[:2], _loss_shapes(*call)
-    held = torch.float32 if queries.dtype == torch.float16 else queries.dtype
+    grad_dtype = torch.float32 if queries.dtype == torch.float16 else queries.dtype
     return (
         loss,
         statistics,
-        queries.new_empty(queries.shape if need_queries else 0, dtype=held),
-        documents.new_empty(documents.shape if need_documents else 0, dtype=held),
+        queries.new_empty(queries.shape if need_queries else 0, dtype=grad_dtype),
+        documents.new_empty(documents.shape if need_documents else 0, dtype=grad_dtype),
         loss.new_empty(() if need_temperature else 0),
     )
 
 
 def _backward(grad_loss: Tensor, queries: Tensor, documents: Tensor, temperature: Tensor | None, *gradients: Tensor):
-    likes = queries, documents, grad_loss if temperature is None else temperature
-    return tuple([_times(gradient, grad_loss, like.dtype) for gradient, like in zip(gradients, likes, strict=True)])
+    inputs = queries, documents, grad_loss if temperature is None else temperature
+    return tuple(
+        [_times(gradient, grad_loss, tensor.dtype) for gradient, tensor in zip(gradients, inputs, strict=True)]
+    )
 
 
 LIBRARY.impl("maxsim_loss", lambda *call: _loss_and_gradients(*call, *[False] * 3)[:2], "CompositeExplicitAutograd")

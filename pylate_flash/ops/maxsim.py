@@ -6,8 +6,8 @@
 `maxsim_pairwise` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.forward`),
 and in blocks of plain torch elsewhere (`ops.blocked`).
 
-The gradient of a maximum flows to the token that attains it, so where one is needed the forward keeps the argmax
-[documents, rows] (-1: no gradient), and the backward moves rows between these tokens and those of the queries.
+The gradient of a maximum flows to the token that attains it. So if a gradient is needed, the forward saves the argmax
+[documents, rows] (-1: no gradient), and the backward gathers and sums the rows of queries and documents by it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def maxsim_reference(
     masking: str = "exclude",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `maxsim`, in plain torch: builds the whole similarity tensor, and autograd differentiates it.
+    """The definition of `maxsim` in plain torch: materializes the full similarity tensor; differentiable by autograd.
 
-    Arguments and result are those of `maxsim`, except that it checks nothing, and computes in, and returns, the type
-    that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
+    Arguments and result are those of `maxsim`, except that it checks nothing, and that it computes in, and returns, the
+    widened dtype: float64 for float64 inputs, else float32. Products are computed in that dtype.
     """
     options: dict[str, Any] = {"normalize": normalize, "reduction": reduction}
     options |= {"masking": masking, "empty_score": empty_score}
@@ -62,61 +62,60 @@ def maxsim(
     Parameters
     ----------
     queries
-        [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, the inputs take the autocast type.
+        [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, inputs are cast to the autocast dtype.
     documents
         [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates. Of the
-        type of the queries, or quantized to 8 bits (`quantize`): then there is no gradient, and scores are those of the
-        dequantized embeddings.
+        dtype of the queries, or quantized to 8 bits (`quantize`): then there is no gradient, and scores are those of
+        the dequantized embeddings.
     queries_mask
         [Nq, Lq], bool or 0/1 of uint8, a signed integer or a floating dtype of at least 16 bits, 1 where a token is
-        active; active tokens need not be a prefix. None: all. A floating mask may hold weights: a token's best
-        similarity counts that many times in the sum. No gradient flows to them. Negative and infinite weights, NaN, and
-        integers other than 0 and 1 are an error on the CPU. On a GPU, where to look would be to wait, such a weight is
-        taken as it is, and such an integer counts as 1.
+        active; active tokens need not be a prefix. None: all. A floating mask may hold weights, which multiply the best
+        similarity of each token. No gradient flows to them. Negative and infinite weights, NaN, and integers other
+        than 0 and 1 are an error on the CPU. On a GPU, where a check would synchronize, such a weight is used as is,
+        and such an integer counts as 1.
     documents_mask
         [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of these dtypes. None: all. Other values are an error on the CPU, and
         count as 1 on a GPU.
     normalize
-        Divide every embedding by its Euclidean norm (at least 1e-12) first. Infinite norms are NaN, and so are
-        those of 2**64 and more on a GPU.
+        Divide every embedding by its Euclidean norm (at least 1e-12) first. Embeddings with an infinite norm, or on a
+        GPU a norm of 2**64 or more, become NaN.
     reduction
         "sum" over the active query tokens, or "mean": divided by their number (MeanMaxSim).
     masking
         "exclude": a masked document token never wins. "zero": its similarity counts as 0, as in PyLate's torch scorer,
-        so that a query token's best is at least 0 where the document has a masked token; where that 0 wins, no gradient
+        so that the best similarity is at least 0 if the document has a masked token; where that 0 wins, no gradient
         flows.
     empty_score
         Score of a document with no active token: 0 as in PyLate, or a large negative number to rank it last. A query
         with no active token scores 0 against every other document.
     quantize_queries
-        Of quantized documents only. True: queries are quantized too, to fp8 where documents are, else to int8, and
+        For quantized documents only. True: queries are quantized too, to fp8 if documents are, else to int8, and
         tensor cores multiply 8 bits, at twice the rate of 16; scores are those of dequantized queries. That changes a
-        similarity about as much as quantizing the documents did. False: queries keep their type, to which documents
-        are widened while they are multiplied.
+        similarity about as much as quantizing the documents did. False: queries keep their dtype, to which documents
+        are widened inside the product.
     implementation
         "auto", or by name: "triton" (CUDA, compute capability >= 8.0, 8.9 for fp8, at most 4096 dimensions, no float64)
-        or "blocked" (plain torch in blocks). `explain` tells which it is, and why.
+        or "blocked" (plain torch in blocks). `explain` reports which one serves a call, and why.
 
     Returns
     -------
     Tensor
-        [Nq, Nd] or [Nq, K], float32, or float64 for float64 inputs. Half inputs multiply in their own type and
-        accumulate in float32; float32 inputs follow torch's setting of float32 products, which is
+        [Nq, Nd] or [Nq, K], float32, or float64 for float64 inputs. Half inputs multiply in their own dtype and
+        accumulate in float32; float32 inputs follow torch's setting for float32 products, which is
         `torch.backends.cuda.matmul.fp32_precision` on a GPU. NaN in an active token gives NaN, and infinities behave as
-        in a product of torch. Ties go to the lowest token index, except that a CPU's products may round the
-        similarities of two equal tokens to different last bits, and the gradient flows to the winner only. Scores and
-        gradients are bitwise reproducible. Products of fp8 are summed with about 13 bits by tensor cores, a relative
-        error of up to 1e-3.
+        in a matrix product of torch. Ties go to the lowest token index, except that on a CPU the similarities of two
+        equal tokens may round to different last bits; the gradient flows to the winner only. Scores and gradients are
+        bitwise reproducible. Tensor cores accumulate fp8 products with about 13 bits, a relative error of up to 1e-3.
 
     Raises
     ------
     TypeError
-        If an argument is no dense tensor, of another dtype than named above, or the two dtypes differ.
+        If an argument is not a dense tensor, has a dtype not named above, or the two dtypes differ.
     ValueError
-        If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
-        gradient, an option is none of its choices, or an implementation asked for by name cannot take the input.
+        If shapes, devices or embedding sizes do not fit together, a mask holds invalid values or requires a gradient,
+        an option is not one of its choices, or an implementation requested by name does not support the input.
     RuntimeError
-        If the call is differentiated by `torch.func`, in forward mode, or twice; or with quantized documents at all.
+        If the call is differentiated by `torch.func`, in forward mode, or twice; with quantized documents, if at all.
 
     Examples
     --------
@@ -125,7 +124,7 @@ def maxsim(
     >>> maxsim(queries, documents)
     tensor([[1.5000, 0.0000]])
     """
-    # Those of `Options`, of which there is no need to make one where the call is repeated.
+    # The fields of `Options`, as a plain tuple: a replayed call needs no `Options` object.
     options = 0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
     if isinstance(documents, QuantizedEmbeddings):
         tensors = Tensors(queries, documents.values, queries_mask, documents_mask)
@@ -150,7 +149,7 @@ def maxsim_pairwise(
     Parameters
     ----------
     queries
-        [N, Lq, d], of the types that `maxsim` takes.
+        [N, Lq, d], of the dtypes that `maxsim` takes.
     documents
         [N, Ld, d].
     queries_mask, documents_mask
@@ -161,12 +160,12 @@ def maxsim_pairwise(
     Returns
     -------
     Tensor
-        [N]; type, precision, NaN, ties and gradients as in `maxsim`.
+        [N]; dtype, precision, NaN, ties and gradients as in `maxsim`.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`; ValueError also if there are not as many documents as queries.
+        As in `maxsim`; ValueError also if the numbers of queries and documents differ.
 
     Examples
     --------
@@ -180,8 +179,8 @@ def maxsim_pairwise(
 
 
 def _as_candidates(arguments: tuple) -> tuple:
-    """Pairs as queries that have one candidate each."""
-    queries, documents, queries_mask, documents_mask, *others = arguments
+    """Turn pairs into queries with one candidate each."""
+    queries, documents, queries_mask, documents_mask, *rest = arguments
     check_tensor("queries", queries, {3: "[N, Lq, d]"})
     check_tensor("documents", documents, {3: "[N, Ld, d]"})
     if queries.shape[0] != documents.shape[0]:
@@ -191,4 +190,4 @@ def _as_candidates(arguments: tuple) -> tuple:
     if documents_mask is not None:
         check_mask_layout("documents_mask", documents_mask, documents)
         documents_mask = documents_mask.unsqueeze(1)
-    return queries, documents.unsqueeze(1), queries_mask, documents_mask, *others
+    return queries, documents.unsqueeze(1), queries_mask, documents_mask, *rest

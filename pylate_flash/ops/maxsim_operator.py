@@ -1,7 +1,7 @@
 """The operator `pylate_flash::maxsim`, and the definition of MaxSim, over all layouts.
 
-An operator is the one way in, eager and compiled, for padded and packed tokens alike: it takes the fields of `Tensors`
-and of `Options`. What other operations take beside these, they check and compute by what is here.
+One operator serves eager and compiled calls, with padded and packed tokens: it takes the fields of `Tensors` and
+`Options`. Operations with further arguments check and compute the common part with the functions of this module.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .packing import longest, padded
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
 _CHOICES = {"reduction": REDUCTIONS, "masking": MASKINGS, "implementation": IMPLEMENTATIONS}
-# Candidates that all queries together get programs for, at most, unless there are more documents.
+# Limit on the candidates of all queries together that get programs of their own, unless there are more documents.
 _MOST_CANDIDATES = 1 << 30
-# What queries, documents and their masks may be besides tensors, as messages say it.
+# Alternatives to a tensor, in messages: for queries, documents and their masks.
 _OTHERWISE = "", "", " or None", " or None"
 
 
@@ -53,39 +53,41 @@ def reference_scores(
     maximum: Callable[[Tensor], Tensor] = lambda similarities: similarities.max(dim=-1).values,
     scale: float | Tensor = 1.0,
 ) -> Tensor:
-    """The definition of all scores, by the `maximum` over the last dimension of scaled similarities."""
-    wide = torch.promote_types(queries.dtype, torch.float32)
+    """The definition of all scores; `maximum` reduces the last dimension of the scaled similarities."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
     if queries_cu_seqlens is not None:
         queries, queries_mask = padded(queries, queries_cu_seqlens)
     if documents_cu_seqlens is not None:
-        # There is no masked token among those that are packed.
+        # Packed documents have no masked tokens.
         (documents, documents_mask), masking = padded(documents, documents_cu_seqlens), "exclude"
-    # One group of candidates for all queries, [1, Nd, Ld, d], or one for each, [Nq, K, Ld, d].
+    # Groups of candidates: one shared by all queries, [1, Nd, Ld, d], or one per query, [Nq, K, Ld, d].
     groups = documents if documents.dim() == 4 else documents.unsqueeze(0)
-    on = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
-    there = groups.new_ones(groups.shape[:-1]) if documents_mask is None else documents_mask.view(groups.shape[:-1])
-    weights, on, there = on.to(wide), on.bool(), there.bool()
-    # What a masked token is, a NaN even, does not matter.
-    queries = queries.to(wide).masked_fill(~on.unsqueeze(-1), 0.0)
-    groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
+    query_active = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
+    document_active = (
+        groups.new_ones(groups.shape[:-1]) if documents_mask is None else documents_mask.view(groups.shape[:-1])
+    )
+    weights, query_active, document_active = query_active.to(dtype), query_active.bool(), document_active.bool()
+    # The values of masked tokens must not matter, even if they are NaN.
+    queries = queries.to(dtype).masked_fill(~query_active.unsqueeze(-1), 0.0)
+    groups = groups.to(dtype).masked_fill(~document_active.unsqueeze(-1), 0.0)
     if normalize:
         queries, groups = normalized(queries), normalized(groups)
-    # A product of matrices would repeat queries for every document.
+    # A batched matrix product would repeat the queries for every document.
     similarities = scale * torch.einsum("qsd,qntd->qnst", queries, groups)
-    similarities = similarities.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
-    # One more token, which takes no part unless it is alone, as there is no maximum of none.
-    empty = ~there.any(dim=-1)
-    alone = torch.where(empty, 0.0, -torch.inf).to(wide)[..., None, None].expand(*similarities.shape[:-1], 1)
+    similarities = similarities.masked_fill(~document_active.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
+    # Append a token that counts only in empty documents, because a maximum needs at least one element.
+    empty = ~document_active.any(dim=-1)
+    alone = torch.where(empty, 0.0, -torch.inf).to(dtype)[..., None, None].expand(*similarities.shape[:-1], 1)
     best = maximum(torch.cat([similarities, alone], dim=-1))
-    best = best.masked_fill(empty.unsqueeze(-1) | ~on.unsqueeze(1), 0.0)
+    best = best.masked_fill(empty.unsqueeze(-1) | ~query_active.unsqueeze(1), 0.0)
     scores = (best * weights.unsqueeze(1)).sum(dim=-1)
     if reduction == "mean":
-        scores = scores / on.sum(dim=-1, keepdim=True).clamp(min=1)
+        scores = scores / query_active.sum(dim=-1, keepdim=True).clamp(min=1)
     scores = scores.masked_fill(empty, empty_score)
     if candidates_cu_seqlens is None:
         return scores
-    owned = zip(scores, pairwise(candidates_cu_seqlens.tolist()), strict=True)
-    return torch.cat([scores.new_empty(0), *(of_query[first:last] for of_query, (first, last) in owned)])
+    candidate_ranges = zip(scores, pairwise(candidates_cu_seqlens.tolist()), strict=True)
+    return torch.cat([scores.new_empty(0), *(row[first:last] for row, (first, last) in candidate_ranges)])
 
 
 def with_lengths(
@@ -96,9 +98,9 @@ def with_lengths(
     max_candidates: int | None = None,
     learned: Sequence[Tensor] = (),
 ) -> Options:
-    """The options with these lengths, those that are None found out, and what is readable of the boundaries checked.
+    """The options with these lengths, computed where they are None; checks the boundaries as far as they are readable.
 
-    On a GPU, finding out is waiting for it. `learned` are tensors besides these that a gradient may be needed of.
+    Computing a length from boundaries on a GPU synchronizes. `learned` are further tensors that may need a gradient.
     """
     check_packing(tensors)
     queries, documents, _, _, queries_bounds, bounds, candidates = tensors
@@ -107,34 +109,34 @@ def with_lengths(
         max_query_length = longest("queries_cu_seqlens", queries_bounds, len(queries), "queries", max_query_length)
     total = documents.shape[0]
     if max_document_length is None and bounds.is_cuda and not needs_gradient(queries, documents, *learned):
-        # A bound that costs nothing, the same for many totals.
+        # An upper bound without synchronization, the same for many totals.
         max_document_length = rounded_total(total) if isinstance(total, int) else total
     max_document_length = longest("documents_cu_seqlens", bounds, total, "documents", max_document_length)
     if candidates is not None and max_candidates is None:
         n_documents = bounds.shape[0] - 1
-        # Kernels only have to know about how many there are of a query: the mean, where to look would be to wait.
+        # Kernels need a rough number of candidates per query: the mean, if reading the boundaries would synchronize.
         max_candidates = n_documents // candidates.shape[0] + 1
         if is_readable(candidates):
             max_candidates = most_candidates(candidates, n_documents)
-    # By no truth of a number, which a compiler may know only when it runs.
+    # Not `or 0`: the truth of a symbolic length may be unknown while compiling.
     max_query_length = 0 if max_query_length is None else max_query_length
     max_candidates = 0 if max_candidates is None else max_candidates
     return Options(max_query_length, max_document_length, max_candidates, *options[3:])
 
 
 def most_candidates(candidates: Tensor, n_documents: int) -> int:
-    """The most candidates of a query, or fewer where one has far more than others; boundaries on the host are checked.
+    """The most candidates of a query, or fewer if one query has far more than the rest; checks boundaries on the host.
 
-    Every query gets programs for as many, of which a launch takes 2**31 - 1: they walk more where there are more.
+    Every query gets programs for as many, within a launch's limit of 2**31 - 1; they loop over any further candidates.
     """
-    most = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
+    max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
     if not is_readable(candidates):
-        return most
-    return min(most, max(_MOST_CANDIDATES, n_documents) // max(1, candidates.shape[0] - 1) + 1)
+        return max_candidates
+    return min(max_candidates, max(_MOST_CANDIDATES, n_documents) // max(1, candidates.shape[0] - 1) + 1)
 
 
 def checked(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """What comes before an operator: checks of the options, and of what it would not take; autocast."""
+    """Prepare a call for an operator: check the options and what the operator would not accept; autocast."""
     for option, choices in _CHOICES.items():
         value = getattr(options, option)
         if type(value) is not str or value not in choices:
@@ -145,7 +147,7 @@ def checked(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
     for name, tensor, otherwise in zip(Tensors._fields, tensors[:4], _OTHERWISE, strict=False):
         if tensor is None and otherwise:
             continue
-        # Of plain ones, checks to come say the same.
+        # Plain tensors are covered by later checks.
         if type(tensor) is not Tensor or tensor.is_nested:
             check_tensor(name, tensor, otherwise=otherwise)
     if torch._C._is_any_autocast_enabled():
@@ -157,10 +159,10 @@ def checked(tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
 
 
 def autocast(*tensors: Tensor, implementation: str = "blocked") -> tuple[Tensor, ...]:
-    """Tensors in the autocast type under autocast, which leaves float64 alone, as for torch's own operations.
+    """Cast tensors to the autocast dtype if autocast is on; float64 is left alone, as by torch's own operations.
 
-    What are no embeddings stay what they are, for the checks to refuse. Where kernels serve a call, and no
-    gradient flows through the casts, two take one launch.
+    Tensors that are no embeddings are returned as they are, for the checks to reject. If kernels serve the call and no
+    gradient flows through the casts, one launch casts both tensors.
     """
     if not torch._C._is_any_autocast_enabled():
         return tensors
@@ -174,7 +176,7 @@ def autocast(*tensors: Tensor, implementation: str = "blocked") -> tuple[Tensor,
 
 
 def _cast_together(implementation: str, dtype: torch.dtype, queries: Tensor, documents: Tensor) -> bool:
-    """Whether a kernel is to cast both."""
+    """Whether a single kernel casts both tensors."""
     if not is_plain(queries, documents) or needs_gradient(queries, documents):
         return False
     return all(
@@ -206,7 +208,7 @@ _NORMALIZE = N_TENSORS + Options._fields.index("normalize")
 
 
 def call_of(arguments: tuple) -> tuple[Tensors, Options]:
-    """The call that has these arguments of the operator."""
+    """The call described by the arguments of the operator."""
     return Tensors(*arguments[:N_TENSORS]), Options(*arguments[N_TENSORS:])
 
 
@@ -235,12 +237,12 @@ maxsim_operation = Operation(
 
 
 def scores_of(operation: str, tensors: Tensors, options: Options) -> Tensor:
-    """The scores of a call, by the name of what was called."""
+    """The scores of a call; `operation` is the name of the public function."""
     return scores_of_arguments((*tensors, *options), operation)
 
 
 def scores_of_arguments(arguments: tuple, operation: str, prepare: Callable[[tuple], tuple] | None = None) -> Tensor:
-    """The scores for the arguments of the operator, or for those that `prepare` makes them of (`Operation`)."""
-    # Of packed documents without norms, kernels look at the boundaries alone.
+    """The scores for the operator's arguments, or for those that `prepare` maps to them (`Operation`)."""
+    # For packed documents without norms, kernels use the boundaries alone, not the total.
     packed = 1 if arguments[_DOCUMENTS_CU_SEQLENS] is not None and not arguments[_NORMALIZE] else -1
     return maxsim_operation(arguments, operation, packed, prepare)

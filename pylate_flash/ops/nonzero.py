@@ -1,4 +1,4 @@
-"""Which tokens of a padded batch are padding, where only zeros tell."""
+"""Detection of padding tokens in padded batches, where padding is all zeros."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .operator import is_plain
 
 
 def nonzero_rows(embeddings: Tensor) -> Tensor:
-    """Whether each token of `embeddings` [.., d] has an element other than zero, as NaN is: `embeddings.any(dim=-1)`.
+    """Whether each token of `embeddings` [.., d] has a nonzero element (NaN included): `embeddings.any(dim=-1)`.
 
     Returns
     -------
@@ -23,9 +23,9 @@ def nonzero_rows(embeddings: Tensor) -> Tensor:
 
 
 def nonzero_rows_of_both(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """`nonzero_rows` of each, by one launch where a kernel takes both."""
-    of_queries, of_documents = ((each.dtype, each.device, each.shape[-1]) for each in (queries, documents))
-    if of_queries == of_documents and _kernel_takes(queries) and _kernel_takes(documents):
+    """`nonzero_rows` of both, in one launch if a kernel supports both."""
+    query_layout, document_layout = ((x.dtype, x.device, x.shape[-1]) for x in (queries, documents))
+    if query_layout == document_layout and _kernel_takes(queries) and _kernel_takes(documents):
         return kernels().nonzero_rows(queries, documents)
     return nonzero_rows(queries), nonzero_rows(documents)
 

@@ -1,9 +1,9 @@
-"""Operations that have a gradient, all defined in one way: `Operation`.
+"""`Operation`: the common definition of every differentiable operation.
 
-A call of plain tensors computes at once, without the dispatcher, which takes the host as long as a launch. What comes
-of its signature alone (checks, choice, plans) is worked out in its first calls and then repeated
-(`kernels.recording`). Everything else (compilers, export, tensor subclasses, modes, transforms) meets operators of the
-library `pylate_flash`, which run the same computation, and whose shapes are known without computing.
+A call on plain tensors runs eagerly and bypasses the dispatcher, which costs the host as much time as a launch. What
+depends on the call's signature alone (checks, choice, plans) is computed by the first calls, then replayed
+(`kernels.recording`). Everything else (compilers, export, tensor subclasses, modes, transforms) goes through operators
+of the library `pylate_flash`, which run the same computation and have fake implementations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIBRARY = torch.library.Library("pylate_flash", "DEF")
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether the result of an operation on these tensors is to be differentiated."""
+    """Whether the result of an operation on these tensors requires a gradient."""
     if is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -43,9 +43,9 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these can be computed with at once: no compiler, subclass, mode, transform, tangent or meta tensor.
+    """Whether the call can run eagerly: no compiler, subclass, mode, transform, tangent or meta tensor.
 
-    The mode that records a call computes as ever.
+    The mode that records a call (`Recorder`) does not count, as it computes as usual.
     """
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_meta):
@@ -59,13 +59,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 class _NotPlain:
-    """Stands for the signature of a call that goes by the dispatcher."""
+    """Sentinel signature of a call that goes through the dispatcher."""
 
 
 NOT_PLAIN = _NotPlain()
-# Of a call that is computed anew each time, as there is no launch to repeat.
+# Signature of a call that is computed anew each time, because it has no launches to replay.
 UNREPEATED = None
-# Devices whose calls are repeated: GPUs, by their number; the tests of repeating add -1, Triton's interpreter.
+# Lowest device index whose calls are replayed: 0, all GPUs. Tests of replay set -1 to include Triton's interpreter.
 repeated_devices = 0
 _VALUES = frozenset((bool, int, float, str, type(None), tuple))
 Signature = tuple | _NotPlain | None
@@ -73,7 +73,7 @@ Signature = tuple | _NotPlain | None
 
 @functools.cache
 def describer() -> Callable[[tuple, int, int, bool], bytes | None] | None:
-    """What describes the tensors of a call in C (`kernels.described`), or None where there is no such thing."""
+    """The C function that describes the tensors of a call (`kernels.described`), or None where it is unavailable."""
     try:
         from ..kernels import described
 
@@ -84,12 +84,12 @@ def describer() -> Callable[[tuple, int, int, bool], bytes | None] | None:
 
 
 def signature(operation: object, tensors: tuple, options: tuple, packed: int = -1) -> Signature:
-    """All that checks, choice and plans of a call look at; `NOT_PLAIN` or `UNREPEATED` where there is no such thing.
+    """The cache key of a call: all that its checks, choice and plans depend on; or `NOT_PLAIN` or `UNREPEATED`.
 
-    Of the tensor of index `packed`, [T, ...], T is told as it is planned for without gradients, rounded.
+    It holds the types, shapes, strides, device and alignment of the tensors, which of them require a gradient, the
+    options, and the global state: autocast, the precision of float32 products, whether grad mode is enabled.
 
-    Types, shapes, strides, device and alignment of its tensors, which of them require a gradient, its options, and what
-    is in force: autocast, the precision of float32 products, whether gradients are recorded.
+    Without gradients, the size T of the tensor [T, ...] at index `packed` is rounded, as plans round it.
     """
     if (
         is_dynamo_compiling()
@@ -98,21 +98,21 @@ def signature(operation: object, tensors: tuple, options: tuple, packed: int = -
         or forward_ad._current_level >= 0
     ):
         return NOT_PLAIN
-    recorded = is_grad_enabled()
-    how = (
-        operation, options, *map(type, options), recorded, float32_precision(),
+    grad_enabled = is_grad_enabled()
+    context = (
+        operation, options, *map(type, options), grad_enabled, float32_precision(),
         is_autocast_enabled("cuda") and get_autocast_dtype("cuda"),
     )  # fmt: skip
-    # Where calls are repeated, tensors are described in C, in a third of the time: all but what it cannot tell apart.
+    # On devices whose calls are replayed, C describes the tensors in a third of the time, except those it rejects.
     first = None
     for first in tensors:
         if first is not None:
             break
     if (type(first) is Tensor or type(first) is Parameter) and first.get_device() >= repeated_devices:
         describe = describer()
-        words = None if describe is None else describe(tensors, repeated_devices, packed, recorded)
-        if words is not None:
-            return *how, -1 if packed < 0 else rounded_total(tensors[packed].shape[0]), words
+        description = None if describe is None else describe(tensors, repeated_devices, packed, grad_enabled)
+        if description is not None:
+            return *context, -1 if packed < 0 else rounded_total(tensors[packed].shape[0]), description
     device: int | None = None
     described: list[Any] = []
     for tensor in tensors:
@@ -121,44 +121,44 @@ def signature(operation: object, tensors: tuple, options: tuple, packed: int = -
             continue
         if type(tensor) is not Tensor and type(tensor) is not Parameter:
             return NOT_PLAIN
-        number = tensor.get_device()
+        index = tensor.get_device()
         if device is None:
-            device = number
-        if number < repeated_devices or number != device or tensor.layout is not _STRIDED or tensor.is_nested:
-            # What cannot be repeated may not even be a tensor to compute with at once.
+            device = index
+        if index < repeated_devices or index != device or tensor.layout is not _STRIDED or tensor.is_nested:
+            # A tensor that cannot be replayed may not be plain either.
             return UNREPEATED if is_plain(*tensors) else NOT_PLAIN
         address = tensor.data_ptr()
         described.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, address & 15))
     if packed >= 0 and described[packed] is not None and not needs_gradient(*tensors):
-        shape, *others = described[packed]
-        described[packed] = (rounded_total(shape[0]), *shape[1:]), *others
-    return *how, device, *described
+        shape, *rest = described[packed]
+        described[packed] = (rounded_total(shape[0]), *shape[1:]), *rest
+    return *context, device, *described
 
 
 class _Repeated:
-    """What is repeated of calls, by their signatures: at most `most`; those used least lately are forgotten.
+    """Cache of recorded calls by signature, at most `capacity`; evicts the least recently used entries.
 
-    In two halves, of which the older one is dropped when the newer one is full, so that a call that is repeated looks
-    into one dictionary and writes nothing.
+    It has two halves, and drops the older one when the newer one is full: a hit usually reads one dictionary and writes
+    nothing.
     """
 
-    def __init__(self, most: int) -> None:
-        self._half = most // 2
+    def __init__(self, capacity: int) -> None:
+        self._half = capacity // 2
         self._newer: dict[tuple, Any] = {}
         self._older: dict[tuple, Any] = {}
 
     def get(self, key: tuple) -> Any:
-        """What is known of a signature, or None."""
+        """The entry of a signature, or None."""
         try:
-            known = self._newer.get(key)
+            entry = self._newer.get(key)
         except TypeError:
-            # An option cannot be a key, which the checks have a word for.
+            # An option is unhashable; the checks raise the error for it.
             return None
-        if known is None:
-            known = self._older.get(key)
-            if known is not None:
-                self.set(key, known)
-        return known
+        if entry is None:
+            entry = self._older.get(key)
+            if entry is not None:
+                self.set(key, entry)
+        return entry
 
     def set(self, key: tuple, entry: Any) -> None:
         if len(self._newer) >= self._half:
@@ -167,14 +167,14 @@ class _Repeated:
             self._newer[key] = entry
 
     def forget(self) -> None:
-        """Work out every call anew, as is needed where a table of `kernels` was changed."""
+        """Clear the cache, as is needed after a table of `kernels` was changed."""
         self._newer, self._older = {}, {}
 
 
 repeated = _Repeated(4096)
-# Bytes lent to a backward up to which it is repeated, and they are there until it is over.
+# A backward is replayed only if it borrows at most this many bytes, which stay allocated until it returns.
 LENT_REPEATED = 8 << 20
-# What computes a call: from its tensors to the results, tensors or None, and what else there is to know of it.
+# Computes a call: maps its tensors to the results (tensors or None) and to extra values that are no tensors.
 Computation = Callable[[Sequence[Tensor | None]], tuple[Sequence[Tensor | None], Any]]
 _SEEN, _REFUSED = "seen once", "cannot be repeated"
 
@@ -182,7 +182,7 @@ _SEEN, _REFUSED = "seen once", "cannot be repeated"
 def apply(function: type[torch.autograd.Function], key: Signature, *arguments: Any) -> Any:
     """`function.apply(*arguments)` for a call of that signature.
 
-    Where it tells that no transform is there, torch need not look for its wrappers, which takes a third of the time.
+    A tuple implies that no transform is active, so torch's search for wrappers, a third of the time, is skipped.
     """
     if isinstance(key, tuple):
         return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
@@ -190,36 +190,36 @@ def apply(function: type[torch.autograd.Function], key: Signature, *arguments: A
 
 
 def repeat(key: Signature, compute: Computation, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Any]:
-    """`compute(tensors)`, from the third call of a signature on by what the second one has recorded."""
+    """`compute(tensors)`; the second call of a signature is recorded, and later ones replay the recording."""
     if not isinstance(key, tuple):
         return compute(tensors)
-    known = repeated.get(key)
-    if type(known) is tuple:
-        recording, other = known
+    entry = repeated.get(key)
+    if type(entry) is tuple:
+        recording, extra = entry
         try:
-            return recording(tensors), other
+            return recording(tensors), extra
         except torch.OutOfMemoryError:
-            # Computed as ever, it may make do with less.
+            # The ordinary computation may need less memory.
             return compute(tensors)
-    if known is None:
-        # Many a signature comes once, and recording takes time.
-        found = compute(tensors)
+    if entry is None:
+        # Most signatures occur once; recording them would cost more than it saves.
+        result = compute(tensors)
         if _VALUES.issuperset(map(type, key[1])):
             repeated.set(key, _SEEN)
-        return found
-    return compute(tensors) if known is _REFUSED else _recorded(key, compute, tensors)
+        return result
+    return compute(tensors) if entry is _REFUSED else _recorded(key, compute, tensors)
 
 
 def _recorded(key: tuple, compute: Computation, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Any]:
-    # Without kernels there is nothing to record, and no Triton perhaps.
+    # Imported here, because Triton may be missing where no kernel runs and nothing is recorded.
     from ..kernels.recording import Recorder, Recording
 
     with Recorder(tensors) as recorder:
-        results, other = compute(tensors)
+        results, extra = compute(tensors)
     if recorder.refused is None:
         recording = Recording(recorder, results, next(t for t in tensors if t is not None).get_device())
-    repeated.set(key, _REFUSED if recorder.refused is not None else (recording, other))
-    return results, other
+    repeated.set(key, _REFUSED if recorder.refused is not None else (recording, extra))
+    return results, extra
 
 
 class Operation:
@@ -228,28 +228,27 @@ class Operation:
     Parameters
     ----------
     name, schema
-        Of the operator, and its arguments; those that are tensors come first. (Written out, because inference from
-        annotations costs more host time per call than the launch of a kernel. Lengths are SymInt, so that another one
-        is no other graph.)
+        Name and arguments of the operator, tensors first. (The schema is written out, because inferring it from
+        annotations costs more host time per call than launching a kernel. Lengths are SymInt, so that a new length does
+        not trigger a new graph.)
     differentiated
-        The first of its arguments, of which NAME_backward gives the gradients. One that is not needed has no elements.
-        None: there is NAME alone, which `check` is to keep from what needs a gradient.
-    kept
-        What the backward takes beside them. NAME_forward, which stands for NAME in a graph that has a backward, returns
-        it after the result.
+        Names of the leading arguments whose gradients NAME_backward returns. A gradient that is not needed has no
+        elements. Empty: only NAME is defined, and `check` must reject tensors that require a gradient.
+    intermediates
+        Names of the extra tensors that the backward takes. NAME_forward, which replaces NAME in a graph that has a
+        backward, returns them after the result.
     check
-        From the arguments of a call, and the name of what was called: the operator's, after the checks that it relies
-        on and autocast.
+        (arguments of a call, name of the public function) -> arguments of the operator, checked and autocast.
     compute
-        From the operator's arguments, and whether to keep: the result, and what is kept (None if it is not to be). What
-        follows that is lent to the backward of plain tensors, where it may be gone: of a graph, or for the second time.
+        (arguments of the operator, whether to save) -> the result, then the intermediates (None if not saved). Further
+        outputs are lent to the backward of plain tensors, which must do without them in a graph or when run again.
     compute_gradients
-        From the gradient of the result, a list of what was kept and is lent, which it may empty to let go of that, the
-        arguments, and which gradients are needed: those.
+        (gradient of the result, list of intermediates and lent tensors, arguments, which gradients are needed) -> the
+        gradients. It may clear the list to free the tensors early.
     shapes
-        From the arguments one by one: the result and what is kept, uninitialised, after every check.
+        (*arguments) -> the result and the intermediates, uninitialised, after every check.
     no_second
-        Says why there is no second derivative.
+        Raises the error that says why there is no second derivative.
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class Operation:
         name: str,
         schema: str,
         differentiated: tuple[str, ...],
-        kept: tuple[str, ...],
+        intermediates: tuple[str, ...],
         check: Callable[[tuple, str], tuple],
         compute: Callable[[tuple, bool], Sequence[Tensor | None]],
         compute_gradients: Callable[[Tensor, list[Tensor], tuple, tuple], Sequence[Tensor | None]],
@@ -265,14 +264,14 @@ class Operation:
         no_second: Callable[..., None] | None = None,
     ) -> None:
         self.name, self.check, self.compute, self.compute_gradients = name, check, compute, compute_gradients
-        self.n, self.n_tensors, self.n_kept = len(differentiated), schema.count("Tensor"), len(kept)
+        self.n, self.n_tensors, self.n_kept = len(differentiated), schema.count("Tensor"), len(intermediates)
         self.function = _function_of(self)
         LIBRARY.define(f"{name}({schema}) -> Tensor")
         LIBRARY.impl(name, lambda *arguments: self.compute(arguments, False)[0], "CompositeExplicitAutograd")
         torch.library.register_fake(f"pylate_flash::{name}", lambda *arguments: shapes(*arguments)[0])
         self.operator = getattr(torch.ops.pylate_flash, name).default
         if differentiated:
-            self._define_gradient(schema, differentiated, kept, shapes)
+            self._define_gradient(schema, differentiated, intermediates, shapes)
             torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
 
     def __call__(
@@ -280,9 +279,9 @@ class Operation:
     ) -> Tensor:
         """The result for the arguments of a call, as `check` takes them.
 
-        Without gradients, what is computed depends on the number of tokens of the tensor of index `packed` only as far
-        as `rounded_total` tells. `prepare` makes the arguments of what else describes the call, as many tensors first;
-        it is a function of the module, by which the call is known.
+        Without gradients, the computation depends on the number of tokens of the tensor at index `packed` only through
+        `rounded_total`. `prepare`, if given, maps other arguments, with as many leading tensors, to those that `check`
+        takes; it must be a module-level function, as it identifies the call in its signature.
         """
         tensors, options = arguments[: self.n_tensors], arguments[self.n_tensors :]
         key = signature(prepare or self.name, tensors, options, packed)
@@ -305,18 +304,18 @@ class Operation:
         self,
         schema: str,
         differentiated: tuple[str, ...],
-        kept: tuple[str, ...],
+        intermediates: tuple[str, ...],
         shapes: Callable[..., Sequence[Tensor]],
     ) -> None:
-        """Define what graphs call where a gradient is needed; it computes without repeating, as NAME does."""
+        """Define the operators that graphs call where a gradient is needed; like NAME, they never replay."""
         name, n, n_kept = self.name, self.n, self.n_kept
-        results, gradients = (", ".join(["Tensor"] * number) for number in (1 + n_kept, n))
-        taken = "".join(f"Tensor {tensor}, " for tensor in kept)
-        needed = "".join(f", bool need_{argument}" for argument in differentiated)
+        results, gradients = (", ".join(["Tensor"] * count) for count in (1 + n_kept, n))
+        saved_schema = "".join(f"Tensor {tensor}, " for tensor in intermediates)
+        needs_schema = "".join(f", bool need_{argument}" for argument in differentiated)
         LIBRARY.define(f"{name}_forward({schema}) -> ({results})")
-        LIBRARY.define(f"{name}_backward(Tensor grad_scores, {taken}{schema}{needed}) -> ({gradients})")
+        LIBRARY.define(f"{name}_backward(Tensor grad_scores, {saved_schema}{schema}{needs_schema}) -> ({gradients})")
         self.operator_forward, self.operator_backward = (
-            getattr(torch.ops.pylate_flash, name + which).default for which in ("_forward", "_backward")
+            getattr(torch.ops.pylate_flash, name + suffix).default for suffix in ("_forward", "_backward")
         )
 
         def differentiable(*arguments):
@@ -326,21 +325,21 @@ class Operation:
             with torch._C._AutoDispatchBelowAutograd():
                 return self.operator(*arguments)
 
-        def returned(found: Sequence[Tensor | None], like: Tensor) -> Tensor | tuple[Tensor, ...]:
-            whole = tuple([like.new_empty(0) if gradient is None else gradient for gradient in found])
-            return whole if n > 1 else whole[0]
+        def returned(grads: Sequence[Tensor | None], like: Tensor) -> Tensor | tuple[Tensor, ...]:
+            outputs = tuple([like.new_empty(0) if gradient is None else gradient for gradient in grads])
+            return outputs if n > 1 else outputs[0]
 
-        def backward(grad_scores: Tensor, *others):
-            kept, arguments, needs = list(others[:n_kept]), others[n_kept:-n], others[-n:]
-            return returned(self.compute_gradients(grad_scores, kept, arguments, needs), arguments[0])
+        def backward(grad_scores: Tensor, *flat_args):
+            intermediates, arguments, needs = list(flat_args[:n_kept]), flat_args[n_kept:-n], flat_args[-n:]
+            return returned(self.compute_gradients(grad_scores, intermediates, arguments, needs), arguments[0])
 
-        def gradient_shapes(grad_scores: Tensor, *others):
-            arguments, needs = others[n_kept:-n], others[-n:]
-            found = [
+        def gradient_shapes(grad_scores: Tensor, *flat_args):
+            arguments, needs = flat_args[n_kept:-n], flat_args[-n:]
+            grads = [
                 torch.empty_like(tensor, memory_format=torch.contiguous_format) if need and tensor is not None else None
                 for tensor, need in zip(arguments, needs, strict=False)
             ]
-            return returned(found, arguments[0])
+            return returned(grads, arguments[0])
 
         def forward(*arguments):
             return tuple(self.compute(arguments, True)[: 1 + n_kept])
@@ -353,7 +352,7 @@ class Operation:
 
 
 def _function_of(operation: Operation) -> type[torch.autograd.Function]:
-    """What autograd records of an operation."""
+    """The autograd function of an operation."""
     n, n_tensors = operation.n, operation.n_tensors
     end = n_tensors + 1 + operation.n_kept
 
@@ -361,26 +360,26 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx, call, *tensors):
             key, options, called = call
-            # Not among the saved tensors, which live until the whole backward is over.
+            # Not saved by `save_for_backward`, whose tensors live until the whole backward is over.
             ctx.lent = []
             if key is NOT_PLAIN:
-                # It goes into a graph, or to what else there is between.
-                result, *kept = operation.operator_forward(*tensors, *options)
+                # The call is traced into a graph, or intercepted by a mode or subclass.
+                result, *intermediates = operation.operator_forward(*tensors, *options)
                 used: Sequence[Tensor | None] = tensors
             else:
 
                 def compute(tensors: Sequence) -> tuple[tuple, tuple]:
                     arguments = operation.check((*tensors, *options), called)
-                    found = operation.compute(arguments, True)
-                    return (*arguments[:n_tensors], *found), arguments[n_tensors:]
+                    outputs = operation.compute(arguments, True)
+                    return (*arguments[:n_tensors], *outputs), arguments[n_tensors:]
 
                 computed, options = repeat(key, compute, tensors)
-                used, result, kept = computed[:n_tensors], computed[n_tensors], computed[n_tensors + 1 : end]
+                used, result, intermediates = computed[:n_tensors], computed[n_tensors], computed[n_tensors + 1 : end]
                 ctx.lent += computed[end:]
-            ctx.save_for_backward(*used, *kept)
+            ctx.save_for_backward(*used, *intermediates)
             ctx.options, ctx.is_plain = options, key is not NOT_PLAIN
-            # Of the arguments, from which autocast may have parted.
-            ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:n]]
+            # Those of the arguments as passed; autocast may have changed the dtype.
+            ctx.specs = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:n]]
             ctx.set_materialize_grads(False)
             return result
 
@@ -388,40 +387,42 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
         def backward(ctx, grad_scores):
             if grad_scores is None:
                 return (None,) * len(ctx.needs_input_grad)
-            saved, options, likes, needs = ctx.saved_tensors, ctx.options, ctx.likes, ctx.needs_input_grad[1 : n + 1]
+            saved, options, specs, needs = ctx.saved_tensors, ctx.options, ctx.specs, ctx.needs_input_grad[1 : n + 1]
             lent, ctx.lent = ctx.lent, []
             inputs = (grad_scores, *saved)
             if sum(each.nbytes for each in lent if each is not None) <= LENT_REPEATED:
                 inputs, lent = (*inputs, *lent), []
-            key = signature(operation.function, inputs, (*options, *needs, *likes))
+            key = signature(operation.function, inputs, (*options, *needs, *specs))
             if is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
-                # A graph of the backward is asked for: the operator has one, which says that there is no second
-                # derivative.
-                kept = saved[n_tensors : n_tensors + operation.n_kept]
-                whole = operation.operator_backward(grad_scores, *kept, *saved[:n_tensors], *options, *needs)
-                whole = whole if n > 1 else (whole,)
-                found: Sequence[Tensor | None] = cast_like(
-                    [one if need else None for one, need in zip(whole, needs, strict=True)], likes
+                # The backward itself is traced or differentiated: the autograd formula of its operator raises, as there
+                # is no second derivative.
+                intermediates = saved[n_tensors : n_tensors + operation.n_kept]
+                grads = operation.operator_backward(grad_scores, *intermediates, *saved[:n_tensors], *options, *needs)
+                grads = grads if n > 1 else (grads,)
+                outputs: Sequence[Tensor | None] = cast_like(
+                    [grad if need else None for grad, need in zip(grads, needs, strict=True)], specs
                 )
             else:
 
                 def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
-                    grad_scores, *given = inputs
-                    arguments, kept = (*given[:n_tensors], *options), [*given[n_tensors:], *lent]
+                    grad_scores, *rest = inputs
+                    arguments, intermediates = (*rest[:n_tensors], *options), [*rest[n_tensors:], *lent]
                     lent.clear()
-                    return cast_like(operation.compute_gradients(grad_scores, kept, arguments, needs), likes), None
+                    return cast_like(
+                        operation.compute_gradients(grad_scores, intermediates, arguments, needs), specs
+                    ), None
 
-                found, _ = repeat(UNREPEATED if lent else key, compute, inputs)
-            return None, *found, *(None,) * (n_tensors - n)
+                outputs, _ = repeat(UNREPEATED if lent else key, compute, inputs)
+            return None, *outputs, *(None,) * (n_tensors - n)
 
     return Function
 
 
-def cast_like(gradients: Sequence[Tensor | None], likes: Sequence[Any]) -> list[Tensor | None]:
-    """The gradients in the types and shapes of what they are the gradients of."""
+def cast_like(gradients: Sequence[Tensor | None], specs: Sequence[Any]) -> list[Tensor | None]:
+    """Cast and reshape each gradient to the (dtype, shape) of its input."""
     cast: list[Tensor | None] = []
-    for gradient, like in zip(gradients, likes, strict=True):
-        if gradient is not None and (gradient.dtype != like[0] or gradient.shape != like[1]):
-            gradient = gradient.to(like[0]).view(like[1])
+    for gradient, spec in zip(gradients, specs, strict=True):
+        if gradient is not None and (gradient.dtype != spec[0] or gradient.shape != spec[1]):
+            gradient = gradient.to(spec[0]).view(spec[1])
         cast.append(gradient)
     return cast

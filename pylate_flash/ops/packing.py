@@ -1,4 +1,4 @@
-"""Sequences packed one after the other in [T, d], and cu_seqlens [N + 1], which tells where each begins.
+"""Sequences packed into one tensor [T, d], with boundaries cu_seqlens [N + 1].
 
 Sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1].
 """
@@ -17,26 +17,25 @@ from .checks import LARGEST, check_boundaries, check_integer, check_list, check_
 
 
 def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Lay sequences of token embeddings one after the other.
+    """Concatenate sequences of token embeddings.
 
     Parameters
     ----------
     sequences
-        Tensors or arrays [L_i, d], with one d, dtype and device; L_i may be 0. At least one.
+        Tensors or arrays [L_i, d], with the same d, dtype and device; L_i may be 0. At least one.
 
     Returns
     -------
     tuple of Tensor
-        The tokens [T, d], through which gradients flow, and cu_seqlens [N + 1], int32 (int64 where T needs it), on the
-        same device.
+        The tokens [T, d], differentiable, and cu_seqlens [N + 1], int32 (int64 if T requires it), on the same device.
 
     Raises
     ------
     TypeError
-        If this is no list, an item is neither a tensor nor an array, or there is more than one dtype.
+        If `sequences` is not a list, an item is neither a tensor nor an array, or dtypes differ.
     ValueError
-        If there are none, torch cannot take an array as it lies, a sequence is not of shape [L_i, d], or they lie on
-        several devices.
+        If the list is empty, torch cannot wrap an array without a copy, a sequence is not of shape [L_i, d], or devices
+        differ.
 
     Examples
     --------
@@ -48,7 +47,7 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
 
 
 def packed(name: str, sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
-    """`pack` of a list by its name; under a compiler, lengths may be symbols, and boundaries are int64."""
+    """`pack` of the argument `name`; under a compiler, lengths may be symbolic, and boundaries are int64."""
     check_list(name, sequences)
     tensors = tensors_of(name, sequences)
     values = torch.cat(tensors)
@@ -58,24 +57,24 @@ def packed(name: str, sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor,
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-    """The sequences that `pack` laid one after the other.
+    """Split packed values into their sequences; the inverse of `pack`.
 
     Parameters
     ----------
     values
-        [T, ...]: tokens, or anything else that there is one of per token.
+        [T, ...]: tokens, or any other per-token values.
     cu_seqlens
-        [N + 1], int32 or int64, not decreasing, from 0 to T. On a GPU, the call waits for it.
+        [N + 1], int32 or int64, non-decreasing, from 0 to T. On a GPU, the call synchronizes.
 
     Returns
     -------
     list of Tensor
-        N views [L_i, ...] of `values`, through which gradients flow.
+        N views [L_i, ...] of `values`, differentiable.
 
     Raises
     ------
     TypeError
-        If an argument is no dense tensor, or `cu_seqlens` neither int32 nor int64.
+        If an argument is not a dense tensor, or `cu_seqlens` is neither int32 nor int64.
     ValueError
         If `cu_seqlens` does not rise from 0 to T.
 
@@ -94,7 +93,7 @@ def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
 
 
 def padded(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed tokens [T, d] as [N, longest, d], and their mask, for definitions; gradients flow through them."""
+    """Packed tokens [T, d] padded to [N, longest, d], and their mask; differentiable, for reference definitions."""
     cu_seqlens = cu_seqlens.to(values.device)
     lengths = cu_seqlens.diff().unsqueeze(1)
     positions = torch.arange(max([0, *lengths.flatten().tolist()]), device=values.device)
@@ -102,30 +101,30 @@ def padded(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return values[tokens], positions < lengths
 
 
-def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | None = None) -> np.ndarray:
-    """The boundaries on the host, int64, after a check of their values: no sequence of `of` is longer than `most`."""
-    return _host_bounds(name, cu_seqlens, total, of, most)[0]
+def host_bounds(name: str, cu_seqlens: Tensor, total: int, kind: str, limit: int | None = None) -> np.ndarray:
+    """The checked boundaries on the host, int64; no sequence of `kind` is longer than `limit`."""
+    return _host_bounds(name, cu_seqlens, total, kind, limit)[0]
 
 
-def _host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | None) -> tuple[np.ndarray, int]:
+def _host_bounds(name: str, cu_seqlens: Tensor, total: int, kind: str, limit: int | None) -> tuple[np.ndarray, int]:
     """`host_bounds`, and the length of the longest sequence."""
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
-    # A fifth of the time of `numpy.diff`.
+    # Takes a fifth of the time of `numpy.diff`.
     lengths = bounds[1:] - bounds[:-1]
     falling = lengths.min(initial=0) < 0
     if falling or bounds[0] != 0 or bounds[-1] != total:
-        counted = f"{_SEQUENCES[of][0]} of {of}" if name.startswith(of) else of
+        counted = f"{_SEQUENCES[kind][0]} of {kind}" if name.startswith(kind) else kind
         raise ValueError(
             f"{name} must rise from 0 to the number of {counted}, {total}, got {bounds[0]} to {bounds[-1]}"
             + (", falling in between" if falling else "")
         )
     longest = int(lengths.max(initial=0))
-    if most is not None and longest > most:
-        raise ValueError(f"{name} has a sequence of length {longest}, more than {_SEQUENCES[of][1]} = {most}")
+    if limit is not None and longest > limit:
+        raise ValueError(f"{name} has a sequence of length {longest}, more than {_SEQUENCES[kind][1]} = {limit}")
     return bounds, longest
 
 
-# What sequences are made of, and the option that tells the length of the longest.
+# Per kind of sequences: the name of their elements, and the option with their maximum length.
 _SEQUENCES = {
     "queries": ("tokens", "max_query_length"),
     "documents": ("tokens", "max_document_length"),
@@ -134,24 +133,24 @@ _SEQUENCES = {
 }
 
 
-def longest(name: str, cu_seqlens: Tensor, total: int, of: str, bound: int | None) -> int:
-    """Length of the longest sequence, or a bound on it: `bound`, or found out. On the CPU, values are checked."""
+def longest(name: str, cu_seqlens: Tensor, total: int, kind: str, bound: int | None) -> int:
+    """An upper bound on the sequence lengths: `bound`, or the maximum if None. Values on the CPU are checked."""
     if bound is not None and (type(bound) is not int or not 0 <= bound <= LARGEST):
-        check_integer(_SEQUENCES[of][1], bound)
+        check_integer(_SEQUENCES[kind][1], bound)
     if is_readable(cu_seqlens):
-        _, found = _host_bounds(name, cu_seqlens, total, of, bound)
-        return found if bound is None else bound
+        _, length = _host_bounds(name, cu_seqlens, total, kind, bound)
+        return length if bound is None else bound
     if bound is not None:
         return bound
-    # A single sequence is all there is. Where nothing can be looked at, any bound will do.
+    # A single sequence has all tokens. On the meta device, any bound will do.
     if cu_seqlens.shape[0] <= 2 or cu_seqlens.is_meta:
         return total
-    # Of a compiler that knows no numbers, a symbol.
+    # A symbolic integer under a compiler.
     return cu_seqlens.diff().max().item()  # type: ignore[return-value]
 
 
 def host_bounds_of(problem: Problem, tensors: Tensors) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The boundaries of a packed call's queries, documents and candidates on the host, checked; waits for a GPU."""
+    """Checked host boundaries of a packed call's queries, documents and candidates; synchronizes with a GPU."""
     *_, queries, documents, candidates = tensors
     assert documents is not None
     length, n_documents = problem.query_length, problem.n_documents

@@ -1,11 +1,11 @@
-"""Embeddings in 8 bits: one scale for every token, and `QuantizedEmbeddings`, which keeps both.
+"""8-bit embeddings with one scale per token, and their container, `QuantizedEmbeddings`.
 
     int8    x = value * scale             values -127 .. 127, scale = max |x| / 127
     uint8   x = value * scale + offset    values 0 .. 255, scale = (max x - min x) / 255, offset = min x
     fp8     x = value * scale             values of float8_e4m3fn up to 448, scale = max |x| / 448
 
-Values are x (less its offset) times one over the scale, rounded to the nearest, ties to even; or all 0, where a scale
-is less than `SMALLEST_SCALE`, NaN or infinite.
+Values are x (minus its offset) times the reciprocal of the scale, rounded to nearest, ties to even; or all 0, if the
+scale is less than `SMALLEST_SCALE`, NaN or infinite.
 """
 
 from __future__ import annotations
@@ -20,37 +20,35 @@ from ..problem import LARGEST_VALUES, SMALLEST_SCALE
 from .checks import check_boundaries, check_choice, check_embeddings
 from .tensor_files import TensorContainer, wide_dtype
 
-# The types of values, by the name of the precision.
+# Dtype of the values, by precision name.
 PRECISIONS = {"int8": torch.int8, "uint8": torch.uint8, "fp8": torch.float8_e4m3fn}
 _LAYOUTS = {2: "[T, d]", 3: "[N, L, d]", 4: "[N, K, L, d]"}
-# Tokens that are widened at a time.
+# Tokens converted to float32 at a time.
 _TOKENS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedEmbeddings(TensorContainer):
-    """Token embeddings in 8 bits, as `quantize` makes them and `maxsim` takes them for documents.
+    """Token embeddings in 8 bits, created by `quantize` and accepted as documents by `maxsim`.
 
-    It holds the tensors that it is given, not copies: what is written to one of them changes the embeddings, and is not
-    checked again.
+    It holds the tensors themselves, not copies: in-place writes to them change the embeddings, and are not checked.
 
     Parameters
     ----------
     values
         [..., d], int8, uint8 or float8_e4m3fn: [N, L, d] padded, [N, K, L, d] candidates, or [T, d] packed.
     scales
-        [...], float32, on the same device: what the values of a token are multiplied by, not negative.
+        [...], float32, on the same device: the non-negative factor of each token's values.
     offsets
-        [...], float32, of uint8 only: what is added then.
+        [...], float32, for uint8 only: added after scaling.
     cu_seqlens
-        [N + 1], int32 or int64, on the same device: the boundaries of packed sequences, which are kept with them; or
-        None.
+        [N + 1], int32 or int64, on the same device: the boundaries of packed sequences, stored with them; or None.
 
     Raises
     ------
     TypeError, ValueError
-        If one is no tensor as named above, requires a gradient, or does not fit the others. On the CPU, if boundaries
-        do not rise from 0 to T; on a GPU, where to look would be to wait, they are taken as they are.
+        If one is not a tensor as described above, requires a gradient, or does not match the others. On the CPU, if
+        boundaries do not rise from 0 to T; on a GPU, where checking would synchronize, they are not checked.
     """
 
     values: Tensor
@@ -79,7 +77,7 @@ class QuantizedEmbeddings(TensorContainer):
 
     @property
     def precision(self) -> str:
-        """Of `PRECISIONS`: "int8", "uint8" or "fp8"."""
+        """A key of `PRECISIONS`: "int8", "uint8" or "fp8"."""
         return next(name for name, dtype in PRECISIONS.items() if dtype == self.values.dtype)
 
     @property
@@ -97,7 +95,7 @@ class QuantizedEmbeddings(TensorContainer):
         Raises
         ------
         TypeError
-            If `dtype` is not a floating one.
+            If `dtype` is not a floating dtype.
         """
         wide = wide_dtype(dtype)
         embeddings = self.values.to(wide)
@@ -108,7 +106,7 @@ class QuantizedEmbeddings(TensorContainer):
 
 
 def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor | None = None) -> QuantizedEmbeddings:
-    """Embeddings in 8 bits, a scale for every token: a quarter of float32's memory, half of bfloat16's.
+    """Quantize embeddings to 8 bits with one scale per token: a quarter of float32's memory, half of bfloat16's.
 
     Parameters
     ----------
@@ -116,22 +114,22 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
         [N, L, d] padded, [N, K, L, d] candidates, or [T, d] packed; float16, bfloat16, float32 or float64, which is
         rounded to float32 first.
     precision
-        "int8": symmetric, steps of 1/127 of the token's largest element. "uint8": affine, 255 steps from its smallest
-        element to its largest. "fp8": float8_e4m3fn, 3 bits behind the point of every element, of which the largest is
-        448; what scores it by kernels is a GPU of compute capability 8.9 or higher.
+        "int8": symmetric, steps of 1/127 of the token's largest magnitude. "uint8": affine, 255 steps from its smallest
+        to its largest element. "fp8": float8_e4m3fn, 3 mantissa bits per element, scaled so that the largest is 448;
+        its scoring kernels need a GPU of compute capability 8.9 or higher.
     cu_seqlens
-        [N + 1], boundaries of packed sequences, on any device, of which a copy is to be kept with them; or None.
+        [N + 1], boundaries of packed sequences, on any device; a copy is stored with the values. Or None.
 
     Returns
     -------
     QuantizedEmbeddings
-        On the same device, without a gradient, in memory of its own. A token with NaN or an infinity is NaN in all its
+        On the same device, without a gradient, in new memory. A token with NaN or an infinity is NaN in all its
         elements.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as said above, or `cu_seqlens` come with padded embeddings, or do not span the tokens.
+        If an argument is not as described above, or `cu_seqlens` are for padded embeddings or do not span the tokens.
 
     Examples
     --------
@@ -162,7 +160,7 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
 def _quantized(tokens: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Values, scales and offsets of tokens [T, d] in float32."""
     largest, offset = LARGEST_VALUES[precision], None
-    # A tensor, because on a GPU torch multiplies by one over a number, which is rounded.
+    # A tensor, because on a GPU torch turns division by a number into multiplication by its rounded reciprocal.
     divisor = torch.full((), largest, device=tokens.device)
     if precision == "uint8":
         offset = tokens.amin(dim=-1)
@@ -170,7 +168,7 @@ def _quantized(tokens: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor |
         tokens = tokens - offset.unsqueeze(-1)
     else:
         scale = tokens.abs().amax(dim=-1) / divisor
-    # NaN is not.
+    # A NaN scale is not usable.
     usable = (scale >= SMALLEST_SCALE) & (scale < math.inf)
     inverse = torch.where(usable, scale, 1.0).reciprocal()
     values = torch.where(usable.unsqueeze(-1), tokens * inverse.unsqueeze(-1), 0.0)

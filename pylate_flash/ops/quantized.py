@@ -1,7 +1,7 @@
-"""MaxSim of quantized documents: what `maxsim` and `maxsim_varlen` do with `QuantizedEmbeddings`.
+"""MaxSim of quantized documents: the path of `maxsim` and `maxsim_varlen` for `QuantizedEmbeddings`.
 
-A Triton kernel (`kernels.forward`) computes on the 8-bit values; elsewhere documents are dequantized a block at a time,
-and scored as any others. (torch has no public product of int8 matrices on the CPU.)
+A Triton kernel (`kernels.forward`) computes on the 8-bit values; without kernels, documents are dequantized block by
+block and scored like any others. (torch has no public int8 matrix product on the CPU.)
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .quantization import QuantizedEmbeddings, quantize
 
 
 def query_precision(dtype: torch.dtype) -> str:
-    """The precision that queries are quantized to for documents with values of this type; never an affine one."""
+    """The precision to quantize queries to, for documents whose values have this dtype; never affine."""
     return "fp8" if dtype == torch.float8_e4m3fn else "int8"
 
 
 def maxsim_quantized_reference(
     queries: Tensor, documents: QuantizedEmbeddings, *cu_seqlens: Tensor, quantize_queries: bool = True, **options
 ) -> Tensor:
-    """The definition: dequantizes both in float64, and scores them, with both `cu_seqlens` as packed ones."""
+    """The definition: dequantizes both in float64 and scores them, as packed tokens if both `cu_seqlens` are given."""
     if quantize_queries:
         queries = quantize(queries, query_precision(documents.values.dtype)).dequantize(torch.float64)
     options |= dict(zip(("queries_cu_seqlens", "documents_cu_seqlens"), cu_seqlens, strict=False))
@@ -42,7 +42,7 @@ def maxsim_quantized_reference(
 def scores_of_quantized(
     operation: str, tensors: Tensors, options: Options, documents: QuantizedEmbeddings, quantize_queries: bool
 ) -> Tensor:
-    """The scores of a call; `tensors` have the values of the documents in their place."""
+    """The scores of a call; `documents` of `tensors` are the quantized values."""
     return _quantized((*tensors, documents.scales, documents.offsets, *options, quantize_queries), operation)
 
 
@@ -61,8 +61,8 @@ def _check(arguments: tuple, operation: str) -> tuple:
 
 
 def checked_with_values(operation: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """`maxsim.checked` for tensors with the values of quantized documents."""
-    # The documents are checked already, and autocast has no say in their type.
+    """`maxsim_operator.checked` for tensors whose documents are quantized values."""
+    # Documents are already checked, and autocast does not apply to them.
     (queries, *_), options = checked(Tensors(tensors.queries, tensors.queries, *tensors[2:]), options)
     if needs_gradient(queries):
         raise RuntimeError(
@@ -75,9 +75,9 @@ def checked_with_values(operation: str, tensors: Tensors, options: Options) -> t
 def candidates_in_place(
     tensors: Tensors, options: Options, documents: QuantizedEmbeddings, starts: Tensor, n_tokens: int
 ) -> Tensor:
-    """The scores of packed candidates, by kernels alone, of which each begins with one of the rows of `documents`.
+    """The scores of packed candidates read in place from the rows of `documents`, at `starts`; kernels only.
 
-    `tensors` have the values [T, d] of these in their place, and boundaries as in `varlen.maxsim_in_place`.
+    `documents` of `tensors` are the values [T, d]; boundaries are those of `varlen.maxsim_in_place`.
     """
     offsets = DocumentOffsets(starts, documents.values.stride(0), n_tokens)
     problem = problem_of_quantized(tensors, options, True, offsets)
@@ -91,7 +91,7 @@ def candidates_in_place(
 def problem_of_quantized(
     tensors: Tensors, options: Options, quantize_queries: bool, offsets: DocumentOffsets | None = None
 ) -> Problem:
-    """The problem of a call whose documents are 8-bit values."""
+    """The problem of a call with quantized documents."""
     problem = checked_problem(tensors, options, offsets=offsets, quantized=True)
     kind = replaced(problem.kind, "quantized", tensors.documents.dtype)
     return problem._replace(kind=replaced(kind, "quantize_queries", quantize_queries))
@@ -105,7 +105,7 @@ def _scores(arguments: tuple) -> Tensor:
         return _scores_in_blocks(*_call(arguments))
     scores = kernels().quantized_forward(*kernels().for_kernels(problem, tensors), scales, offsets)
     if options.reduction == "mean":
-        # The score of an empty document is not divided.
+        # `empty_score` is not divided by the token count.
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
     return scores
 
@@ -113,16 +113,16 @@ def _scores(arguments: tuple) -> Tensor:
 def _scores_in_blocks(
     tensors: Tensors, options: Options, scales: Tensor, offsets: Tensor | None, quantize_queries: bool
 ) -> Tensor:
-    """Scores of a block of dequantized documents after the other."""
+    """Scores, dequantizing one block of documents at a time."""
     queries, values = tensors[:2]
-    # Nothing is lost, and documents need not be rounded to half precision.
+    # Conversion to the accumulation dtype is exact, and avoids rounding documents to half precision.
     dtype = accumulation_dtype(queries.dtype)
     if quantize_queries:
         queries = quantize(queries, query_precision(values.dtype)).dequantize(dtype)
 
     def dequantized(block: DocumentBlock) -> Tensor:
-        some = None if offsets is None else at(offsets, block.place)
-        return QuantizedEmbeddings(at(values, block.place), at(scales, block.place), some).dequantize(dtype)
+        block_offsets = None if offsets is None else at(offsets, block.place)
+        return QuantizedEmbeddings(at(values, block.place), at(scales, block.place), block_offsets).dequantize(dtype)
 
     tensors, options = tensors._replace(queries=queries.to(dtype)), options._replace(implementation="blocked")
     blocks = document_blocks(tensors, max(1, 4 * block_budget(values.device) // values.shape[-1]))

@@ -1,8 +1,8 @@
-"""MaxSim of lists: every document a tensor of its own, of its own length, as encoders return them.
+"""MaxSim of lists: each document is a separate tensor with its own length, as encoders return them.
 
-`maxsim_ragged` is `maxsim_varlen` of the same sequences, packed, which is its definition. Where no gradient is needed,
-the kernels read each document where it lies: they get a table of addresses, in one small copy, in place of a copy of
-all tokens. What a list costs then is the host's time to ask every tensor for its address, length and type (`lists`).
+`maxsim_ragged` is defined as `maxsim_varlen` of the same sequences, packed. If no gradient is needed, kernels read each
+document in place: one small copy of a table of addresses replaces a copy of all tokens. The remaining cost of a list is
+the host time to query the address, length and dtype of every tensor (`lists`).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def maxsim_ragged(
         A list of tensors or numpy arrays [L_i, d], with one dtype and device, float16, bfloat16, float32 or float64;
         L_i may be 0. Or padded, [Nq, Lq, d]. Under autocast, the inputs take the autocast type.
     documents
-        A list of tensors or arrays [L_j, d], of the same dtype. On the device of the queries, where kernels read them
-        as they lie if neither a gradient nor `normalize` is asked for; else they are packed. Or on the CPU: they go to
-        a GPU in one copy.
+        A list of tensors or arrays [L_j, d], of the same dtype. On the device of the queries, kernels read them in
+        place if neither a gradient nor `normalize` is requested; otherwise they are packed. On the CPU, they are copied
+        to a GPU in one copy.
     queries_mask
         [Nq, Lq] of padded queries, which may hold weights, as in `maxsim`. None: all tokens are active.
     candidates_cu_seqlens, normalize, reduction, empty_score, implementation
@@ -71,7 +71,7 @@ def maxsim_ragged(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim_varlen`; also if an argument is no list of tensors or arrays, or an empty one.
+        As in `maxsim_varlen`; also if an argument is not a non-empty list of tensors or arrays.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def maxsim_ragged_pairwise(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim_ragged`; ValueError also if there are not as many documents as queries.
+        As in `maxsim_ragged`; ValueError also if the numbers of documents and queries differ.
 
     Examples
     --------
@@ -130,15 +130,15 @@ def maxsim_ragged_pairwise(
     operation = "maxsim_ragged_pairwise"
     if isinstance(queries, Tensor) or queries_mask is not None or torch.compiler.is_compiling():
         return _scores(operation, queries, documents, queries_mask, candidates, options)
-    found, listed = sequences_of("documents", documents), sequences_of("queries", queries)
-    examples = *listed.examples, *found.examples
+    document_sequences, query_sequences = sequences_of("documents", documents), sequences_of("queries", queries)
+    examples = *query_sequences.examples, *document_sequences.examples
     query, document = examples[0], examples[-1]
-    on_host = query.device.type == "cpu" and _implementation(query, options) == "blocked"
-    if on_host and _why_not_in_place(examples, options) is None:
+    use_pairs = query.device.type == "cpu" and _implementation(query, options) == "blocked"
+    if use_pairs and _why_not_in_place(examples, options) is None:
         check_same(query, document)
         checked(Tensors(query, document), options)
-        return _scores_of_pairs(listed, found, options)
-    return _scores(operation, listed, found, None, candidates, options)
+        return _scores_of_pairs(query_sequences, document_sequences, options)
+    return _scores(operation, query_sequences, document_sequences, None, candidates, options)
 
 
 def _implementation(query: Tensor, options: Options) -> str:
@@ -147,7 +147,7 @@ def _implementation(query: Tensor, options: Options) -> str:
 
 
 def _why_not_in_place(examples: Sequence[Tensor], options: Options) -> str | None:
-    """Why sequences are not scored where they lie, or None; `examples` are of all of them, first one of a query."""
+    """Why sequences cannot be scored in place, or None; `examples` represent all of them, a query first."""
     query, document = examples[0], examples[-1]
     if options.normalize:
         return "the norms of all tokens are computed of packed ones"
@@ -163,11 +163,11 @@ def _why_not_in_place(examples: Sequence[Tensor], options: Options) -> str | Non
 
 
 def _scores_of_pairs(queries: Sequences, documents: Sequences, options: Options) -> Tensor:
-    """Scores [N] of N queries and as many documents by plain torch, every product of two tensors where they lie.
+    """Scores [N] of N query-document pairs in plain torch, with one product per pair, read in place.
 
-    To pack the sequences, and to pad them for a product of many pairs, takes longer than a call for each, even of pairs
-    of some tokens: 2000 of 8 to 32 and 20 to 180 (d = 128, one core) take 0.06 s so, of which the products are 0.05,
-    and took 0.14 s together; of 4 to 8 and 10 to 20 tokens 0.02 and 0.045 s.
+    Packing the sequences and padding them for a batched product takes longer than one call per pair, even for short
+    sequences: 2000 pairs of 8 to 32 and 20 to 180 tokens (d = 128, one core) take 0.06 s this way, 0.05 s of it in the
+    products, against 0.14 s batched; pairs of 4 to 8 and 10 to 20 tokens take 0.02 s against 0.045 s.
     """
     first = queries.tensors[0]
     empty_score = first.new_tensor(options.empty_score, dtype=accumulation_dtype(first.dtype))
@@ -182,12 +182,12 @@ def _scores_of_pairs(queries: Sequences, documents: Sequences, options: Options)
 
 
 class ListCall(NamedTuple):
-    """A call on lists, as the operator takes it, packed, or as the kernels take it with `offsets`."""
+    """A call on lists: packed, as the operator takes it, or in place with `offsets`, as the kernels take it."""
 
     tensors: Tensors
     options: Options
     offsets: DocumentOffsets | None
-    # Why its documents are packed, or None.
+    # The reason why documents are packed, or None.
     packed_because: str | None
 
 
@@ -199,27 +199,27 @@ def call_of_lists(
     candidates: Tensor | None,
     options: Options,
 ) -> ListCall:
-    """A call on lists with its tensors brought together, after the checks of what is not in them any more."""
-    found, listed = sequences_of("documents", documents), None
+    """Check a call on lists, and convert it to tensors; this includes every check that needs the lists."""
+    document_sequences, query_sequences = sequences_of("documents", documents), None
     if isinstance(queries, Tensor):
         check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
         examples: Sequence[Tensor] = [queries]
     else:
         check_none("queries are a list", queries_mask=queries_mask)
-        listed = sequences_of("queries", queries)
-        examples = listed.examples
-        options = options._replace(max_query_length=listed.longest)
+        query_sequences = sequences_of("queries", queries)
+        examples = query_sequences.examples
+        options = options._replace(max_query_length=query_sequences.longest)
     if candidates is not None:
-        check_boundaries("candidates_cu_seqlens", candidates, found.tensors[0])
-        options = options._replace(max_candidates=most_candidates(candidates, len(found.tensors)))
-    options = options._replace(max_document_length=found.longest)
-    reason = _why_not_in_place([*examples, *found.examples], options)
+        check_boundaries("candidates_cu_seqlens", candidates, document_sequences.tensors[0])
+        options = options._replace(max_candidates=most_candidates(candidates, len(document_sequences.tensors)))
+    options = options._replace(max_document_length=document_sequences.longest)
+    reason = _why_not_in_place([*examples, *document_sequences.examples], options)
     if _implementation(examples[0], options) != "triton":
         reason = "no kernel serves the call"
-    tensors = Tensors(examples[0], found.examples[0], queries_mask, None, None, None, candidates)
+    tensors = Tensors(examples[0], document_sequences.examples[0], queries_mask, None, None, None, candidates)
     if reason is None:
-        return ListCall(*_in_place(operation, tensors, listed, found, options), None)
-    return ListCall(_packed(tensors, listed, found), options, None, reason)
+        return ListCall(*_in_place(operation, tensors, query_sequences, document_sequences, options), None)
+    return ListCall(_packed(tensors, query_sequences, document_sequences), options, None, reason)
 
 
 def _scores(operation: str, *arguments: Any) -> Tensor:
@@ -239,7 +239,7 @@ def _scores_in_a_graph(
     candidates: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """The scores of a call that is compiled: lists are packed, and lengths may be symbols."""
+    """The scores of a call under `torch.compile`: lists are packed, and lengths may be symbolic."""
     values, bounds = packed("documents", documents)
     queries_bounds, longest_query = None, None
     if isinstance(queries, Tensor):
@@ -255,21 +255,21 @@ def _scores_in_a_graph(
 
 
 def _packed(tensors: Tensors, queries: Sequences | None, documents: Sequences) -> Tensors:
-    """The tensors of a call whose lists are packed; queries that are no list are among them."""
+    """The tensors of a call with its lists packed; queries that are already a tensor are kept."""
     values, queries_bounds = (tensors.queries, None) if queries is None else _together(queries)
-    # From the host, documents follow the queries; from anywhere else that is for the caller to say.
-    on_host = tensors.documents.device.type == "cpu"
-    packed = concatenate(documents.tensors, values.device if on_host and values.is_cuda else None)
+    # Documents on the host move to the queries' device; elsewhere, the device is the caller's choice.
+    documents_on_host = tensors.documents.device.type == "cpu"
+    document_values = concatenate(documents.tensors, values.device if documents_on_host and values.is_cuda else None)
     return tensors._replace(
         queries=values,
-        documents=packed,
+        documents=document_values,
         queries_cu_seqlens=None if queries_bounds is None else _boundaries(queries_bounds, values.device),
-        documents_cu_seqlens=_boundaries(documents.bounds, packed.device),
+        documents_cu_seqlens=_boundaries(documents.bounds, document_values.device),
     )
 
 
 def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
-    """Queries of one length [Nq, Lq, d], or packed [Tq, d], with their boundaries on the host."""
+    """Queries of one length as [Nq, Lq, d], else packed [Tq, d] with their boundaries on the host."""
     tensors = queries.tensors
     if len(tensors) == 1:
         return tensors[0].unsqueeze(0), None
@@ -282,28 +282,28 @@ def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
 def _in_place(
     operation: str, tensors: Tensors, queries: Sequences | None, documents: Sequences, options: Options
 ) -> tuple[Tensors, Options, DocumentOffsets]:
-    """The call of kernels that get the addresses of sequences: documents stay there, and queries are padded from there.
+    """A call whose kernels get sequence addresses: documents are read in place, and a kernel pads the queries.
 
-    Documents have boundaries as if they were packed.
+    Document boundaries are those of packed documents.
     """
     query, document, queries_mask, *_, candidates = tensors
     check_same(query, document)
-    # Memory of this call's own to count from: it begins at a multiple of 16 bytes, and where is all that matters of it.
+    # The base address of the offsets: memory owned by this call, 16-byte aligned; its contents are never read.
     origin = document.new_empty(1, documents.size)
     starts, unit = _offsets(documents, origin)
     arrays = {"starts": starts, "bounds": documents.bounds}
-    apart = queries if queries is not None and len(queries.tensors) > 1 and queries.longest > 0 else None
-    if apart is not None:
-        arrays["queries_offsets"], queries_unit = _offsets(apart, origin)
-        arrays["queries_bounds"] = apart.bounds
+    padded_queries = queries if queries is not None and len(queries.tensors) > 1 and queries.longest > 0 else None
+    if padded_queries is not None:
+        arrays["queries_offsets"], queries_unit = _offsets(padded_queries, origin)
+        arrays["queries_bounds"] = padded_queries.bounds
     if candidates is not None and is_readable(candidates):
         arrays["candidates"] = candidates.numpy()
     table = _in_one_copy(arrays, query.device)
-    if apart is not None:
+    if padded_queries is not None:
         query, mask = kernels().pad(
-            origin, table["queries_bounds"], apart.longest, table["queries_offsets"], queries_unit
+            origin, table["queries_bounds"], padded_queries.longest, table["queries_offsets"], queries_unit
         )
-        queries_mask = None if apart.shortest == apart.longest else mask
+        queries_mask = None if padded_queries.shortest == padded_queries.longest else mask
     elif queries is not None:
         query = _together(queries)[0]
     tensors = Tensors(query, origin, queries_mask, None, None, table["bounds"], table.get("candidates", candidates))
@@ -312,11 +312,11 @@ def _in_place(
 
 
 def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
-    """Where sequences begin, counted from `origin`, and the unit that it is counted in, as in `DocumentOffsets`."""
+    """Offsets of the sequences from `origin`, and their unit, as in `DocumentOffsets`."""
     item = origin.element_size()
     offsets = sequences.addresses - origin.data_ptr()
     if sequences.shortest == 0:
-        # A sequence without tokens need not lie anywhere.
+        # An empty sequence may have any address.
         offsets[sequences.lengths == 0] = 0
     unit = 16 // item if not np.bitwise_or.reduce(offsets) & 15 else 1
     # Units are powers of two.
@@ -325,7 +325,7 @@ def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
 
 
 def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Integers of the host on a device, int64, each array from a multiple of 16 bytes on."""
+    """Copy int64 host arrays to a device in one transfer, each aligned to 16 bytes."""
     pieces = [piece for array in arrays.values() for piece in (array, _FILL[: len(array) % 2])]
     sizes = [len(piece) for piece in pieces]
     table = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
@@ -333,7 +333,7 @@ def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[st
     return dict(zip(arrays, table.to(device, non_blocking=True).split_with_sizes(sizes)[::2], strict=True))
 
 
-# What fills 8 bytes up to 16.
+# Pads an odd number of int64 values to a multiple of 16 bytes.
 _FILL = np.zeros(1, dtype=np.int64)
 
 

@@ -1,8 +1,8 @@
-"""MaxSim of documents that are residual codes, decompressed while they are scored.
+"""MaxSim of documents stored as residual codes, decompressed during scoring.
 
 `maxsim_residual_reference` is the definition: decompress, then score. The operator `pylate_flash::maxsim_residual`
-computes the same on the codes, by Triton kernels (`kernels.forward`), in which no decompressed embedding goes to
-memory; elsewhere documents are decompressed a block at a time, and scored as any others.
+computes the same from the codes, with Triton kernels (`kernels.forward`) that write no decompressed embedding to
+memory; without kernels, documents are decompressed block by block and scored like any others.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .residual_codes import ResidualCodes
 def maxsim_residual_reference(
     queries: Tensor, documents: ResidualCodes, *, candidates: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """The definition: decompresses to the type of the queries, and scores as `maxsim_reference` does, in float64.
+    """The definition: decompresses to the dtype of the queries, and scores with `maxsim_reference` in float64.
 
     Arguments and result are those of `maxsim_residual`, except that it checks nothing and returns float64.
     """
     values, mask = padded(documents.decompress(queries.dtype).double(), documents.cu_seqlens)
     if candidates is not None:
-        # -1 is the last document, which has no token.
+        # -1 selects the appended last document, which has no tokens.
         values, mask = F.pad(values, (0, 0, 0, 0, 0, 1))[candidates], F.pad(mask, (0, 0, 0, 1))[candidates]
     return maxsim_reference(queries.double(), values, documents_mask=mask, **options)
 
@@ -54,42 +54,42 @@ def maxsim_residual(
     precision: str = "int8",
     implementation: str = "auto",
 ) -> Tensor:
-    """MaxSim scores of queries against documents that are residual codes, differentiable by the queries.
+    """MaxSim scores of queries against documents stored as residual codes, differentiable with respect to queries.
 
     Parameters
     ----------
     queries
         [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, they take the autocast type.
     documents
-        Nd documents, on the device of the queries (`ResidualCodec.compress`, `read_fast_plaid`). Decompressed, they are
-        normalised, and rounded to the type of the queries.
+        Nd documents, on the device of the queries (`ResidualCodec.compress`, `read_fast_plaid`). Decompressed
+        embeddings are normalised, and rounded to the dtype of the queries.
     candidates
-        None: every query meets every document. [Nq, K], int32 or int64: query i meets only documents candidates[i], as
-        when a search is reranked; -1 stands for no document. Other values are an error on the CPU. On a GPU, where to
-        look would be to wait, they are taken as they are.
+        None: every query is scored against every document. [Nq, K], int32 or int64: query i is scored only against
+        documents candidates[i], as in reranking; -1 is no document. Other values are an error on the CPU. On a GPU,
+        where checking would synchronize, they are not checked.
     empty_score
-        Score of a document without tokens, and of no document. A query with no active token scores 0 against others.
+        Score of a document without tokens, and of candidate -1. A query with no active token scores 0 against others.
     precision
-        "int8": on a GPU, where there is no gradient to take, short queries and bucket weights may be rounded to 8 bits,
-        and products of centroids to 16, which is several times faster. On Cranfield it changes scores by 1.3e-4 of them
-        on average with 4 bits (weights by 1e-4, queries by 7e-5, centroids by 3e-5) and 7e-5 with 2, by 9e-4 and 6e-4
-        at most. Decompressed, embeddings rounded to bfloat16 change them by up to 6e-4 as well. For 5 to 64
-        queries of 32 tokens, embeddings and their scales may be rounded to float16 instead, which changes scores of
-        random codes by 1.6e-4 of them at most.
-        "full": what the decompressed embeddings score.
+        "int8": on a GPU, without gradients, short queries and bucket weights may be rounded to 8 bits, and centroid
+        products to 16, which is several times faster. On Cranfield, the relative change of scores is 1.3e-4 on average
+        with 4 bits (weights 1e-4, queries 7e-5, centroids 3e-5) and 7e-5 with 2 bits, and at most 9e-4 and 6e-4.
+        Rounding decompressed embeddings to bfloat16 changes them by up to 6e-4 as well. For 5 to 64 queries of 32
+        tokens, embeddings and their scales may be rounded to float16 instead, which changes scores of random codes by
+        at most 1.6e-4, relatively.
+        "full": the scores of the decompressed embeddings.
     queries_mask, reduction, implementation
         As in `maxsim`.
 
     Returns
     -------
     Tensor
-        [Nq, Nd] or [Nq, K]; type, precision, NaN, ties and the gradient of the queries as in `maxsim` of the
+        [Nq, Nd] or [Nq, K]; dtype, precision, NaN, ties and the gradient of the queries as in `maxsim` of the
         decompressed embeddings.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`; also if `documents` are no `ResidualCodes`, or a candidate is no document.
+        As in `maxsim`; also if `documents` is not `ResidualCodes`, or a candidate is not a valid document.
 
     Examples
     --------
@@ -111,10 +111,10 @@ def maxsim_residual(
 def maxsim_residual_by_bounds(
     queries: Tensor, documents: ResidualCodes, bounds: np.ndarray, queries_mask: Tensor | None, empty_score: float
 ) -> Tensor:
-    """`maxsim_residual` without gradients, of documents whose boundaries the host has, from any number on [Nd + 1].
+    """`maxsim_residual` without gradients, with document boundaries on the host [Nd + 1], from any first value on.
 
-    For many queries, codes are decompressed for some documents after the others, and to read where these begin would be
-    to wait for the GPU.
+    For many queries, documents are decompressed chunk by chunk, and reading the chunk boundaries from the GPU would
+    synchronize.
     """
     arguments = (
         queries, queries_mask, documents.codes, documents.residuals, documents.centroids, documents.bucket_weights,
@@ -142,28 +142,28 @@ class _Call(NamedTuple):
 
 
 def _options(call: _Call) -> Options:
-    # Any bound on the length of a document will do.
+    # Any upper bound on the document length will do.
     length = call.codes.shape[0]
     return Options(0, length, 0, False, call.reduction, "exclude", call.empty_score, call.implementation)
 
 
 def _tensors(call: _Call) -> Tensors:
-    """With what has the shape of the decompressed documents in their place."""
-    shaped = call.scales.unsqueeze(1).expand(-1, call.centroids.shape[1])
-    return Tensors(call.queries, shaped, call.queries_mask, documents_cu_seqlens=call.cu_seqlens)
+    """The tensors of the call, with a placeholder in the shape of the decompressed documents."""
+    documents = call.scales.unsqueeze(1).expand(-1, call.centroids.shape[1])
+    return Tensors(call.queries, documents, call.queries_mask, documents_cu_seqlens=call.cu_seqlens)
 
 
 def _shape(call: _Call) -> tuple[int, int]:
-    """That of the scores."""
-    met = call.cu_seqlens.shape[0] - 1 if call.candidates is None else call.candidates.shape[1]
-    return call.queries.shape[0], met
+    """Shape of the scores."""
+    n_documents = call.cu_seqlens.shape[0] - 1 if call.candidates is None else call.candidates.shape[1]
+    return call.queries.shape[0], n_documents
 
 
 def _check(arguments: tuple, called: str) -> tuple:
     call = _Call(*arguments)
     check_embeddings("queries", call.queries, {3: "[Nq, Lq, d]"})
     check_choice("precision", call.precision, ("int8", "full"))
-    # The documents are checked already, and autocast has no say in their type.
+    # Documents are already checked, and autocast does not apply to them.
     (queries, *_), options = checked(Tensors(call.queries, call.queries, call.queries_mask), _options(call))
     if call.candidates is not None:
         _check_candidates(call.candidates, call.cu_seqlens, queries)
@@ -180,7 +180,7 @@ def _check_candidates(candidates: Tensor, cu_seqlens: Tensor, queries: Tensor) -
 
 
 def _problem_of(call: _Call, with_argmax: bool) -> tuple[Problem, bool]:
-    """The problem, and whether kernels serve it; where there are candidates, every query is a group of as many."""
+    """The problem, and whether kernels serve it; with candidates, each query is a group of K documents."""
     problem = checked_problem(_tensors(call), _options(call), with_argmax, quantized=True)
     if call.precision == "int8" and not with_argmax:
         problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", True))
@@ -191,7 +191,7 @@ def _problem_of(call: _Call, with_argmax: bool) -> tuple[Problem, bool]:
 
 
 def _compute(arguments: tuple, with_argmax: bool, bounds: np.ndarray | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scores, and argmax, int32, of every document of every group, if asked for."""
+    """Scores, and with `with_argmax` the int32 argmax of every document of every group."""
     call = _Call(*arguments)
     problem, by_kernels = _problem_of(call, with_argmax)
     if not by_kernels:
@@ -202,17 +202,17 @@ def _compute(arguments: tuple, with_argmax: bool, bounds: np.ndarray | None = No
     if call.reduction == "mean":
         scores = scores / active_counts(problem, _tensors(call))
     if call.reduction == "mean" and call.empty_score != 0.0:
-        # The score of an empty document is not divided.
+        # `empty_score` is not divided by the token count.
         empty = call.cu_seqlens.diff() == 0
         if call.candidates is not None:
-            # -1 is the last document, which has no token.
+            # -1 selects the appended last document, which has no tokens.
             empty = F.pad(empty, (0, 1), value=True)[call.candidates]
         scores = scores.masked_fill(empty, call.empty_score)
     return scores, argmax
 
 
 def _compute_gradients(grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple) -> tuple[Tensor]:
-    """The gradient of the queries, contiguous and in their type."""
+    """The gradient of the queries, contiguous and in their dtype."""
     call, (argmax,) = _Call(*arguments), saved
     problem, by_kernels = _problem_of(call, False)
     if by_kernels:
@@ -221,46 +221,46 @@ def _compute_gradients(grad_scores: Tensor, saved: Sequence[Tensor], arguments: 
         inputs = kernels().with_codes(problem, _tensors(call), call[2:9])
         return (kernels().residual_backward(*inputs, grad_scores, argmax),)
     tensors, options, blocks, produce = _by_block(call)
-    flow = grad_scores if call.candidates is None else grad_scores.flatten()
+    grads = grad_scores if call.candidates is None else grad_scores.flatten()
     total = torch.zeros_like(tensors.queries, memory_format=torch.contiguous_format)
     for block in blocks:
         part = of_block(tensors, block, produce(block))
-        grad, _ = compute_gradients(part, options, at(flow, block.scores), at(argmax, block.documents), True, False)
+        grad, _ = compute_gradients(part, options, at(grads, block.scores), at(argmax, block.documents), True, False)
         assert grad is not None
         total += grad
     return (total.to(call.queries.dtype),)
 
 
 def _by_block(call: _Call) -> tuple[Tensors, Options, list[DocumentBlock], Callable[[DocumentBlock], Tensor]]:
-    """The call as one of packed documents, decompressed as many at a time as similarities are held at once.
+    """The call on packed documents, in blocks to decompress that fit the budget of `block_budget`.
 
-    Those of candidates are counted query by query.
+    Candidates are numbered query by query.
     """
-    documents, (n_queries, met) = ResidualCodes(*call[2:8]), _shape(call)
+    documents, (n_queries, n_documents) = ResidualCodes(*call[2:8]), _shape(call)
     bounds = host_bounds("cu_seqlens", call.cu_seqlens, len(call.codes), "codes")
-    starts, owned, lengths = bounds[:-1], None, np.diff(bounds)
+    starts, groups, lengths = bounds[:-1], None, np.diff(bounds)
     if call.candidates is not None:
-        # -1 is the last document, which has no token.
+        # -1 selects the appended last document, which has no tokens.
         candidates = call.candidates.cpu().numpy().ravel()
         starts, lengths = np.append(starts, 0)[candidates], np.append(lengths, 0)[candidates]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
-        owned = torch.from_numpy(np.arange(n_queries + 1) * met)
-    # Nothing is lost of what was rounded, and sums are of more bits.
-    wide = accumulation_dtype(call.queries.dtype)
+        groups = torch.from_numpy(np.arange(n_queries + 1) * n_documents)
+    # Conversion of the rounded embeddings is exact, and sums have more precision.
+    dtype = accumulation_dtype(call.queries.dtype)
 
     def decompressed(block: DocumentBlock) -> Tensor:
         tokens: slice | Tensor = block.rows
-        if owned is not None:
-            some = slice(None) if block.documents == () else block.documents
-            own = np.arange(bounds[-1])[block.rows] - np.repeat(bounds[:-1][some], lengths[some])
-            tokens = torch.from_numpy(np.repeat(starts[some], lengths[some]) + own).to(call.codes.device)
-        return documents.decompress_tokens(tokens, call.queries.dtype).to(wide)
+        if groups is not None:
+            chosen = slice(None) if block.documents == () else block.documents
+            offsets = np.arange(bounds[-1])[block.rows] - np.repeat(bounds[:-1][chosen], lengths[chosen])
+            tokens = torch.from_numpy(np.repeat(starts[chosen], lengths[chosen]) + offsets).to(call.codes.device)
+        return documents.decompress_tokens(tokens, call.queries.dtype).to(dtype)
 
-    # Of their shape only.
+    # Only the shape is used.
     tokens = call.codes.new_empty(0).expand(int(bounds[-1]), 0)
-    tensors = Tensors(call.queries.to(wide), tokens, call.queries_mask, None, None, torch.from_numpy(bounds), owned)
+    tensors = Tensors(call.queries.to(dtype), tokens, call.queries_mask, None, None, torch.from_numpy(bounds), groups)
     options = _options(call)._replace(
-        max_document_length=int(lengths.max(initial=0)), max_candidates=met, implementation="blocked"
+        max_document_length=int(lengths.max(initial=0)), max_candidates=n_documents, implementation="blocked"
     )
     blocks = document_blocks(tensors, max(1, block_budget(call.queries.device) // documents.size))
     return tensors, options, blocks, decompressed
@@ -269,9 +269,9 @@ def _by_block(call: _Call) -> tuple[Tensors, Options, list[DocumentBlock], Calla
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     call = _Call(*arguments)
     check(_tensors(call), quantized=True)
-    (n_queries, met), rows = _shape(call), call.queries.shape[1]
+    (n_queries, n_documents), rows = _shape(call), call.queries.shape[1]
     scores = call.queries.new_empty(_shape(call), dtype=accumulation_dtype(call.queries.dtype))
-    shape = (met, n_queries * rows) if call.candidates is None else (n_queries * met, rows)
+    shape = (n_documents, n_queries * rows) if call.candidates is None else (n_queries * n_documents, rows)
     return scores, scores.new_empty(shape, dtype=torch.int32)
 
 

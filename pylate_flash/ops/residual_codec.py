@@ -1,7 +1,7 @@
-"""What turns embeddings into residual codes: trained here, or read with the index that fast-plaid wrote.
+"""The codec from embeddings to residual codes: trained here, or read from an index written by fast-plaid.
 
-As in PLAID, centroids are those of k-means, normalised. What embeddings leave of their centroids is put into buckets
-between quantiles, with as many elements in each; a bucket's weight is the quantile in its middle.
+As in PLAID, centroids come from k-means and are normalised. Residuals are quantized to buckets between quantiles, with
+equal numbers of elements; a bucket's weight is the quantile in its middle.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .._extras import check_installed
 from .checks import check_beside, check_boundaries, check_embeddings, check_integer, check_same, check_tensor
 from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
 
-# Elements of residuals whose quantiles are taken.
+# Residual elements sampled for the quantiles.
 _MOST_ELEMENTS = 1 << 22
-# Products of tokens and centroids that are held at once.
+# Token-centroid products held at once.
 _PRODUCTS_AT_ONCE = 1 << 24
 _SEED = 42
 _LARGEST_CODE = 2**31 - 1
@@ -33,24 +33,24 @@ _LARGEST_CODE = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class ResidualCodec:
-    """Centroids and buckets, by which embeddings are compressed to residual codes (`train_residual_codec`).
+    """Centroids and buckets that compress embeddings to residual codes (`train_residual_codec`).
 
-    It holds the tensors that it is given, not copies, and so do the codes that it makes: what is written to its
-    centroids or weights changes the documents that were compressed before.
+    It holds the tensors themselves, not copies, and so do the codes it creates: in-place writes to its centroids or
+    weights change the documents compressed before.
 
     Parameters
     ----------
     centroids
         [C, d], float16, bfloat16 or float32; d is a multiple of 8.
     bucket_cutoffs
-        [3] or [15], of that dtype: an element is in the bucket of as many as its residual is larger than.
+        [3] or [15], of that dtype: an element's bucket is the number of cutoffs below its residual.
     bucket_weights
         [4] or [16], of that dtype.
 
     Raises
     ------
     TypeError, ValueError
-        If one is no tensor of these dtypes, shapes or devices do not fit together, or there is no centroid.
+        If one is not a tensor of these dtypes, shapes or devices do not match, or there is no centroid.
     """
 
     centroids: Tensor
@@ -69,35 +69,35 @@ class ResidualCodec:
                 f"got {list(self.bucket_cutoffs.shape)}"
             )
         check_beside("bucket_cutoffs", self.bucket_cutoffs, "centroids", self.centroids)
-        # What is checked of codes without tokens is all that is left.
+        # Creating codes without tokens runs the remaining checks.
         self._codes(*self._empty_codes(0), torch.zeros(1, dtype=torch.int32, device=self.centroids.device))
 
     @property
     def nbits(self) -> int:
-        """Bits of an element: 2 or 4."""
+        """Bits per element: 2 or 4."""
         return self.bucket_weights.shape[0].bit_length() - 1
 
     def compress(self, embeddings: Tensor, cu_seqlens: Tensor) -> ResidualCodes:
-        """Residual codes of packed embeddings, by the centroids with the largest inner products.
+        """Compress packed embeddings to residual codes, with the centroids of largest inner product.
 
         Parameters
         ----------
         embeddings
-            [T, d], float16, bfloat16, float32 or float64, on the device of the centroids; of norm 1, as is all that is
-            decompressed.
+            [T, d], float16, bfloat16, float32 or float64, on the device of the centroids; of norm 1, as decompressed
+            embeddings are.
         cu_seqlens
             [N + 1], int32 or int64: the boundaries of the documents, from 0 to T.
 
         Returns
         -------
         ResidualCodes
-            On the same device, without a gradient. Centroids and weights are the codec's own, which all its codes
-            share; the rest is new memory.
+            On the same device, without a gradient. Centroids and weights are shared with the codec; the rest is new
+            memory.
 
         Raises
         ------
         TypeError, ValueError
-            If an argument is not as said above, embeddings are not finite, or boundaries do not span them.
+            If an argument is not as described above, embeddings are not finite, or boundaries do not span them.
         """
         _check_embeddings(embeddings)
         check_boundaries("cu_seqlens", cu_seqlens, embeddings)
@@ -106,9 +106,9 @@ class ResidualCodec:
         centroids, cutoffs = self.centroids.float(), self.bucket_cutoffs.float()
         per_byte = 8 // self.nbits
         powers = (1 << torch.arange(8 - self.nbits, -1, -self.nbits, device=embeddings.device)).int()
-        for block, nearest, left in _coded(embeddings.detach(), centroids):
+        for block, nearest, remainder in _coded(embeddings.detach(), centroids):
             codes[block] = nearest
-            indices = torch.bucketize(left, cutoffs, out_int32=True)
+            indices = torch.bucketize(remainder, cutoffs, out_int32=True)
             residuals[block] = (indices.unflatten(1, (-1, per_byte)) * powers).sum(dim=-1).to(torch.uint8)
         return self._codes(codes, residuals, cu_seqlens.to(embeddings.device, copy=True))
 
@@ -123,22 +123,22 @@ class ResidualCodec:
 def train_residual_codec(
     embeddings: Tensor, num_centroids: int | None = None, nbits: int = 4, *, dtype: torch.dtype = torch.float16
 ) -> ResidualCodec:
-    """Centroids by k-means, and buckets by quantiles of what embeddings leave of them.
+    """Train a codec: centroids by k-means, and buckets by quantiles of the residuals.
 
-    Needs fastkmeans, which the extra `residual` installs, and `pylate` too. Its seed is fixed: on one machine, the same
+    Needs fastkmeans, installed by the extra `residual` or `pylate`. Its seed is fixed: on one machine, the same
     embeddings give the same codec.
 
     Parameters
     ----------
     embeddings
-        [T, d], float16, bfloat16, float32 or float64, of norm 1: those of the documents, or of a sample. d is a
-        multiple of 8. Centroids are trained on at most 256 for each.
+        [T, d], float16, bfloat16, float32 or float64, of norm 1: those of the documents, or a sample. d is a multiple
+        of 8. Centroids are trained on at most 256 embeddings per centroid.
     num_centroids
         None: 16 * sqrt(T) rounded down to a power of two, as in PLAID, and at most T.
     nbits
-        Bits of an element: 2 or 4.
+        Bits per element: 2 or 4.
     dtype
-        That of the codec: float16, bfloat16 or float32.
+        Dtype of the codec: float16, bfloat16 or float32.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def train_residual_codec(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as said above; if embeddings are none, or not finite, or `num_centroids` is more than T.
+        If an argument is not as described above; if embeddings are empty or not finite, or `num_centroids` exceeds T.
     MissingExtraError
         If fastkmeans is not installed. The message names the extra.
 
@@ -182,7 +182,7 @@ def train_residual_codec(
     centroids = F.normalize(_kmeans(tokens, num_centroids), dim=-1).to(dtype)
     generator = torch.Generator().manual_seed(_SEED)
     sample = torch.randperm(n_tokens, generator=generator)[: max(1, _MOST_ELEMENTS // size)].to(tokens.device)
-    residuals = [left for _, _, left in _coded(tokens[sample], centroids.float())]
+    residuals = [remainder for _, _, remainder in _coded(tokens[sample], centroids.float())]
     values = torch.cat(residuals).flatten().sort().values
     buckets = 1 << nbits
     cutoffs = _quantiles(values, torch.arange(1, buckets) / buckets)
@@ -191,17 +191,17 @@ def train_residual_codec(
 
 
 def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu") -> ResidualCodes:
-    """The documents of an index that fast-plaid wrote, as residual codes, in the order of its document ids.
+    """Read the documents of an index written by fast-plaid as residual codes, in the order of its document ids.
 
-    PyLate's `PLAID` index keeps such a folder, `fast_plaid_index`. Nothing is unpickled. fast-plaid rounds to float16
-    between its own steps, so that its embeddings differ from these by up to about 1e-3.
+    PyLate's `PLAID` index stores such a folder, `fast_plaid_index`. Nothing is unpickled. fast-plaid rounds
+    intermediate results to float16, so its embeddings differ from these by up to about 1e-3.
 
     Parameters
     ----------
     folder
         The index, with 2 or 4 bits.
     device
-        Where the codes go.
+        Device of the codes.
 
     Returns
     -------
@@ -211,10 +211,10 @@ def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu
     Raises
     ------
     OSError, ValueError
-        If a file is missing or cannot be read; if it has no such index, of 2 or 4 bits. The message names the file.
+        If a file is missing or unreadable, or the folder holds no index of 2 or 4 bits. The message names the file.
     """
-    place = Path(folder)
-    path = place / "metadata.json"
+    root = Path(folder)
+    path = root / "metadata.json"
     metadata = _read_json(path)
     try:
         nbits, n_chunks = int(metadata["nbits"]), int(metadata["num_chunks"])
@@ -222,35 +222,35 @@ def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu
         raise ValueError(f"{path} must have nbits and num_chunks: {error!r}") from error
     if nbits not in NBITS:
         raise ValueError(f"{path} must have nbits of 2 or 4, got {nbits}")
-    centroids, weights = (_read_array(place / f"{name}.npy", "f") for name in ("centroids", "bucket_weights"))
+    centroids, weights = (_read_array(root / f"{name}.npy", "f") for name in ("centroids", "bucket_weights"))
     chunks = range(n_chunks)
-    codes = [_read_array(place / f"{chunk}.codes.npy", "iu") for chunk in chunks]
-    residuals = [_read_array(place / f"{chunk}.residuals.npy", "u") for chunk in chunks]
-    lengths = [_read_json(place / f"doclens.{chunk}.json") for chunk in chunks]
+    codes = [_read_array(root / f"{chunk}.codes.npy", "iu") for chunk in chunks]
+    residuals = [_read_array(root / f"{chunk}.residuals.npy", "u") for chunk in chunks]
+    lengths = [_read_json(root / f"doclens.{chunk}.json") for chunk in chunks]
     try:
-        bounds = np.cumsum([0, *(length for some in lengths for length in some)], dtype=np.int64)
+        bounds = np.cumsum([0, *(length for chunk_lengths in lengths for length in chunk_lengths)], dtype=np.int64)
         codes_ = ResidualCodes(
-            # A number without a centroid stays one.
+            # Clipping keeps out-of-range codes invalid, so that they are rejected.
             torch.from_numpy(np.concatenate(codes).clip(-1, _LARGEST_CODE).astype(np.int32)),
             torch.from_numpy(np.concatenate(residuals)),
             torch.from_numpy(centroids).half(),
-            # The bits of an index are written from its lowest to its highest.
+            # fast-plaid writes the bits of a bucket index from lowest to highest.
             torch.from_numpy(weights).half()[_with_reversed_bits(nbits)],
             torch.from_numpy(bounds),
         )
     except (IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{place} holds no index of fast-plaid: {error}") from error
+        raise ValueError(f"{root} holds no index of fast-plaid: {error}") from error
     return codes_.to(device)
 
 
 def _with_reversed_bits(nbits: int) -> Tensor:
-    """Of the numbers of so many bits, those with their bits in the other order."""
+    """All `nbits`-bit numbers in order, with their bits reversed."""
     numbers = torch.arange(1 << nbits)
     return sum((numbers >> bit & 1) << (nbits - 1 - bit) for bit in range(nbits))  # type: ignore[return-value]
 
 
 def _read_array(path: Path, kinds: str) -> np.ndarray:
-    """The array of a file, of a dtype of these kinds, as numpy calls them."""
+    """The array in a .npy file; its dtype must be one of these numpy `kinds`."""
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -280,7 +280,7 @@ def _kmeans(tokens: Tensor, number: int) -> Tensor:
     check_installed("fastkmeans", "train_residual_codec", "residual")
     from fastkmeans import FastKMeans
 
-    # It seeds torch's and numpy's generators, which are the caller's.
+    # FastKMeans seeds the global torch and numpy generators: restore the caller's state afterwards.
     state = np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         options = {"niter": 8, "seed": _SEED, "max_points_per_centroid": 256, "use_triton": False}
@@ -291,18 +291,18 @@ def _kmeans(tokens: Tensor, number: int) -> Tensor:
 
 
 def _coded(tokens: Tensor, centroids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some of the tokens [T, d], the centroid of the largest inner product of each, int64, and what it leaves."""
+    """Blocks of tokens [T, d]: their slice, the centroids of largest inner product (int64), and the residuals."""
     step = max(1, _PRODUCTS_AT_ONCE // len(centroids))
     for start in range(0, len(tokens), step):
         block = slice(start, start + step)
-        some = tokens[block].float()
-        nearest = (some @ centroids.T).argmax(dim=1)
-        yield block, nearest, some - centroids[nearest]
+        block_tokens = tokens[block].float()
+        nearest = (block_tokens @ centroids.T).argmax(dim=1)
+        yield block, nearest, block_tokens - centroids[nearest]
 
 
-def _quantiles(values: Tensor, at: Tensor) -> Tensor:
-    """Quantiles of sorted values, between two neighbours by their distance."""
-    positions = at.to(values.device) * (len(values) - 1)
+def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
+    """Quantiles of sorted values, with linear interpolation."""
+    positions = levels.to(values.device) * (len(values) - 1)
     below = positions.long()
     above = (below + 1).clamp(max=len(values) - 1)
     return torch.lerp(values[below], values[above], positions - below)

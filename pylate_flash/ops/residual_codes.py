@@ -1,12 +1,11 @@
-"""Residual codes, as of ColBERTv2 and PLAID: a centroid for every token, and a few bits for what it leaves.
+"""Residual codes, as in ColBERTv2 and PLAID: a centroid per token, and a few bits per element of the residual.
 
-An embedding is its centroid plus a weight for every element, one of as many as its bits tell apart, and is divided by
-its norm:
+An embedding is its centroid plus one of 2**nbits bucket weights per element, divided by its norm:
 
     embedding = (centroids[code] + bucket_weights[indices]) / |centroids[code] + bucket_weights[indices]|
 
-The sum is rounded to the type of the centroids, and multiplied by its scale, one over its norm, in float32. The indices
-of an embedding lie one after the other, the first in the highest bits of the first byte.
+The sum is rounded to the dtype of the centroids, and multiplied by its scale, its inverse norm, in float32. The indices
+of an embedding are packed in order, the first in the highest bits of the first byte.
 """
 
 from __future__ import annotations
@@ -19,46 +18,46 @@ from torch import Tensor
 from .checks import is_readable
 from .tensor_files import TensorContainer, wide_dtype
 
-# Bits of an element.
+# Bits per element.
 NBITS = (2, 4)
 CENTROID_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Centroids and weights are divided by no less than this norm, as by `torch.nn.functional.normalize`.
+# Lower bound of the norm that sums are divided by, as in `torch.nn.functional.normalize`.
 _SMALLEST_NORM = 1e-12
-# What has so many bytes.
+# Dtypes by their number of bytes.
 _WORDS = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# Elements that are decompressed at a time where all are.
+# Elements decompressed at a time when all are.
 _ELEMENTS_AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
 class ResidualCodes(TensorContainer):
-    """Documents as residual codes, packed, as `ResidualCodec.compress` or `read_fast_plaid` makes them.
+    """Packed documents as residual codes, created by `ResidualCodec.compress` or `read_fast_plaid`.
 
-    A token of 128 elements takes 72 bytes with 4 bits and 40 with 2, where bfloat16 takes 256. The tensors are held as
-    given, not copied: what is written to one of them changes the embeddings, and is not checked again.
+    A token of 128 elements takes 72 bytes with 4 bits and 40 with 2; bfloat16 takes 256. The tensors are held, not
+    copied: in-place writes to them change the embeddings, and are not checked.
 
     Parameters
     ----------
     codes
-        [T], int32: the centroid of every token.
+        [T], int32: the centroid of each token.
     residuals
         [T, d * nbits / 8], uint8: the bucket indices of its elements, the first in the highest bits of the first byte.
     centroids
         [C, d], float16, bfloat16 or float32; d is a multiple of 8.
     bucket_weights
-        [4] or [16], of the dtype of the centroids: what is added to an element by its index, of 2 bits or of 4.
+        [4] or [16], of the dtype of the centroids: added to an element by its index, of 2 bits or of 4.
     cu_seqlens
         [N + 1], int32 or int64: document i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
     scales
-        [T], float32: one over the norm of centroid plus weights, a sum in their type. None: they are computed, which
-        takes a pass over all tokens.
+        [T], float32: the inverse norm of centroid plus weights, summed in their dtype. None: computed, with a pass over
+        all tokens.
 
     Raises
     ------
     TypeError, ValueError
-        If one is no tensor as named above, requires a gradient, or does not fit the others. On the CPU, if there is a
-        code without a centroid, or boundaries do not rise from 0 to T; on a GPU, where to look would be to wait, they
-        are taken as they are.
+        If one is not a tensor as described above, requires a gradient, or does not match the others. On the CPU, if a
+        code has no centroid, or boundaries do not rise from 0 to T; on a GPU, where checking would synchronize, they
+        are not checked.
 
     Examples
     --------
@@ -102,12 +101,12 @@ class ResidualCodes(TensorContainer):
 
     @property
     def nbits(self) -> int:
-        """Bits of an element: 2 or 4."""
+        """Bits per element: 2 or 4."""
         return self.bucket_weights.shape[0].bit_length() - 1
 
     @property
     def size(self) -> int:
-        """Elements of an embedding."""
+        """Embedding size."""
         return self.centroids.shape[1]
 
     @property
@@ -121,13 +120,13 @@ class ResidualCodes(TensorContainer):
     def decompress(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The normalised embeddings [T, d], in `dtype`.
 
-        Centroids and weights are added in their own type, as `scales` and the kernels have it; the sums are multiplied
+        Centroids and weights are added in their own dtype, as for `scales` and in the kernels; the sums are multiplied
         by `scales` in float32 (float64 for float64) and rounded to `dtype`.
 
         Raises
         ------
         TypeError
-            If `dtype` is not a floating one.
+            If `dtype` is not a floating dtype.
         """
         wide_dtype(dtype)
         embeddings = torch.empty(len(self.codes), self.size, dtype=dtype, device=self.device)
@@ -136,7 +135,7 @@ class ResidualCodes(TensorContainer):
         return embeddings
 
     def decompress_tokens(self, tokens: slice | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The same of some tokens [n, d]: a slice, or their numbers [n], int64."""
+        """`decompress` for some tokens [n, d]: a slice, or their indices [n], int64."""
         assert self.scales is not None
         wide = wide_dtype(dtype)
         return self._sums(tokens).to(wide).mul_(self.scales[tokens].to(wide).unsqueeze(1)).to(dtype)
@@ -146,10 +145,10 @@ class ResidualCodes(TensorContainer):
         return [slice(start, start + step) for start in range(0, len(self.codes), step)]
 
     def _sums(self, tokens: slice | Tensor) -> Tensor:
-        """Centroids plus weights [n, d] of these tokens, in their type."""
+        """Centroids plus weights [n, d] of these tokens, in their dtype."""
         shifts = torch.arange(8 - self.nbits, -1, -self.nbits, device=self.device)
         bytes_ = torch.arange(256, device=self.device).unsqueeze(1)
-        # What every byte stands for, as one number each, which the CPU looks up many times faster than a row.
+        # The weights of each byte, viewed as one word: the CPU gathers words many times faster than rows.
         table = self.bucket_weights[(bytes_ >> shifts) & ((1 << self.nbits) - 1)]
         words = table.view(_WORDS[table.shape[1] * table.itemsize]).squeeze(1)
         weights = words.index_select(0, self.residuals[tokens].int().flatten()).view(self.centroids.dtype)

@@ -2,9 +2,9 @@
 
     score[i, j] = sum over active s of  (1 / beta) log sum over active t of  exp(beta <queries[i, s], documents[j, t]>)
 
-As beta grows, the smooth maximum falls to the maximum, and the score to that of `maxsim`; it is larger by at most
-log(Ld) / beta for each query token. Where a gradient is needed, the forward keeps the logarithm of the sum,
-[documents, rows], from which the backward makes the probabilities of the tokens again.
+As beta grows, the smooth maximum decreases to the maximum, and the score to that of `maxsim`; the excess is at most
+log(Ld) / beta per query token. If a gradient is needed, the forward saves the log-sum-exp [documents, rows], from which
+the backward recomputes the token probabilities.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .tiles import Block, Operands, Part, blocks
 
 
 def soft_maxsim_reference(queries: Tensor, documents: Tensor, beta: float | Tensor, **options: Any) -> Tensor:
-    """The definition of `soft_maxsim`, in plain torch, in the type that `maxsim_reference` computes in."""
+    """The definition of `soft_maxsim`, in plain torch, in the dtype that `maxsim_reference` computes in."""
 
     def maximum(exponents: Tensor) -> Tensor:
         return exponents.logsumexp(dim=-1) / beta
@@ -59,31 +59,31 @@ def soft_maxsim(
     Parameters
     ----------
     queries, documents
-        [Nq, Lq, d], and [Nd, Ld, d], which every query meets, or [Nq, K, Ld, d], K candidates of each, as in `maxsim`.
+        [Nq, Lq, d], and [Nd, Ld, d], shared by all queries, or [Nq, K, Ld, d], K candidates per query, as in `maxsim`.
     beta
-        How sharp the maximum is, above 0 and finite: a number, or a floating tensor of one element on the device of the
-        queries, which gets its gradient. Computed with in float32 (float64 with float64 inputs). A tensor on a GPU is
-        taken as it is, because to look at it would be to wait for it.
+        Inverse temperature, positive and finite: a number, or a floating tensor with one element on the device of the
+        queries, which receives a gradient. Used in float32 (float64 with float64 inputs). The value of a tensor on a
+        GPU is not checked, because that would synchronize.
     queries_mask, documents_mask
         [Nq, Lq], which may hold weights, and [Nd, Ld] or [Nq, K, Ld], or None, as in `maxsim`.
     masking
-        "exclude": a masked document token takes no part. "zero": its similarity counts as 0, one term of the sum for
-        each masked token, as of embeddings padded with zeros; no gradient flows to it.
+        "exclude": masked document tokens are ignored. "zero": each masked token adds a term with similarity 0 to the
+        sum, as embeddings padded with zeros do; it receives no gradient.
     normalize, reduction, empty_score, implementation
         As in `maxsim`.
 
     Returns
     -------
     Tensor
-        [Nq, Nd] or [Nq, K], of the type that `maxsim` returns. Half inputs multiply in their own type and accumulate in
-        float32; their gradients multiply probabilities rounded to bfloat16. float32 inputs follow torch's
+        [Nq, Nd] or [Nq, K], of the dtype that `maxsim` returns. Half inputs multiply in their own dtype and accumulate
+        in float32; their gradients multiply probabilities rounded to bfloat16. float32 inputs follow torch's
         setting, as in `maxsim`; float64 inputs compute in float64. NaN in an active token gives NaN, and infinities
         behave as in `torch.logsumexp`. Scores and gradients are bitwise reproducible.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`; also if beta is not one finite number above 0 in the type that it is computed with in.
+        As in `maxsim`; also if beta is not a single positive finite number in the dtype in which it is used.
 
     Examples
     --------
@@ -153,23 +153,23 @@ def soft_maxsim_varlen(
 
 
 def soft_scores_of(operation: str, tensors: Tensors, beta: float | Tensor, options: Options) -> Tensor:
-    """The scores of a call, by the name of what was called."""
-    learned, number = (beta, None) if isinstance(beta, Tensor) else (None, beta)
-    return _soft_maxsim((learned, *tensors, *options, number), operation)
+    """The scores of a call; `operation` names the called function in messages."""
+    tensor, value = (beta, None) if isinstance(beta, Tensor) else (None, beta)
+    return _soft_maxsim((tensor, *tensors, *options, value), operation)
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    """Beta is the tensor in front, or the number behind all."""
-    learned, *call, number = arguments
+    """Beta is the first argument if it is a tensor, and the last if it is a number."""
+    tensor, *call, value = arguments
     tensors, options = checked(*call_of(tuple(call)))
     dtype, device = accumulation_dtype(tensors.queries.dtype), tensors.queries.device
-    check_positive("beta", number if learned is None else learned, tensors.queries, dtype)
-    beta = torch.full((), float(number), dtype=dtype, device=device) if learned is None else learned.to(dtype).view(())
+    check_positive("beta", value if tensor is None else tensor, tensors.queries, dtype)
+    beta = torch.full((), float(value), dtype=dtype, device=device) if tensor is None else tensor.to(dtype).view(())
     return beta, *tensors, *options
 
 
 def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
+    """Scores, and with `with_lse` log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
     beta, (tensors, options) = arguments[0], call_of(arguments[1:])
     problem = checked_problem(tensors, options)
 
@@ -195,7 +195,7 @@ def _compute_gradients(
 
 
 def _log_sums(block: Block, part: Part, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """What every row adds to the scores [documents, R], and log(sum(exp(exponents))), 0 of an empty document."""
+    """Each row's contribution to the scores [documents, R], and log(sum(exp(exponents))), 0 for empty documents."""
     lse = _exponents(block, part, beta).logsumexp(dim=1)
     if block.empty is not None:
         lse.masked_fill_(block.empty, 0.0)
@@ -208,56 +208,56 @@ def _log_sums(block: Block, part: Part, beta: Tensor) -> tuple[Tensor, Tensor]:
 def _blocked_backward(
     operands: Operands, beta: Tensor, grad_scores: Tensor, lse: Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of beta, queries [rows, d] and documents, in their shapes and types; probabilities are found once."""
+    """Gradients of beta, queries [rows, d] and documents, in their shapes; probabilities are computed once."""
     need_beta, need_queries, need_documents = needs
     grad_scores = grad_scores.to(operands.dtype).reshape(-1, operands.n_documents)
     slope = torch.zeros((), dtype=torch.float64, device=operands.device)
     grad_rows = torch.zeros_like(operands.queries, dtype=operands.dtype) if need_queries else None
     grad_documents = None
-    no_gradient = partial(torch.zeros_like, operands.documents, memory_format=torch.contiguous_format)
+    zeros = partial(torch.zeros_like, operands.documents, memory_format=torch.contiguous_format)
     for block in blocks(operands, together=False):
         values = block.values.to(operands.dtype)
         scaled = values if block.scale is None else values * block.scale.unsqueeze(1)
         active = block.exist if block.mask is None else block.mask
         if block.mask is not None:
-            # They may be no numbers.
+            # Masked tokens may be NaN.
             scaled = scaled.masked_fill(~block.mask.flatten().unsqueeze(1), 0.0)
-        total: Tensor | None = None
+        grad: Tensor | None = None
         for part in block.parts:
             exponents = _exponents(block, part, beta)
             probabilities = exponents.sub_(lse[block.documents, part.columns].unsqueeze(1)).exp_()
-            flow = part.spread(grad_scores, block.documents)
-            flow = flow if part.weights is None else flow * part.weights
-            flow = flow if block.empty is None else flow.masked_fill(block.empty, 0.0)
+            grad_values = part.spread(grad_scores, block.documents)
+            grad_values = grad_values if part.weights is None else grad_values * part.weights
+            grad_values = grad_values if block.empty is None else grad_values.masked_fill(block.empty, 0.0)
             if need_beta:
-                # The derivative of (1 / beta) log(sum(exp(beta s))) is minus the entropy over the square of beta.
+                # The derivative of (1 / beta) log(sum(exp(beta s))) by beta is -entropy / beta**2.
                 entropy = torch.special.entr(probabilities).sum(dim=1)
-                slope -= (entropy * flow).masked_fill_(flow == 0.0, 0.0).sum(dtype=torch.float64)
-            flows = probabilities.mul_(flow.unsqueeze(1))
+                slope -= (entropy * grad_values).masked_fill_(grad_values == 0.0, 0.0).sum(dtype=torch.float64)
+            grad_products = probabilities.mul_(grad_values.unsqueeze(1))
             rows = part.rows[0].to(operands.dtype)
             rows = rows if part.scale is None else rows * part.scale[0].unsqueeze(1)
             if part.weights is not None:
                 inactive = part.weights[0] == 0
-                flows.masked_fill_(inactive, 0.0)
+                grad_products.masked_fill_(inactive, 0.0)
                 rows = rows.masked_fill(inactive.unsqueeze(1), 0.0)
             if active is not None:
-                flows.masked_fill_(~active.unsqueeze(2), 0.0)
-            flows = flows.flatten(0, 1) if block.exist is None else flows[block.exist]
+                grad_products.masked_fill_(~active.unsqueeze(2), 0.0)
+            grad_products = grad_products.flatten(0, 1) if block.exist is None else grad_products[block.exist]
             if need_documents:
-                total = flows @ rows if total is None else total.addmm_(flows, rows)
+                grad = grad_products @ rows if grad is None else grad.addmm_(grad_products, rows)
             if grad_rows is not None:
-                grad_rows[part.of] += flows.T @ scaled
-        if total is not None:
-            total = unscaled(total, values, block.scale)
-            if len(total) == operands.documents.shape[:-1].numel():
-                grad_documents = total.view(operands.documents.shape)
+                grad_rows[part.of] += grad_products.T @ scaled
+        if grad is not None:
+            grad = unscaled(grad, values, block.scale)
+            if len(grad) == operands.documents.shape[:-1].numel():
+                grad_documents = grad.view(operands.documents.shape)
                 continue
             if grad_documents is None:
-                # Some may meet no query token.
-                grad_documents = no_gradient()
-            operands.tokens(grad_documents, block.documents).copy_(total)
+                # Some documents may be scored against no query token.
+                grad_documents = zeros()
+            operands.tokens(grad_documents, block.documents).copy_(grad)
     if need_documents and grad_documents is None:
-        grad_documents = no_gradient()
+        grad_documents = zeros()
     if grad_rows is not None:
         grad_rows = unscaled(grad_rows, operands.queries, operands.queries_scale)
     return (slope / beta.double().square()).to(beta.dtype) if need_beta else None, grad_rows, grad_documents

@@ -1,10 +1,10 @@
-"""MaxSim of chosen query tokens: every document meets only those tokens of a query that were chosen for it.
+"""MaxSim of selected query tokens: each document is scored by only those tokens of a query chosen for it.
 
     score[i, j] = sum over s in query_tokens[i, j] of  max over active t of  <queries[i, s], documents[j, t]>
 
-That is what reranking with pruned queries computes, with no products of tokens that were not chosen: the kernel
-(`kernels.forward.single`) gathers the rows of the query for each document. The gradient is that of `maxsim`, where
-tokens that were not chosen have no winner.
+Reranking with pruned queries computes this. Products of tokens that are not chosen are skipped: the kernel
+(`kernels.forward.single`) gathers the query rows for each document. The gradient is that of `maxsim` with argmax -1
+for tokens that are not chosen.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ def maxsim_sparse_queries_reference(
     max_document_length: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """The definition of `maxsim_sparse_queries`: `maxsim_reference` of every pair, its other tokens masked."""
+    """The definition of `maxsim_sparse_queries`: `maxsim_reference` of each pair with other query tokens masked."""
     if documents_cu_seqlens is not None:
-        # There is no masked token among those that are packed.
+        # Packed documents have no masked tokens.
         options["masking"] = "exclude"
         documents, documents_mask = padded(documents, documents_cu_seqlens)
     chosen = _chosen(query_tokens, queries)
     pairs = chosen.shape[:2]
-    on = queries.new_ones(queries.shape[:2]) if queries_mask is None else queries_mask
-    there = None if documents_mask is None else documents_mask.expand(*pairs, -1).flatten(0, 1).unsqueeze(1)
+    queries_active = queries.new_ones(queries.shape[:2]) if queries_mask is None else queries_mask
+    documents_active = None if documents_mask is None else documents_mask.expand(*pairs, -1).flatten(0, 1).unsqueeze(1)
     scores = maxsim_reference(
         queries.unsqueeze(1).expand(*pairs, -1, -1).flatten(0, 1),
         documents.expand(*pairs, -1, -1).flatten(0, 1).unsqueeze(1),
-        queries_mask=(on.unsqueeze(1) * chosen).flatten(0, 1),
-        documents_mask=there,
+        queries_mask=(queries_active.unsqueeze(1) * chosen).flatten(0, 1),
+        documents_mask=documents_active,
         **options,
     )
     return scores.view(pairs)
@@ -91,26 +91,26 @@ def maxsim_sparse_queries(
     empty_score: float = 0.0,
     implementation: str = "auto",
 ) -> Tensor:
-    """MaxSim scores of the query tokens that are chosen for each document, differentiable.
+    """MaxSim scores of the query tokens chosen for each document, differentiable.
 
     Parameters
     ----------
     queries
         [Nq, Lq, d], of the types that `maxsim` takes.
     documents
-        [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates. [Td, d]
-        with `documents_cu_seqlens`: every query meets all, packed one after the other without padding.
+        [Nd, Ld, d]: every query is scored against every document. [Nq, K, Ld, d]: each query against its own K
+        candidates. [Td, d] with `documents_cu_seqlens`: every query against all documents, packed without padding.
     query_tokens
-        The positions, from 0 to Lq - 1, of the query tokens that a document is scored by, int32 or int64: [Nq, Nd, k],
-        of every pair, or [Nq, K, k] with candidates; [Nd, k]: the same positions in every query. -1 chooses none, so
-        that documents may have fewer than k. A token that is named twice counts once. Other values are an error on the
-        CPU. On a GPU, where to look would be to wait, they choose none.
+        Positions, 0 to Lq - 1, of the query tokens that score a document, int32 or int64: [Nq, Nd, k], per pair, or
+        [Nq, K, k] with candidates; [Nd, k]: the same positions in every query. -1 chooses no token, so documents may
+        have fewer than k. A duplicate position counts once. Other values are an error on the CPU. On a GPU, where
+        checking would synchronize, they choose no token.
     queries_mask, documents_mask
-        [Nq, Lq], which may hold weights, and [Nd, Ld] or [Nq, K, Ld], as in `maxsim`: a masked token adds nothing where
-        it is chosen. Packed documents have no mask.
+        [Nq, Lq], which may hold weights, and [Nd, Ld] or [Nq, K, Ld], as in `maxsim`: a masked token contributes
+        nothing even if chosen. Packed documents have no mask.
     documents_cu_seqlens, max_document_length
-        [Nd + 1], and the tokens of the longest document or more, as in `maxsim_varlen`: where a gradient is needed,
-        the call waits for the GPU to find out the second if it is not given.
+        [Nd + 1], and an upper bound on the document length, as in `maxsim_varlen`: if a gradient is needed and the
+        bound is None, the call synchronizes with the GPU to compute it.
     normalize, masking, empty_score, implementation
         As in `maxsim`.
     reduction
@@ -126,8 +126,8 @@ def maxsim_sparse_queries(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens has another type, shape or device
-        than named above, or holds values that it may not, or if packed documents have a mask, or if a GPU is to compute
+        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens has another dtype, shape or
+        device than listed above, or holds invalid values, or if packed documents have a mask, or if a GPU would compute
         2**31 scores or more in one call.
 
     Examples
@@ -152,7 +152,7 @@ def maxsim_sparse_queries(
     check_choice("reduction", reduction, REDUCTIONS)
     if reduction == "sum":
         return _sparse_queries((*tensors, query_tokens, *options), "maxsim_sparse_queries")
-    # The score of an empty document is not divided.
+    # `empty_score` is not divided by the token count.
     empty_score = checked_number("empty_score", empty_score)
     options = options._replace(reduction="sum", empty_score=0.0)
     sums = _sparse_queries((*tensors, query_tokens, *options), "maxsim_sparse_queries")
@@ -167,26 +167,26 @@ def _chosen(query_tokens: Tensor, queries: Tensor) -> Tensor:
     n_queries, length = queries.shape[:2]
     query_tokens = _positions(query_tokens, queries).long()
     chosen = query_tokens.new_zeros(*query_tokens.shape[:-1], length + 1, dtype=torch.bool)
-    # In the last place, what chooses none.
+    # The last column collects positions that choose no token.
     chosen.scatter_(-1, torch.where(query_tokens < 0, length, query_tokens), True)
     return chosen[..., :length].expand(n_queries, -1, -1)
 
 
 def _positions(query_tokens: Tensor, queries: Tensor) -> Tensor:
-    """The same with -1 where it chooses none: past the end of a query too."""
+    """`query_tokens` with -1 where no token is chosen, including positions past the end of a query."""
     return torch.where((query_tokens >= 0) & (query_tokens < queries.shape[1]), query_tokens, -1)
 
 
 def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
-    """Raise unless these are positions of query tokens for each document."""
+    """Raise unless `query_tokens` has a valid shape and holds positions of query tokens."""
     queries, documents = tensors[:2]
     n_queries, shape, cu_seqlens = queries.shape[0], query_tokens.shape, tensors.documents_cu_seqlens
     n_documents = documents.shape[-3] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    alike = documents.dim() < 4
-    if shape[:-1] != (n_queries, n_documents) and not (alike and shape[:-1] == (n_documents,)):
+    shared = documents.dim() < 4
+    if shape[:-1] != (n_queries, n_documents) and not (shared and shape[:-1] == (n_documents,)):
         raise ValueError(
             f"query_tokens must have shape [{n_queries}, {n_documents}, k]"
-            f"{f' or [{n_documents}, k]' if alike else ''}, got {list(shape)}"
+            f"{f' or [{n_documents}, k]' if shared else ''}, got {list(shape)}"
         )
     check_indices("query_tokens", query_tokens, "positions", queries.shape[1], "queries", queries)
 
@@ -225,37 +225,37 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
 
 
 def _in_blocks(operands: Operands, query_tokens: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
-    """Leave scores [Nq, Nd or K], and in `argmax`, which holds -1, the tokens that a gradient flows to.
+    """Write scores [Nq, Nd or K], and to `argmax`, prefilled with -1, the tokens that receive a gradient.
 
-    `query_tokens` [Nq, Nd or K, k] holds -1 where it chooses none.
+    `query_tokens` [Nq, Nd or K, k] holds -1 where no token is chosen.
     """
-    (n_queries, met, k), length, own = query_tokens.shape, operands.query_length, operands.candidates is not None
+    (n_queries, count, k), length, grouped = query_tokens.shape, operands.query_length, operands.candidates is not None
     budget = block_budget(operands.device) // operands.queries.shape[-1]
     step = max(1, budget // k)
-    for start in range(0, operands.n_documents, met):
+    for start in range(0, operands.n_documents, count):
         runs = [
             documents
-            for first in range(start, start + met, step)
-            for documents in operands.runs(first, min(first + step, start + met), budget)
+            for first in range(start, start + count, step)
+            for documents in operands.runs(first, min(first + step, start + count), budget)
             if operands.longest(documents.start, documents.stop)
         ]
         for documents in runs:
             block = Block(operands, documents, documents.stop - documents.start)
-            among = slice(documents.start - start, documents.stop - start)
-            for query in [start // met] if own else range(n_queries):
-                chosen = query_tokens[query, among].sort(dim=-1).values
+            columns = slice(documents.start - start, documents.stop - start)
+            for query in [start // count] if grouped else range(n_queries):
+                chosen = query_tokens[query, columns].sort(dim=-1).values
                 counted = chosen >= 0
                 counted[:, 1:] &= chosen[:, 1:] != chosen[:, :-1]
                 chosen = chosen.clamp(min=0).long()
                 rows = chosen + query * length
                 best, tokens = maxima(block, operands.part(rows, rows.shape, counted), argmax is not None)
-                scores[query, among] = best.sum(dim=1)
+                scores[query, columns] = best.sum(dim=1)
                 if argmax is not None and tokens is not None:
-                    # In the last column, what does not count.
-                    columns = argmax.new_full((len(chosen), length + 1), -1)
-                    columns.scatter_(1, torch.where(counted, chosen, length), tokens.to(argmax.dtype))
-                    first_row = 0 if own else query * length
-                    argmax[documents, first_row : first_row + length] = columns[:, :length]
+                    # The last column collects duplicates and unused slots.
+                    token_columns = argmax.new_full((len(chosen), length + 1), -1)
+                    token_columns.scatter_(1, torch.where(counted, chosen, length), tokens.to(argmax.dtype))
+                    first_row = 0 if grouped else query * length
+                    argmax[documents, first_row : first_row + length] = token_columns[:, :length]
 
 
 def _compute_gradients(

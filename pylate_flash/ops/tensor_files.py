@@ -1,4 +1,4 @@
-"""Containers of tensors, which check them, and know how to move to a device, and to and from safetensors files."""
+"""Containers of checked tensors that move between devices, and to and from safetensors files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ Container = TypeVar("Container", bound="TensorContainer")
 
 
 class TensorContainer:
-    """What containers share whose fields are tensors, or None."""
+    """Base class of containers whose fields are tensors or None."""
 
-    # What it is, for messages, and the field that the others lie beside.
+    # Its description in messages, and the field whose device the others must match.
     _what: ClassVar[str]
     _first: ClassVar[str]
 
     def _check_field(
         self, name: str, dtypes: tuple[torch.dtype, ...], layouts: dict[int, str] | None = None, shape: Any = None
     ) -> None:
-        """TypeError or ValueError unless a field is such a tensor, beside the first one."""
+        """Raise TypeError or ValueError unless a field is such a tensor, on the device of the first field."""
         tensor, first = getattr(self, name), getattr(self, self._first)
         check_tensor(name, tensor, layouts)
         check_beside(name, tensor, self._first, first, dtypes, shape)
         check_detached(name, tensor)
 
     def _check_bounds(self, cu_seqlens: Tensor) -> None:
-        """The same unless these are boundaries of what the first field has [T, ...], as far as that can be seen."""
+        """Raise unless `cu_seqlens` are boundaries of the first field [T, ...]; values are checked if readable."""
         check_boundaries("cu_seqlens", cu_seqlens)
         self._check_field("cu_seqlens", (cu_seqlens.dtype,))
         if is_readable(cu_seqlens):
@@ -48,45 +48,45 @@ class TensorContainer:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def to(self: Container, device: torch.device | str) -> Container:
-        """The same on a device. Tensors that are there already are shared, as by `torch.Tensor.to`."""
+        """A copy on a device. Tensors already on it are shared, as in `torch.Tensor.to`."""
         return type(self)(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a safetensors file, which holds at every moment what it held before, or all of this.
+        """Write a safetensors file atomically: at any time it holds either its old content or all of the new.
 
         Raises
         ------
         OSError
             If it cannot be written.
         """
-        place = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}.")
+        target = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.")
         os.close(handle)
         try:
             save_file(_apart(self._tensors()), temporary, metadata=self._metadata())
-            # mkstemp makes a file that only its owner may read.
+            # mkstemp creates a file that only its owner can read.
             os.chmod(temporary, 0o644)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(temporary, place)
+            os.replace(temporary, target)
         except BaseException as error:
             os.unlink(temporary)
             if isinstance(error, SafetensorError):
-                raise OSError(f"cannot write {place}: {error}") from error
+                raise OSError(f"cannot write {target}: {error}") from error
             raise
 
     @classmethod
     def load(cls: type[Container], path: str | os.PathLike, device: torch.device | str = "cpu") -> Container:
-        """Read what `save` wrote. It is read on the CPU first, and checked.
+        """Read a file written by `save`; it is read and checked on the CPU before it moves to `device`.
 
         Raises
         ------
         ValueError
-            If the file is damaged or of another kind, or its tensors do not fit together. The message names it.
+            If the file is damaged or of another kind, or its tensors do not match. The message names it.
         OSError
             If it cannot be read.
         """
-        # Safetensors has an error of its own for a folder, and for what may not be read.
+        # Raises OSError for a folder or an unreadable file, for which safetensors has its own error.
         with open(path, "rb"):
             pass
         try:
@@ -105,26 +105,26 @@ class TensorContainer:
         return {"format": f"pylate_flash.{cls.__name__}", "version": "1"}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """By name, those that are there."""
+        """The tensors by name, without fields that are None."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def wide_dtype(dtype: object) -> torch.dtype:
-    """The type to compute embeddings in that are rounded to `dtype`; TypeError if that is no floating one."""
+    """The dtype in which embeddings are computed before rounding to `dtype`; TypeError if that is not floating."""
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating torch.dtype, got {dtype}")
-    # Types of 8 bits are not promoted.
+    # 8-bit dtypes cannot be promoted.
     return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, contiguous, and no two in one memory, which safetensors refuses."""
+    """The tensors, contiguous, with no shared storage, which safetensors rejects."""
     apart: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
+        address = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
     return apart

@@ -1,7 +1,7 @@
-"""The one way through all similarities of a call in blocks of plain torch, for padded and packed tokens alike.
+"""Blocked iteration over all similarities of a call in plain torch, for padded and packed tokens.
 
-A block is some documents, and its parts are the query tokens, rows, that meet them: those of all queries, or of the one
-that has the documents, or, where queries have few documents of their own, a batch of several queries.
+A block is a range of documents. Its parts are the query tokens (rows) scored against them: those of all queries, of
+the one query that owns the documents, or, if queries have few documents of their own, a batch of several queries.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from .norms import in_range
 from .packing import host_bounds_of
 from .products import block_budget, inner_products
 
-# So many tokens of documents at least leave rows room for them.
+# The number of rows per part leaves room for at least this many document tokens.
 _TOKENS = 256
 
 
 class Operands(NamedTuple):
-    """What a call computes with. Rows are the tokens of all queries, one after the other."""
+    """The operands of a call. Rows are the tokens of all queries, concatenated."""
 
-    # [rows, d], and [T, d] packed, [Nd, Ld, d] or [Nq, K, Ld, d].
+    # [rows, d]; documents: packed [T, d], [Nd, Ld, d] or [Nq, K, Ld, d].
     queries: Tensor
     documents: Tensor
-    # [rows], bool or in the accumulation dtype, how often a row counts; of padded documents, bool. None: once, all.
+    # weights [rows], bool or in the accumulation dtype; mask of padded documents, bool. None: weight 1, all active.
     weights: Tensor | None
     mask: Tensor | None
-    # One over the norms, or None.
+    # Inverse norms, or None.
     queries_scale: Tensor | None
     documents_scale: Tensor | None
-    # Boundaries of queries among rows; of packed documents among tokens, or None; and of the documents of each query
-    # among all documents, or None where all queries meet all of them.
+    # Boundaries of queries in rows; of packed documents in tokens, or None; and of each query's candidates in
+    # documents, or None if all queries are scored against all documents.
     query_bounds: np.ndarray
     document_bounds: np.ndarray | None
     candidates: np.ndarray | None
-    # Results have so many columns for a query; in which of them each row stands, or None: row by row.
+    # Result columns per query, and the result column of each row, or None: the identity.
     query_length: int
     columns: Tensor | None = None
     # Whether the similarity of a masked token counts as 0.
@@ -61,63 +61,63 @@ class Operands(NamedTuple):
 
     @property
     def n_documents(self) -> int:
-        """Of all queries."""
+        """Number of documents of all queries."""
         bounds = self.document_bounds
         return self.documents.shape[:-2].numel() if bounds is None else len(bounds) - 1
 
     def longest(self, start: int, stop: int) -> int:
-        """Tokens of the longest of some documents, padding included."""
+        """Length of the longest of documents `start` to `stop`, padding included."""
         if self.document_bounds is None:
             return self.documents.shape[-2] if start < stop else 0
         return int(np.diff(self.document_bounds[start : stop + 1]).max(initial=0))
 
     def runs(self, start: int, stop: int, budget: int, padded: bool = True) -> list[slice]:
-        """Consecutive documents of at most `budget` tokens, padded to the longest of them or not; or one alone."""
+        """Runs of consecutive documents with at most `budget` tokens, `padded` to the longest or not; at least one."""
         if self.document_bounds is None:
             step = max(1, budget // self.documents.shape[-2])
             return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
         if padded:
-            found = runs(np.diff(self.document_bounds[start : stop + 1]), budget)
+            spans = runs(np.diff(self.document_bounds[start : stop + 1]), budget)
         else:
-            found = sequence_blocks(self.document_bounds[start : stop + 1], budget)
-        return [slice(start + first, start + last) for first, last in found]
+            spans = sequence_blocks(self.document_bounds[start : stop + 1], budget)
+        return [slice(start + first, start + last) for first, last in spans]
 
-    def part(self, rows: slice | Tensor, shape: Sequence[int], counted: Tensor | None, *others: Any) -> Part:
-        """The part of these rows, as many as [B, R], of which those count that are `counted`, with its other fields."""
+    def part(self, rows: slice | Tensor, shape: Sequence[int], counted: Tensor | None, *fields: Any) -> Part:
+        """The part of these rows, viewed as `shape` [B, R], with weight 0 where not `counted`, and its other fields."""
         weights, scale = (
-            None if of_rows is None else of_rows[rows].view(shape) for of_rows in (self.weights, self.queries_scale)
+            None if values is None else values[rows].view(shape) for values in (self.weights, self.queries_scale)
         )
         if counted is not None:
             weights = counted if weights is None else weights * counted
-        return Part(self.queries[rows].view(*shape, -1), weights, scale, *others)
+        return Part(self.queries[rows].view(*shape, -1), weights, scale, *fields)
 
-    def in_columns(self, of_rows: Tensor) -> Tensor:
-        """A tensor of all rows as [groups, columns of results, ...], with zeros where there is no row."""
+    def in_columns(self, values: Tensor) -> Tensor:
+        """A per-row tensor as [groups, result columns, ...], with zeros where there is no row."""
         if self.columns is not None:
-            padded = of_rows.new_zeros(self.n_queries * self.query_length, *of_rows.shape[1:])
-            padded[self.columns] = of_rows
-            of_rows = padded
-        return of_rows.unflatten(0, (1 if self.candidates is None else self.n_queries, -1))
+            padded = values.new_zeros(self.n_queries * self.query_length, *values.shape[1:])
+            padded[self.columns] = values
+            values = padded
+        return values.unflatten(0, (1 if self.candidates is None else self.n_queries, -1))
 
-    def tokens(self, of_all: Tensor, documents: slice) -> Tensor:
-        """What the tokens of some documents have of a tensor of the documents' layout, one after the other.
+    def tokens(self, tensor: Tensor, documents: slice) -> Tensor:
+        """The entries of a tensor in the documents' layout for these documents, flattened to one per token.
 
-        Of candidates, these are whole groups, or some of one group.
+        With candidates, `documents` covers full groups, or a part of one group.
         """
         if self.document_bounds is not None:
-            return of_all[self.document_bounds[documents.start] : self.document_bounds[documents.stop]]
+            return tensor[self.document_bounds[documents.start] : self.document_bounds[documents.stop]]
         if self.documents.dim() == 4:
-            count = of_all.shape[1]
+            count = tensor.shape[1]
             group, first = divmod(documents.start, count)
             stop = documents.stop - group * count
             if stop > count:
-                return of_all[group : group + stop // count].flatten(0, 2)
-            of_all, documents = of_all[group], slice(first, stop)
-        return of_all[documents].flatten(0, 1)
+                return tensor[group : group + stop // count].flatten(0, 2)
+            tensor, documents = tensor[group], slice(first, stop)
+        return tensor[documents].flatten(0, 1)
 
 
 def operands_of(problem: Problem, tensors: Tensors) -> Operands:
-    """The operands of a call that has tokens, after a look at its masks."""
+    """The operands of a call with at least one token; checks its masks."""
     queries, documents = tensors[:2]
     weights = checked_mask("queries_mask", tensors.queries_mask, weights=True)
     mask = checked_mask("documents_mask", tensors.documents_mask)
@@ -133,14 +133,14 @@ def operands_of(problem: Problem, tensors: Tensors) -> Operands:
     if problem.packed:
         bounds = host_bounds_of(problem, tensors)
     else:
-        own = np.arange(problem.groups + 1) * problem.n_documents if problem.groups > 1 else None
-        bounds = np.arange(problem.n_queries + 1) * problem.query_length, None, own
+        candidates = np.arange(problem.groups + 1) * problem.n_documents if problem.groups > 1 else None
+        bounds = np.arange(problem.n_queries + 1) * problem.query_length, None, candidates
     length, columns = problem.query_length, None
     if len(queries) != problem.n_queries * length:
         firsts = np.arange(problem.n_queries) * length - bounds[0][:-1]
         columns = torch.from_numpy(np.repeat(firsts, np.diff(bounds[0])) + np.arange(len(queries))).to(problem.device)
-    others = *scales, *bounds, length, columns, problem.kind.zero_masked
-    return Operands(queries, documents, weights, mask, *others)
+    fields = *scales, *bounds, length, columns, problem.kind.zero_masked
+    return Operands(queries, documents, weights, mask, *fields)
 
 
 class Part(NamedTuple):
@@ -149,16 +149,16 @@ class Part(NamedTuple):
     rows: Tensor
     weights: Tensor | None
     scale: Tensor | None
-    # The columns of the results, and, of one batch, the rows of the operands.
+    # The result columns, and, for a single batch, the rows of the operands.
     columns: slice | Tensor = slice(0)
     of: slice = slice(0)
-    # The queries' rows of the scores [Nq, Nd], or the one row of documents that have a query of their own; and of which
-    # of them each row is, counted from the first (None: as many of each).
+    # Rows of the scores [Nq, Nd] (the only row if documents belong to one query), and the query that owns each row,
+    # counted from the first (None: all queries have the same number of rows).
     queries: slice = slice(0)
     owners: Tensor | None = None
 
     def add(self, scores: Tensor, documents: slice, values: Tensor) -> None:
-        """Add what rows have of documents, [documents, R], to the scores [Nq, Nd], or [1, Nd]."""
+        """Sum the values [documents, R] of each query's rows into the scores [Nq, Nd], or [1, Nd]."""
         count = self.queries.stop - self.queries.start
         if self.owners is None:
             sums = values.unflatten(1, (count, -1)).sum(dim=2)
@@ -167,7 +167,7 @@ class Part(NamedTuple):
         scores[self.queries, documents].add_(sums.T)
 
     def spread(self, grad_scores: Tensor, documents: slice) -> Tensor:
-        """The gradient of what rows have of documents, [documents, R], of `add` to scores with this gradient."""
+        """The backward of `add`: the gradient of its values, [documents, R], given that of the scores."""
         grad = grad_scores[self.queries, documents].T
         if self.owners is not None:
             return grad.index_select(1, self.owners)
@@ -175,10 +175,10 @@ class Part(NamedTuple):
 
 
 class Block:
-    """Some documents, counted through all queries, with the parts that meet them; B batches of M documents each.
+    """A range of documents, numbered across all queries, and the parts scored against them; B batches of M documents.
 
-    `documents` tells which they are, `values` are their tokens [T, d], and `scale` [T] one over the norms, or None. The
-    longest is of `length`. `mask` [documents, length] tells which tokens of padded documents are active (None: all).
+    `documents` is the range, `values` are its tokens [T, d], and `scale` [T] their inverse norms, or None. The longest
+    document has `length` tokens. `mask` [documents, length] marks active tokens of padded documents (None: all).
     """
 
     def __init__(self, operands: Operands, documents: slice, batches: int = 1, parts: list[Part] | None = None) -> None:
@@ -189,9 +189,9 @@ class Block:
         self.scale = None if scale is None else operands.tokens(scale, documents)
         self.length = operands.longest(documents.start, documents.stop)
         self.mask = None if mask is None else operands.tokens(mask, documents).view(self.count, self.length)
-        # The similarity of a token that is not active.
+        # The similarity of a masked token.
         self._masked = 0.0 if operands.zero_masked else -torch.inf
-        # Of documents of several lengths.
+        # Set only if documents differ in length.
         self._bounds: np.ndarray | None = None
         if operands.document_bounds is not None and len(self.values) != self.count * self.length:
             bounds = operands.document_bounds[documents.start : documents.stop + 1]
@@ -199,37 +199,37 @@ class Block:
 
     @property
     def starts(self) -> Tensor:
-        """The first token of each document [documents, 1]."""
+        """Index of the first token of each document [documents, 1]."""
         bounds = np.arange(self.count + 1) * self.length if self._bounds is None else self._bounds
         return torch.from_numpy(bounds[:-1]).to(self.values.device).unsqueeze(1)
 
     @cached_property
     def lengths(self) -> Tensor | None:
-        """Of documents of several lengths, those [documents, 1], else None."""
+        """Lengths [documents, 1] if documents differ in length, else None."""
         return None if self._bounds is None else torch.from_numpy(np.diff(self._bounds)).to(self.values.device)[:, None]
 
     @cached_property
     def exist(self) -> Tensor | None:
-        """Which of so many tokens documents of several lengths have [documents, length], else None."""
+        """Mask [documents, length] of tokens that exist if documents differ in length, else None."""
         return None if self.lengths is None else torch.arange(self.length, device=self.values.device) < self.lengths
 
     @cached_property
     def empty(self) -> Tensor | None:
-        """Which documents have no active token [documents, 1], or None: none."""
+        """Mask [documents, 1] of documents without an active token; None: no such document."""
         if self.lengths is not None:
             return self.lengths == 0
         return None if self.mask is None else ~self.mask.any(dim=1, keepdim=True)
 
     def _products(self, part: Part) -> Tensor:
-        """Similarities [T, R] of the one batch in the accumulation dtype; the rows' norms are still to come."""
+        """Similarities [T, R] of a single batch in the accumulation dtype, before the rows' inverse norms."""
         products = inner_products(self.values, part.rows[0])
         return products if self.scale is None else products.mul_(self.scale.unsqueeze(1))
 
     def similarities(self, part: Part, active: Tensor | None) -> Tensor:
-        """Similarities [documents, length, R] in the accumulation dtype; the rows' norms are still to come.
+        """Similarities [documents, length, R] in the accumulation dtype, not yet scaled by the rows' inverse norms.
 
-        Tokens that are not `active` are masked. Past the end of a document they are those of its last token, which
-        changes neither a maximum nor the lowest index that attains it.
+        Tokens that are not `active` are masked. Past the end of a document, its last token is repeated, which changes
+        neither the maximum nor the lowest index that attains it.
         """
         tokens = None
         if self._bounds is not None:
@@ -249,7 +249,7 @@ class Block:
         return similarities if active is None else similarities.masked_fill_(~active.unsqueeze(2), self._masked)
 
     def maxima(self, part: Part) -> Tensor:
-        """The largest similarities [documents, R]; of a document without an active token, anything."""
+        """The largest similarities [documents, R]; undefined for a document without an active token."""
         if self._bounds is None or self.batches > 1:
             return self.similarities(part, self.mask).amax(dim=1)
         products = self._products(part)
@@ -258,7 +258,7 @@ class Block:
         return best.scatter_reduce_(0, owners.unsqueeze(1).expand_as(products), products, "amax")
 
     def argmax(self, part: Part) -> tuple[Tensor, Tensor]:
-        """The same, and which tokens attain them, the first of equal ones; -1 where no gradient flows to one."""
+        """The maxima, and the first token that attains each; -1 where no token receives a gradient."""
         best, argmax = self.similarities(part, self.mask).max(dim=1)
         if self.lengths is not None:
             # A product may have rounded the copies of a document's last token differently.
@@ -268,26 +268,26 @@ class Block:
             dropped |= ~self.mask.gather(1, argmax)
         return best, argmax.masked_fill_(dropped, -1)
 
-    def per_document(self, of_rows: Tensor) -> Tensor:
-        """What batches have of rows [B, R], for every document: [documents, R], or [1, R] of one batch."""
-        each = self.count // self.batches
-        return of_rows if self.batches == 1 or each == 1 else of_rows.repeat_interleave(each, dim=0)
+    def per_document(self, values: Tensor) -> Tensor:
+        """Expand per-batch row values [B, R] to all documents: [documents, R], or [1, R] for a single batch."""
+        repeats = self.count // self.batches
+        return values if self.batches == 1 or repeats == 1 else values.repeat_interleave(repeats, dim=0)
 
 
 def blocks(operands: Operands, together: bool = True, padded: bool = True) -> Iterator[Block]:
-    """All documents, so many similarities at a time as `block_budget` tells, or those of a row with one document.
+    """Blocks over all documents, each with at most `block_budget` similarities, or one row and one document.
 
-    `together`: queries with few documents of their own may go together, with copies of those that have several.
-    `padded`: whether similarities of documents of several lengths are padded to one.
+    `together`: queries with few documents of their own may share a block, which repeats a query per document.
+    `padded`: whether similarities of documents of different lengths are padded to one length.
     """
     budget, bounds = block_budget(operands.device), operands.query_bounds
     if operands.candidates is None:
-        meetings = [(0, operands.n_queries)]
+        query_ranges = [(0, operands.n_queries)]
     elif together:
-        meetings = groups_at_once(operands, budget)
+        query_ranges = groups_at_once(operands, budget)
     else:
-        meetings = [(query, query + 1) for query in range(operands.n_queries)]
-    for first, last in meetings:
+        query_ranges = [(query, query + 1) for query in range(operands.n_queries)]
+    for first, last in query_ranges:
         start, stop = 0, operands.n_documents
         if operands.candidates is not None:
             start, stop = operands.candidates[[first, last]].tolist()
@@ -298,19 +298,19 @@ def blocks(operands: Operands, together: bool = True, padded: bool = True) -> It
             yield _of_groups(operands, slice(first, last), slice(start, stop))
             continue
         parts = _parts(operands, first, last, max(1, budget // max(_TOKENS, longest)))
-        most = max([part.rows.shape[1] for part in parts])
-        for run in operands.runs(start, stop, budget // most, padded):
+        max_rows = max([part.rows.shape[1] for part in parts])
+        for run in operands.runs(start, stop, budget // max_rows, padded):
             block = Block(operands, run, 1, parts)
             if block.length:
                 yield block
 
 
-def _parts(operands: Operands, first: int, last: int, most: int) -> list[Part]:
-    """The rows of some queries: those of as many queries as have `most`, or so many of one."""
+def _parts(operands: Operands, first: int, last: int, max_rows: int) -> list[Part]:
+    """Parts of queries `first` to `last`, with at most `max_rows` rows: of several queries, or a chunk of one query."""
     bounds, parts = operands.query_bounds, []
-    for start, stop in sequence_blocks(bounds[first : last + 1], most):
+    for start, stop in sequence_blocks(bounds[first : last + 1], max_rows):
         queries, begin, end = slice(start, stop), int(bounds[first + start]), int(bounds[first + stop])
-        step = most if stop - start == 1 else max(1, end - begin)
+        step = max_rows if stop - start == 1 else max(1, end - begin)
         for row in range(begin, end, step):
             rows = slice(row, min(row + step, end))
             columns: slice | Tensor = rows
@@ -325,23 +325,23 @@ def _parts(operands: Operands, first: int, last: int, most: int) -> list[Part]:
 
 
 def _of_groups(operands: Operands, queries: slice, documents: slice) -> Block:
-    """The documents of several queries in one block, of as many batches as there are queries, or documents."""
+    """The documents of several queries in one block, with one batch per query or per document."""
     assert operands.candidates is not None
     bounds, numbers = operands.query_bounds, np.arange(queries.start, queries.stop)
-    of = slice(int(bounds[queries.start]), int(bounds[queries.stop]))
-    rows: slice | Tensor = of
+    row_slice = slice(int(bounds[queries.start]), int(bounds[queries.stop]))
+    rows: slice | Tensor = row_slice
     exist, shape = None, (len(numbers), operands.query_length)
     if operands.document_bounds is not None:
         counts = np.diff(operands.candidates[queries.start : queries.stop + 1])
         numbers = numbers if counts.min() == counts.max() else np.repeat(numbers, counts)
         padded, exist = padded_tokens(bounds, numbers, operands.device)
         rows, shape = padded.flatten(), (len(numbers), padded.shape[1])
-    part = operands.part(rows, shape, exist, slice(0, shape[1]), of, slice(0, 1))
+    part = operands.part(rows, shape, exist, slice(0, shape[1]), row_slice, slice(0, 1))
     return Block(operands, documents, len(numbers), [part])
 
 
 def groups_at_once(operands: Operands, budget: int) -> list[tuple[int, int]]:
-    """Consecutive queries that fit into `budget` with their documents, all padded to one length; or one query alone."""
+    """Ranges of consecutive queries whose documents, padded to one length, fit `budget`; at least one query."""
     assert operands.candidates is not None
     n_queries, budget = operands.n_queries, budget // max(operands.documents.shape[-1], operands.query_length)
     if operands.document_bounds is None:
@@ -353,9 +353,9 @@ def groups_at_once(operands: Operands, budget: int) -> list[tuple[int, int]]:
 
 
 def padded_tokens(bounds: np.ndarray, sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The tokens [N, L] of these sequences, past the end of one its last, and which there are, or None: all.
+    """Token indices [N, L] of these sequences, clamped to the last token of each, and their mask (None: all exist).
 
-    L is the length of the longest, or 1.
+    L is the length of the longest, at least 1.
     """
     starts, ends = bounds[sequences, None], bounds[sequences + 1, None]
     tokens = starts + np.arange(max(1, (ends - starts).max()))
@@ -365,47 +365,47 @@ def padded_tokens(bounds: np.ndarray, sequences: np.ndarray, device: torch.devic
     return torch.from_numpy(np.minimum(tokens, np.maximum(ends - 1, 0))).to(device), torch.from_numpy(exist).to(device)
 
 
-def group_runs(groups: int, count: int, most: int) -> list[slice]:
-    """Consecutive documents of groups of `count`, at most `most`: all of several groups, or some of one; or one alone.
+def group_runs(groups: int, count: int, limit: int) -> list[slice]:
+    """Ranges of at most `limit` documents, at least one, in groups of `count`: several full groups, or part of one.
 
-    As few as that takes, but of one size: a short last one would leave a GPU idle.
+    As few ranges as possible, of even size: a short last range would leave a GPU idle.
     """
-    if most >= count:
-        step = _even(groups, most // count) * count
+    if limit >= count:
+        step = _even(groups, limit // count) * count
         return [slice(first, min(first + step, groups * count)) for first in range(0, groups * count, step)]
-    step = _even(count, max(1, most))
+    step = _even(count, max(1, limit))
     starts = [(group * count, first) for group in range(groups) for first in range(0, count, step)]
     return [slice(start + first, start + min(first + step, count)) for start, first in starts]
 
 
-def _even(count: int, most: int) -> int:
-    """The size of as few equal parts of `count` as there are with at most `most` in each."""
-    return -(-count // -(-count // most))
+def _even(count: int, limit: int) -> int:
+    """The part size that splits `count` evenly into the fewest parts of at most `limit`."""
+    return -(-count // -(-count // limit))
 
 
 def runs(lengths: np.ndarray, budget: int, counts: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """Consecutive sequences of at most `budget` tokens, padded to the longest of them; or one alone.
+    """Ranges of consecutive sequences with at most `budget` tokens, padded to the longest of the range; at least one.
 
-    With `counts`, they are groups of so many sequences, of which `lengths` are those of the longest.
+    With `counts`, each item is a group of that many sequences, and `lengths` holds the longest length per group.
     """
     counts = np.ones_like(lengths) if counts is None else counts
-    found, first, total, longest = [], 0, 0, 0
+    spans, first, total, longest = [], 0, 0, 0
     for index, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         total, longest = total + count, max(longest, length)
         if index > first and total * longest > budget:
-            found.append((first, index))
+            spans.append((first, index))
             first, total, longest = index, count, length
-    return [*found, (first, len(lengths))] if len(lengths) else found
+    return [*spans, (first, len(lengths))] if len(lengths) else spans
 
 
 def sequence_blocks(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
-    """Consecutive sequences whose tokens fit into `budget` together; a longer sequence stands alone."""
-    found, first = [], 0
+    """Ranges of consecutive sequences whose tokens fit `budget`; a longer sequence is a range of its own."""
+    spans, first = [], 0
     if bounds[-1] - bounds[0] <= budget:
         return [(0, len(bounds) - 1)]
     while first < len(bounds) - 1:
         last = int(np.searchsorted(bounds, bounds[first] + max(1, budget), side="right")) - 1
         last = max(last, first + 1)
-        found.append((first, last))
+        spans.append((first, last))
         first = last
-    return found
+    return spans

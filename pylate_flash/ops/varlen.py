@@ -1,4 +1,4 @@
-"""MaxSim over packed tokens, by the operator of `maxsim`: no padding of documents is stored, moved or scored."""
+"""MaxSim over packed tokens with the operator of `maxsim`: no document padding is stored, moved or scored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .quantized import candidates_in_place, scores_of_quantized
 def maxsim_varlen_reference(
     queries: Tensor, documents: Tensor, queries_cu_seqlens: Tensor, documents_cu_seqlens: Tensor, **options: Any
 ) -> Tensor:
-    """The definition of `maxsim_varlen`: that of `maxsim`, of padded tokens; it checks nothing."""
+    """The definition of `maxsim_varlen`: that of `maxsim` on padded tokens, without argument checks."""
     return reference_scores(
         queries, documents, queries_cu_seqlens=queries_cu_seqlens, documents_cu_seqlens=documents_cu_seqlens, **options
     )
@@ -50,16 +50,16 @@ def maxsim_varlen(
     documents
         [Td, d], of the same dtype and on the same device, or quantized to 8 bits (`quantize`), as in `maxsim`.
     queries_cu_seqlens, documents_cu_seqlens
-        [Nq + 1] and [Nd + 1], int32 or int64, not decreasing, from 0 to Tq and to Td, on any device. On the CPU their
-        values are checked. On a GPU they are taken as they are, because to look at them would be to wait for it.
+        [Nq + 1] and [Nd + 1], int32 or int64, non-decreasing, from 0 to Tq and to Td, on any device. Values are checked
+        on the CPU only: on a GPU, checking would synchronize.
     candidates_cu_seqlens
-        None: every query meets every document. [Nq + 1]: query i meets only the documents candidates_cu_seqlens[i] to
-        candidates_cu_seqlens[i + 1]. As the other boundaries.
+        None: every query is scored against every document. [Nq + 1]: query i is scored only against documents
+        candidates_cu_seqlens[i] to candidates_cu_seqlens[i + 1]. Same requirements as the other boundaries.
     max_query_length, max_document_length
-        Tokens of the longest query and document, or more. A call that is given both waits for nothing. Without them,
-        it finds them out, and waits for the GPU if the boundaries lie there; without a gradient it can do without
-        `max_document_length`, but takes no document to be so much longer than the others that it is worth cutting into
-        segments. Under `torch.compile`, give both.
+        Upper bounds on the query and document lengths. A call that gets both never synchronizes. Otherwise the lengths
+        are computed, which synchronizes if the boundaries are on the GPU; without gradients, `max_document_length` is
+        not needed, but then no document is considered long enough, relative to the others, to be split into segments.
+        Under `torch.compile`, pass both.
     normalize, reduction, quantize_queries, implementation
         As in `maxsim`.
     empty_score
@@ -73,7 +73,7 @@ def maxsim_varlen(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim`; ValueError also if boundaries do not span the tokens, or a sequence is longer than it may be.
+        As in `maxsim`; ValueError also if boundaries do not span the tokens, or a sequence exceeds its maximum length.
 
     Examples
     --------
@@ -82,42 +82,42 @@ def maxsim_varlen(
     >>> maxsim_varlen(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
     tensor([[ 1.5000, -1.0000]])
     """
-    how = max_query_length, max_document_length, 0, checked_flag("normalize", normalize), reduction, "exclude"
-    others = None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, *how, empty_score
+    settings = max_query_length, max_document_length, 0, checked_flag("normalize", normalize), reduction, "exclude"
+    rest = None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, *settings, empty_score
     if isinstance(documents, QuantizedEmbeddings):
-        tensors, options = call_of(_with_lengths((queries, documents.values, *others, implementation)))
+        tensors, options = call_of(_with_lengths((queries, documents.values, *rest, implementation)))
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
-    arguments = queries, documents, *others, implementation
-    one = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.numel() == 2
-    if (one or max_query_length is not None) and not is_readable(documents_cu_seqlens):
-        # On a GPU, none of the boundaries is read.
+    arguments = queries, documents, *rest, implementation
+    single_query = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.numel() == 2
+    if (single_query or max_query_length is not None) and not is_readable(documents_cu_seqlens):
+        # Boundaries on a GPU are never read.
         return scores_of_arguments(arguments, "maxsim_varlen", _with_lengths)
     return scores_of_arguments(_beside(_with_lengths(arguments), max_document_length is None), "maxsim_varlen")
 
 
 def _with_lengths(arguments: tuple) -> tuple:
-    """The arguments of the operator, for those of `maxsim_varlen`."""
+    """The operator's arguments, with lengths filled in, from those of `maxsim_varlen`."""
     tensors, options = call_of(arguments)
     check_tensor("queries", tensors.queries, {2: "[Tq, d]"})
     check_tensor("documents", tensors.documents, {2: "[Td, d]"})
     return *tensors, *with_lengths(tensors, options, options.max_query_length, options.max_document_length)
 
 
-def _beside(arguments: tuple, found_out: bool) -> tuple:
-    """The arguments with boundaries, checked by now, beside embeddings on a GPU, where kernels look for them.
+def _beside(arguments: tuple, round_length: bool) -> tuple:
+    """The arguments with their checked boundaries moved to the GPU of the embeddings, where kernels read them.
 
-    So the call is one that is repeated; and for more lengths, if that of the longest document was `found_out`, as a
-    bound on it does without gradients.
+    The call can then reuse a recorded launch. If `round_length` and no gradient is needed, the document length is
+    rounded up to a bound, so that more lengths share one.
     """
     tensors, options = call_of(arguments)
     queries, documents, *_ = tensors
-    asked, dtype = options.implementation, queries.dtype
+    implementation, dtype = options.implementation, queries.dtype
     if not (queries.is_cuda and dtype in FLOATING and is_plain(*tensors)):
         return arguments
-    check_choice("implementation", asked, IMPLEMENTATIONS)
-    if choose(asked, queries.device, dtype, queries.shape[-1]) == "triton":
-        bounds = [None if one is None else one.to(queries.device, non_blocking=True) for one in tensors[4:]]
-        if found_out and not needs_gradient(queries, documents):
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if choose(implementation, queries.device, dtype, queries.shape[-1]) == "triton":
+        bounds = [None if cu is None else cu.to(queries.device, non_blocking=True) for cu in tensors[4:]]
+        if round_length and not needs_gradient(queries, documents):
             options = options._replace(max_document_length=rounded_total(options.max_document_length))
         return *tensors[:4], *bounds, *options
     return arguments
@@ -137,10 +137,10 @@ def maxsim_in_place(
     empty_score: float,
     implementation: str = "auto",
 ) -> Tensor:
-    """`maxsim_varlen`, by kernels alone and without gradients, of documents that lie among others.
+    """`maxsim_varlen` of documents read in place from a larger tensor; kernels only, no gradients.
 
-    Document i begins with row `starts[i]` (int64) of `rows` [T, d]; `documents_cu_seqlens` are the boundaries that the
-    documents would have if they followed one another, `n_tokens` in all. Quantized ones are candidates.
+    Document i starts at row `starts[i]` (int64) of `rows` [T, d]; `documents_cu_seqlens` are the boundaries that the
+    documents would have if packed, `n_tokens` in total. Quantized documents must be candidates.
     """
     values = rows.values if isinstance(rows, QuantizedEmbeddings) else rows
     tensors = Tensors(queries, values, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
@@ -185,7 +185,7 @@ def maxsim_varlen_pairwise(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As in `maxsim_varlen`; ValueError also if there are not as many documents as queries.
+        As in `maxsim_varlen`; ValueError also if the numbers of documents and queries differ.
 
     Examples
     --------
@@ -195,13 +195,13 @@ def maxsim_varlen_pairwise(
     """
     check_tensor("queries", queries, {2: "[Tq, d]"})
     check_tensor("documents", documents, {2: "[Td, d]"})
-    entries = check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
-    others = check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
-    if others != entries:
+    n_entries = check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
+    n_found = check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
+    if n_found != n_entries:
         raise ValueError(
-            f"documents_cu_seqlens must have as many entries as queries_cu_seqlens, {entries}, got {others}"
+            f"documents_cu_seqlens must have as many entries as queries_cu_seqlens, {n_entries}, got {n_found}"
         )
-    candidates = torch.arange(entries, dtype=torch.int32, device=documents.device)
+    candidates = torch.arange(n_entries, dtype=torch.int32, device=documents.device)
     tensors = Tensors(queries, documents, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates)
     options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
     options = with_lengths(tensors, options, max_query_length, max_document_length, max_candidates=1)

@@ -1,9 +1,9 @@
-"""What the losses and the trainers of all hosts are made of.
+"""Building blocks of the losses and trainers of all hosts.
 
-options.py          what a loss is asked for, resolved once for a batch
-contrast.py         the losses of a batch's embeddings, or hidden states
-grad_cache.py       a loss whose texts are encoded twice, in the mini-batches of `mini_batches.py`
-distributed.py      the documents of all ranks: gathered at once, or passed round a ring
-token_budget.py     how many tokens a GPU encodes at once, found by trying
-trainer_mixin.py    what the trainers of both libraries log and check
+options.py          the options of a loss, resolved once per batch
+contrast.py         the losses of a batch of embeddings, or of hidden states
+grad_cache.py       losses that encode their texts twice, in the mini-batches of `mini_batches.py`
+distributed.py      documents of all ranks: gathered at once, or passed around a ring
+token_budget.py     how many tokens a GPU can encode at once, determined by trial
+trainer_mixin.py    logging and checks of the trainers of both libraries
 """

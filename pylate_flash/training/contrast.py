@@ -1,4 +1,4 @@
-"""The losses of a batch, for every host: what its model has made of the texts, compared by one operation."""
+"""The losses of a batch, for every host: one operation on the embeddings or hidden states of its texts."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .options import LossOptions
 
 
 class Padded(NamedTuple):
-    """Documents [N, L, d], or of each query its candidates [Nq, K, L, d], and their mask."""
+    """Documents [N, L, d], or the candidates of each query [Nq, K, L, d], and their mask."""
 
     tokens: Tensor
     mask: Tensor
 
 
 class Batch(NamedTuple):
-    """What a model has made of the texts of a batch: embeddings, or with `projection` hidden states.
+    """The model outputs of a batch: embeddings, or with `projection` hidden states.
 
     Attributes
     ----------
     queries, queries_mask
-        [Nq, Lq, d], and [Nq, Lq], or None where all tokens are scored.
+        [Nq, Lq, d], and [Nq, Lq], or None if all tokens are scored.
     columns
-        Documents one after the other: of the first column come first. Hidden states are scored column by column, as
-        together they would be copied. Packed ones have the token of zeros that ``masking="zero"`` asks for.
+        The document columns, in order. Hidden states are scored column by column, as concatenating them would copy
+        them. Packed ones include the token of zeros that ``masking="zero"`` requires.
     projection
-        The weight [d, d_model] and the bias [d], or None, that make embeddings of hidden states.
+        The weight [d, d_model] and the bias [d], or None, that project hidden states to embeddings.
     """
 
     queries: Tensor
@@ -48,12 +48,12 @@ class Batch(NamedTuple):
     projection: tuple[Tensor, Tensor | None] | None = None
 
     def together(self) -> Padded | Packed:
-        """The documents of all columns; packed ones are together already."""
+        """Concatenate the documents of all columns; packed ones are a single column already."""
         return self.columns[0] if len(self.columns) == 1 else joined(self.columns)  # type: ignore[arg-type]
 
 
 def joined(parts: Sequence[Padded]) -> Padded:
-    """Documents [N, L, d], of any padded lengths, one after the other."""
+    """Concatenate documents [N, L, d] of any padded lengths."""
     if len(parts) == 1:
         return parts[0]
     tokens, masks = [part.tokens for part in parts], [part.mask for part in parts]
@@ -67,34 +67,34 @@ def joined(parts: Sequence[Padded]) -> Padded:
 def cross_entropy(
     options: LossOptions, batch: Batch, labels: Tensor | None = None, exclude: Tensor | None = None
 ) -> Tensor:
-    """The contrastive loss of a batch.
+    """Compute the contrastive loss of a batch.
 
     Parameters
     ----------
     options
-        How queries and documents are compared. Average, or sum, over the queries; with gathered documents, the sum over
-        this rank's queries, or that over the mean number of queries of a rank: DistributedDataParallel takes the mean
-        of the ranks' gradients, which is then that of one process with the whole batch, of the sum over the number of
-        ranks, or of the average.
+        How queries and documents are compared. The loss is averaged, or summed, over the queries; with gathered
+        documents it is the sum over this rank's queries divided by the mean number of queries per rank, or the plain
+        sum: DistributedDataParallel averages the ranks' gradients, which gives the gradient of a single process with
+        the full batch, of its average, or of its sum divided by the number of ranks.
     batch
-        Of this rank.
+        The batch of this rank.
     labels
-        [Nq], int64: which document of this rank is the right one. None: that of query i is document i.
+        [Nq], int64: the index of each query's positive among this rank's documents. None: document i for query i.
     exclude
-        [Nq, Nd], bool: True leaves a document out of the query's denominator. Not with gathered documents.
+        [Nq, Nd], bool: True excludes a document from the query's denominator. Not with gathered documents.
     """
     reduction, factor = options.loss_reduction, 1.0
     if options.gather is not None:
-        documents, right, ranks = _gathered(options, batch, labels)
+        documents, targets, ranks = _gathered(options, batch, labels)
         reduction, factor = "sum", world_size() / sum(ranks.queries) if options.size_average else 1.0
         factor = factor * world_size() if options.times_ranks else factor
         if options.gather == "ring":
-            # What is packed has no masked tokens.
+            # Packed documents have no masked tokens.
             scoring = {name: value for name, value in options.scoring().items() if name != "masking"}
             return factor * ring_cross_entropy(
-                batch.queries, batch.queries_mask, documents, ranks, right, options.temperature, scoring
+                batch.queries, batch.queries_mask, documents, ranks, targets, options.temperature, scoring
             )
-        batch, labels = batch._replace(columns=[documents]), right
+        batch, labels = batch._replace(columns=[documents]), targets
     comparison: dict[str, Any] = {
         "labels": labels,
         "exclude": exclude,
@@ -111,7 +111,7 @@ def cross_entropy(
 
 
 def divergence(options: LossOptions, batch: Batch, teacher_scores: Tensor) -> Tensor:
-    """The loss of distillation: how far the scores of each query's candidates are from a teacher's, [Nq, K]."""
+    """Compute the distillation loss: KL divergence of the candidates' scores from the teacher's scores [Nq, K]."""
     comparison: dict[str, Any] = {
         "teacher_scores": teacher_scores,
         "temperature": options.temperature,
@@ -125,20 +125,20 @@ def divergence(options: LossOptions, batch: Batch, teacher_scores: Tensor) -> Te
 
 
 def margin_mse(options: LossOptions, batch: Batch, teacher_scores: Tensor) -> Tensor:
-    """Squared differences from a teacher's margins between the first of each query's candidates and the others."""
+    """Compute the margin MSE loss: squared errors of each query's margins between its first candidate and the rest."""
     if (scores := _scores(options, batch)) is not None:
         return margin_mse_reference(scores, teacher_scores)
     return maxsim_margin_mse(**_embeddings(options, batch), teacher_scores=teacher_scores)
 
 
 def _embeddings(options: LossOptions, batch: Batch) -> dict[str, Any]:
-    """What an operation takes of a batch: embeddings, masks, and how they score."""
+    """Build the arguments of an operation from a batch: embeddings, masks and scoring options."""
     documents = _layout("documents", batch.together())
     return {"queries": batch.queries, "queries_mask": batch.queries_mask, **documents, **options.scoring()}
 
 
 def _gathered(options: LossOptions, batch: Batch, labels: Tensor | None) -> tuple[Packed, Tensor, Ranks]:
-    """The documents of all ranks, or in a ring this one's, packed; the right ones among them; what every rank holds."""
+    """Return packed documents (of all ranks, or for the ring of this one), the labels into them, and the rank sizes."""
     documents = batch.together()
     if isinstance(documents, Padded):
         documents = pack_padded(documents.tokens, documents.mask, options.masking == "zero")
@@ -151,7 +151,7 @@ def _gathered(options: LossOptions, batch: Batch, labels: Tensor | None) -> tupl
 
 
 def _scores(options: LossOptions, batch: Batch) -> Tensor | None:
-    """Scores that the operation of a loss does not compute: of hidden states, or by the smooth maximum; else None."""
+    """Compute the scores if the loss operation cannot: of hidden states, or by the smooth maximum; else None."""
     if batch.projection is not None:
         weight, bias = batch.projection
         scores = [
@@ -172,23 +172,23 @@ def _scores(options: LossOptions, batch: Batch) -> Tensor | None:
 
 
 def _soft_scores(options: LossOptions, batch: Batch, smooth: float | Tensor) -> Tensor:
-    """Scores of embeddings by the smooth maximum."""
-    documents, how = batch.together(), Options(**options.scoring())
+    """Score embeddings by the smooth maximum."""
+    documents, soft_options = batch.together(), Options(**options.scoring())
     if isinstance(documents, Padded):
         tensors = Tensors(batch.queries, documents.tokens, batch.queries_mask, documents.mask)
-        return soft_scores_of("soft_maxsim", tensors, smooth, how)
+        return soft_scores_of("soft_maxsim", tensors, smooth, soft_options)
     if options.masking == "zero":
         raise ValueError(
             'smooth: needs masking="exclude" where ranks gather documents, as masked tokens are not gathered, and it '
             'is "zero"'
         )
     tensors = Tensors(batch.queries, documents.tokens, batch.queries_mask, None, None, documents.cu_seqlens)
-    how = with_lengths(tensors, how, None, documents.longest)
-    return soft_scores_of("soft_maxsim_varlen", tensors, smooth, how)
+    soft_options = with_lengths(tensors, soft_options, None, documents.longest)
+    return soft_scores_of("soft_maxsim_varlen", tensors, smooth, soft_options)
 
 
 def _layout(name: str, documents: Padded | Packed) -> dict[str, Any]:
-    """The arguments of an operation that tell the documents, the first of them by its name."""
+    """Build the document arguments of an operation; `name` is that of the token argument."""
     if isinstance(documents, Padded):
         return {name: documents.tokens, "documents_mask": documents.mask}
     return {
@@ -199,7 +199,7 @@ def _layout(name: str, documents: Padded | Packed) -> dict[str, Any]:
 
 
 class Stopwatch:
-    """How long the operations of a loss take on their device, which is read when all is done there."""
+    """Measures the device time of the operations of a loss; CUDA events are read only in `read`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -207,7 +207,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
-        """Count what is launched in this block."""
+        """Measure the operations launched in this block."""
         if device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -220,7 +220,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - start
 
     def read(self) -> float:
-        """Seconds since the last reading; waits for the device."""
+        """Return the seconds measured since the last call; waits for the device."""
         for start, end in self._events:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1000
@@ -229,6 +229,6 @@ class Stopwatch:
 
 
 def timed(loss: Any, device: torch.device) -> AbstractContextManager[None]:
-    """Count what this block takes on the loss's stopwatch, if a trainer has given it one."""
+    """Measure this block with the loss's stopwatch, if a trainer has set one."""
     stopwatch = getattr(loss, "stopwatch", None)
     return nullcontext() if stopwatch is None else stopwatch.running(device)

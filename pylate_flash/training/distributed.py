@@ -1,13 +1,13 @@
-"""The documents of all ranks as candidates of this rank's queries: gathered at once, or passed round a ring.
+"""Documents of all ranks as candidates of this rank's queries: gathered at once, or passed around a ring.
 
-Ranks may hold different numbers of queries, of documents and of tokens. What each holds is exchanged first
-(`exchange`), so that every rank knows what it will be sent, and tokens travel packed.
+Ranks may hold different numbers of queries, documents and tokens. The sizes are exchanged first (`exchange`), so that
+every rank knows what it will receive, and tokens are sent packed.
 
-`all_gather` brings all tokens to every rank. In `ring_cross_entropy` every rank holds its own block of documents and
-the one that it scores, while the next one is on its way: memory does not depend on the number of ranks. The first pass
-round the ring finds the logarithm of each softmax's denominator, block by block (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018). The second is the backward: the gradient of a block travels with it, and is
-complete when it comes home.
+`all_gather` copies all tokens to every rank. In `ring_cross_entropy` every rank holds its own block of documents and
+the block that it scores, while the next one is in flight: memory does not depend on the number of ranks. The first pass
+around the ring computes the logarithm of each softmax's denominator, block by block (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018). The second pass is the backward: the gradient of a block travels with it,
+and is complete when it returns to its owner.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .mini_batches import Packed
 
 GATHERINGS = ("all_gather", "ring")
 
-# What the argmax of a block's similarities with some of the queries takes at most, in the backward of the ring: little
-# beside the float32 gradients of two blocks, 250 MB each for 4096 documents of 120 tokens.
+# Maximum size of the argmax of a chunk of queries against a block, in the backward of the ring: small compared to the
+# float32 gradients of two blocks, 250 MB each for 4096 documents of 120 tokens.
 _ARGMAX_BYTES = 64 << 20
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Ranks(NamedTuple):
-    """What every rank holds; `lengths` of the documents [ranks, documents of the rank with most] is on the device."""
+    """Sizes on every rank; `lengths` of the documents, [ranks, largest number of documents], is on the device."""
 
     queries: list[int]
     documents: list[int]
@@ -47,81 +47,81 @@ class Ranks(NamedTuple):
 
 
 def world_size() -> int:
-    """The number of ranks: 1 without a process group."""
+    """Return the number of ranks: 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This rank: 0 without a process group."""
+    """Return this rank: 0 without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def gathers(loss: Any) -> bool:
-    """Whether a loss compares its queries with the documents of other ranks too."""
+    """Whether a loss also compares its queries with the documents of other ranks."""
     return getattr(loss, "gather_across_devices", False) and world_size() > 1
 
 
 def gather_sizes(sizes: list[int], device: torch.device) -> list[list[int]]:
-    """What every rank has given, as lists [ranks, ...]. Waits for the device."""
-    here = torch.tensor(sizes, device=device)
-    everywhere = here.new_empty(dist.get_world_size(), len(sizes))
-    dist.all_gather_into_tensor(everywhere, here.unsqueeze(0))
-    return everywhere.tolist()
+    """Gather integers from every rank, as lists [ranks, ...]. Waits for the device."""
+    local = torch.tensor(sizes, device=device)
+    gathered = local.new_empty(dist.get_world_size(), len(sizes))
+    dist.all_gather_into_tensor(gathered, local.unsqueeze(0))
+    return gathered.tolist()
 
 
 def exchange(documents: Packed, n_queries: int) -> Ranks:
-    """Tell all ranks what this one holds.
+    """Exchange the sizes of all ranks.
 
     Raises
     ------
     TypeError
-        On all ranks, if their embeddings differ in type.
+        On all ranks, if their embeddings differ in dtype.
     ValueError
         On all ranks, if their embeddings differ in size.
     """
     tokens, lengths, longest = documents
     size, dtype = tokens.shape[1], _DTYPES.index(tokens.dtype)
-    here = [n_queries, len(lengths), len(tokens), longest, size, dtype]
-    queries, counts, totals, most, sizes, dtypes = (
-        list(column) for column in zip(*gather_sizes(here, tokens.device), strict=True)
+    local = [n_queries, len(lengths), len(tokens), longest, size, dtype]
+    queries, counts, totals, longest_per_rank, sizes, dtypes = (
+        list(column) for column in zip(*gather_sizes(local, tokens.device), strict=True)
     )
     if len(set(sizes)) > 1:
         raise ValueError(f"gather_across_devices: embeddings of {sizes} elements on the ranks; expected one size")
     if len(set(dtypes)) > 1:
         names = [_DTYPES[index] for index in dtypes]
         raise TypeError(f"gather_across_devices: embeddings of {names} on the ranks; expected one type")
-    everywhere = lengths.new_empty(len(counts), max(counts))
-    dist.all_gather_into_tensor(everywhere, _filled(lengths, max(counts)).unsqueeze(0))
-    return Ranks(queries, counts, totals, most, everywhere)
+    all_lengths = lengths.new_empty(len(counts), max(counts))
+    dist.all_gather_into_tensor(all_lengths, _filled(lengths, max(counts)).unsqueeze(0))
+    return Ranks(queries, counts, totals, longest_per_rank, all_lengths)
 
 
 def all_gather(documents: Packed, ranks: Ranks) -> Packed:
-    """The documents of all ranks, in their order; the gradient of each token is the sum of all ranks'."""
+    """Gather the documents of all ranks, in rank order; the gradient of each token is summed over the ranks."""
     lengths = torch.cat([ranks.lengths_of(rank) for rank in range(len(ranks.documents))])
     return Packed(_AllGather.apply(documents.tokens, ranks.tokens), lengths, max(ranks.longest))
 
 
 class _AllGather(torch.autograd.Function):
-    """Tokens [T, d] of every rank, one after the other."""
+    """Concatenates the tokens [T, d] of all ranks."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, totals: list[int]) -> Tensor:
         ctx.totals = totals
-        most, size = max(totals), tokens.shape[1]
-        everywhere = tokens.new_empty(len(totals) * most, size)
-        dist.all_gather_into_tensor(everywhere, _filled(tokens, most))
-        return torch.cat([block[:total] for block, total in zip(everywhere.split(most), totals, strict=True)])
+        max_total, size = max(totals), tokens.shape[1]
+        gathered = tokens.new_empty(len(totals) * max_total, size)
+        dist.all_gather_into_tensor(gathered, _filled(tokens, max_total))
+        return torch.cat([block[:total] for block, total in zip(gathered.split(max_total), totals, strict=True)])
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        here = ctx.totals[dist.get_rank()]
-        received = gradient.new_empty(len(ctx.totals), here, gradient.shape[1])
+        own_total = ctx.totals[dist.get_rank()]
+        received = gradient.new_empty(len(ctx.totals), own_total, gradient.shape[1])
         dist.all_to_all_single(
-            received.flatten(0, 1), gradient.contiguous(), [here] * len(ctx.totals), list(ctx.totals)
+            received.flatten(0, 1), gradient.contiguous(), [own_total] * len(ctx.totals), list(ctx.totals)
         )
-        # One rounding, of a sum in one order, whatever the type.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return received.sum(dim=0, dtype=wide).to(gradient.dtype), None
+        # Sum in a fixed order and round once, whatever the dtype.
+        acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
+        return received.sum(dim=0, dtype=acc_dtype).to(gradient.dtype), None
 
 
 def ring_cross_entropy(
@@ -140,17 +140,17 @@ def ring_cross_entropy(
     queries
         [Nq, Lq, d].
     queries_mask
-        [Nq, Lq], or None. With it, the call waits for the device.
+        [Nq, Lq], or None. With a mask, the call waits for the device.
     documents
-        This rank's.
+        The documents of this rank.
     ranks
-        What `exchange` has found.
+        Result of `exchange`.
     labels
-        [Nq], int64: which of this rank's documents is the right one.
+        [Nq], int64: the index of each query's positive among this rank's documents.
     temperature
-        Divides the scores; a tensor of one element has a gradient too.
+        Divides the scores; a one-element tensor receives a gradient too.
     options
-        Of the scores, as `maxsim_varlen` takes them.
+        Scoring options of `maxsim_varlen`.
 
     Returns
     -------
@@ -164,7 +164,7 @@ def ring_cross_entropy(
     else:
         lengths, tokens = queries_mask.bool().sum(dim=1), queries[queries_mask.bool()]
         bounds = F.pad(lengths.cumsum(0), (1, 0)).tolist()
-    # In autocast's type from here on, on the way and in the backward, which is outside of it.
+    # Cast to autocast's dtype here: it applies in transit and in the backward too, which runs outside autocast.
     device = tokens.device.type
     block = documents.tokens
     if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:
@@ -177,7 +177,7 @@ def ring_cross_entropy(
 
 
 class _Ring(NamedTuple):
-    """The queries of this rank, packed, and how blocks of documents come by."""
+    """The packed queries of this rank, and the passing of document blocks around the ring."""
 
     rank: int
     ranks: Ranks
@@ -188,7 +188,7 @@ class _Ring(NamedTuple):
     options: dict[str, Any]
 
     def blocks(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The rank that owns each block, and its tokens; this rank's own is the first."""
+        """Yield the owner rank and the tokens of each block, starting with this rank's own."""
         totals = self.ranks.tokens
         current = _filled(tokens, max(totals))
         for step in range(len(totals)):
@@ -200,7 +200,7 @@ class _Ring(NamedTuple):
             current = incoming
 
     def pass_on(self, values: Tensor) -> tuple[Tensor, list[Any]]:
-        """Send to the next rank, and say where what the rank before sends will be when `wait` has waited for it."""
+        """Send to the next rank; return the receive buffer for the previous rank's data, valid after `wait`."""
         incoming, size = torch.empty_like(values), len(self.ranks.tokens)
         operations = [
             dist.P2POp(dist.isend, values, (self.rank + 1) % size),
@@ -209,16 +209,16 @@ class _Ring(NamedTuple):
         return incoming, dist.batch_isend_irecv(operations)
 
     def chunks(self, owner: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of queries, and of their tokens, so few that their argmax in the owner's block stays small."""
+        """Yield chunks of queries, and of their tokens, whose argmax in the owner's block stays small."""
         queries = len(self.bounds) - 1
-        of_one = self.longest * self.ranks.documents[owner] * argmax_dtype(self.ranks.longest[owner]).itemsize
-        size = max(1, _ARGMAX_BYTES // max(1, of_one))
+        argmax_bytes = self.longest * self.ranks.documents[owner] * argmax_dtype(self.ranks.longest[owner]).itemsize
+        size = max(1, _ARGMAX_BYTES // max(1, argmax_bytes))
         for start in range(0, queries, size):
             stop = min(queries, start + size)
             yield slice(start, stop), slice(self.bounds[start], self.bounds[stop])
 
     def scores(self, queries: Tensor, rows: slice, block: Tensor, owner: int) -> Tensor:
-        """float32 scores of some queries, whose tokens are given, and the documents of a block."""
+        """Score a chunk of packed queries against the documents of a block, in float32."""
         return maxsim_varlen(
             queries,
             block,
@@ -231,62 +231,67 @@ class _Ring(NamedTuple):
 
 
 class _RingCrossEntropy(torch.autograd.Function):
-    """`ring_cross_entropy` of packed tokens: both passes round the ring."""
+    """`ring_cross_entropy` of packed tokens: both passes around the ring."""
 
     @staticmethod
     def forward(ctx, queries: Tensor, tokens: Tensor, temperature: Tensor, ring: _Ring) -> Tensor:
-        wide = accumulation_dtype(queries.dtype)
-        lse = torch.full((len(ring.labels),), -torch.inf, dtype=wide, device=queries.device)
-        right = torch.zeros_like(lse)
+        acc_dtype = accumulation_dtype(queries.dtype)
+        lse = torch.full((len(ring.labels),), -torch.inf, dtype=acc_dtype, device=queries.device)
+        positive_logits = torch.zeros_like(lse)
         for owner, block in ring.blocks(tokens):
-            for rows, of_tokens in ring.chunks(owner):
-                logits = ring.scores(queries[of_tokens], rows, block, owner) / temperature.to(wide)
+            for rows, token_slice in ring.chunks(owner):
+                logits = ring.scores(queries[token_slice], rows, block, owner) / temperature.to(acc_dtype)
                 lse[rows] = torch.logaddexp(lse[rows], logits.logsumexp(dim=1))
                 if owner == ring.rank:
-                    right[rows] = logits.gather(1, ring.labels[rows].unsqueeze(1)).squeeze(1)
+                    positive_logits[rows] = logits.gather(1, ring.labels[rows].unsqueeze(1)).squeeze(1)
         ctx.save_for_backward(queries, tokens, temperature, lse)
         ctx.ring = ring
-        return (lse - right).sum()
+        return (lse - positive_logits).sum()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, tokens, temperature, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        wide = accumulation_dtype(tokens.dtype)
-        of_queries = torch.zeros_like(queries, dtype=wide)
-        of_temperature = torch.zeros((), dtype=wide, device=queries.device)
-        # What the ranks have found of the block that is here, and what is still on its way of that.
-        of_block = torch.zeros(max(ring.ranks.tokens), tokens.shape[1], dtype=wide, device=tokens.device)
+        acc_dtype = accumulation_dtype(tokens.dtype)
+        grad_queries = torch.zeros_like(queries, dtype=acc_dtype)
+        grad_temp = torch.zeros((), dtype=acc_dtype, device=queries.device)
+        # Gradient of the current block accumulated by the ranks so far, and the transfers of it still in flight.
+        grad_block = torch.zeros(max(ring.ranks.tokens), tokens.shape[1], dtype=acc_dtype, device=tokens.device)
         works: list[Any] = []
         for owner, block in ring.blocks(tokens):
             block = block.detach().requires_grad_()
-            for rows, of_tokens in ring.chunks(owner):
-                chunk = queries[of_tokens].detach().requires_grad_()
+            for rows, token_slice in ring.chunks(owner):
+                chunk = queries[token_slice].detach().requires_grad_()
                 with torch.enable_grad():
                     scores = ring.scores(chunk, rows, block, owner)
-                logits = scores.detach() / temperature.to(wide)
-                of_logits = (logits - lse[rows].unsqueeze(1)).exp()
+                logits = scores.detach() / temperature.to(acc_dtype)
+                grad_logits = (logits - lse[rows].unsqueeze(1)).exp()
                 if owner == ring.rank:
                     labels = ring.labels[rows].unsqueeze(1)
-                    of_logits.scatter_add_(1, labels, of_logits.new_full(labels.shape, -1.0))
-                of_scores = of_logits * (gradient / temperature.to(wide))
-                of_temperature -= (of_scores * logits).sum()
-                found = torch.autograd.grad(scores, (chunk, block), of_scores)
-                # The next chunk's argmax takes their place.
+                    grad_logits.scatter_add_(1, labels, grad_logits.new_full(labels.shape, -1.0))
+                grad_scores = grad_logits * (gradient / temperature.to(acc_dtype))
+                grad_temp -= (grad_scores * logits).sum()
+                grads = torch.autograd.grad(scores, (chunk, block), grad_scores)
+                # Free the scores: the next chunk's argmax reuses their memory.
                 del scores
-                of_queries[of_tokens] += found[0]
+                grad_queries[token_slice] += grads[0]
                 wait(works)
-                of_block[: len(block)] += found[1]
-                del found
+                grad_block[: len(block)] += grads[1]
+                del grads
             wait(works)
-            of_block, works = ring.pass_on(of_block)
+            grad_block, works = ring.pass_on(grad_block)
         wait(works)
-        own = of_block[: len(tokens)].to(tokens.dtype)
-        return of_queries.to(queries.dtype), own, of_temperature.reshape(temperature.shape).to(temperature.dtype), None
+        grad_tokens = grad_block[: len(tokens)].to(tokens.dtype)
+        return (
+            grad_queries.to(queries.dtype),
+            grad_tokens,
+            grad_temp.reshape(temperature.shape).to(temperature.dtype),
+            None,
+        )
 
 
 def wait(works: list[Any]) -> None:
-    """Wait for all of it, once, and let go of what was sent."""
+    """Wait for all transfers and drop them, which releases the buffers that were sent."""
     for work in works:
         work.wait()
     works.clear()
@@ -297,7 +302,7 @@ def _bounds(lengths: Tensor) -> Tensor:
 
 
 def _filled(values: Tensor, size: int) -> Tensor:
-    """Values [n, ...] with zeros after them, [size, ...], contiguous."""
+    """Pad values [n, ...] with zeros to [size, ...], contiguous."""
     if values.shape[0] == size:
         return values.contiguous()
     return torch.cat([values, values.new_zeros(size - values.shape[0], *values.shape[1:])])

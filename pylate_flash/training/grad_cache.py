@@ -1,6 +1,6 @@
-"""A loss whose texts are encoded twice: its value first, and in its backward the gradients of the encoder (GradCache).
+"""Losses that encode their texts twice: first for the value, then, in the backward, for the gradients (GradCache).
 
-What a cached loss of every host does; `mini_batches` has the two passes themselves.
+Shared by the cached losses of all hosts; `mini_batches` implements the two encoding passes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .options import LossOptions
 
 
 def autocast_in_force(device: str) -> dict[str, Any]:
-    """The arguments of `torch.autocast` that repeat what is in force for a type of device, in a backward outside it."""
+    """Return the `torch.autocast` arguments that reproduce the current autocast in a backward outside of it."""
     return {
         "device_type": device,
         "dtype": torch.get_autocast_dtype(device),
         "enabled": torch.is_autocast_enabled(device),
-        # It would hold weights that were cast in the first pass, and so lead no gradient to the parameters, for a
-        # second one that runs in the caller's autocast too.
+        # The cache would keep weights cast in the first pass, without a graph: a second pass in the caller's autocast
+        # would then pass no gradients to the parameters.
         "cache_enabled": False,
     }
 
@@ -45,7 +45,7 @@ def cached_cross_entropy(
     loss: Any,
     options: LossOptions,
     columns: Sequence[dict[str, Any]],
-    kept: Sequence[Tensor],
+    keep_masks: Sequence[Tensor],
     limits: Limits,
     *,
     autocast: dict[str, Any],
@@ -53,7 +53,7 @@ def cached_cross_entropy(
     arguments: Sequence[dict[str, Any]] | None = None,
     divided: bool = False,
 ) -> Tensor:
-    """The contrastive loss of tokenized columns, which in its backward encodes them again.
+    """Compute the contrastive loss of tokenized columns, which are encoded again in the backward.
 
     Parameters
     ----------
@@ -61,22 +61,22 @@ def cached_cross_entropy(
         Has `model` and `show_progress_bar`, and may have a `stopwatch`.
     options
         How the kept tokens are compared.
-    columns, kept, limits, arguments
-        Texts, queries first, and what is kept of them, as in `mini_batches`.
+    columns, keep_masks, limits, arguments
+        As in `mini_batches`, queries first.
     autocast
-        What `autocast_in_force` has said.
+        Result of `autocast_in_force`.
     exclude
         As in `cross_entropy`, in the order of the columns.
     divided
-        Divide the value by the number of queries, and not its gradients.
+        Divide the value by the number of queries, but not its gradients.
     """
-    # A hidden state of zeros is no embedding of zeros.
+    # The projection does not map a hidden state of zeros to an embedding of zeros.
     zeros = options.masking == "zero" and not options.fuse_projection
-    queries, *documents = mini_batches(columns, kept, limits, [False] + [zeros] * (len(columns) - 1), arguments)
+    queries, *documents = mini_batches(columns, keep_masks, limits, [False] + [zeros] * (len(columns) - 1), arguments)
     labels = right_documents(queries, documents[0])
     if exclude is not None:
-        places = torch.cat([index * len(labels) + column.order for index, column in enumerate(documents)])
-        exclude = exclude[queries.order][:, places]
+        positions = torch.cat([index * len(labels) + column.order for index, column in enumerate(documents)])
+        exclude = exclude[queries.order][:, positions]
     parts = [queries.batches, [batch for column in documents for batch in column.batches]]
     with hidden_states(loss.model) if options.fuse_projection else nullcontext():
         tokens = [encode(part, loss.model, autocast, loss.show_progress_bar) for part in parts]
@@ -86,45 +86,45 @@ def cached_cross_entropy(
         None if tensor is None else tensor.detach().requires_grad_(with_grad) for tensor in (*tokens, *projection)
     ]
     with timed(loss, tokens[0].device):
-        computed = cross_entropy(options, _batch_of(options, queries, documents, leaves), labels, exclude)
-    value = computed.detach() / len(labels) if divided else computed.detach()
+        result = cross_entropy(options, _batch_of(options, queries, documents, leaves), labels, exclude)
+    value = result.detach() / len(labels) if divided else result.detach()
     if with_grad:
-        # In a list, which gives them away: they are freed before the encoder needs the memory.
-        held = [computed, *leaves]
-        value.requires_grad_().register_hook(functools.partial(_encode_again, loss, parts, held, autocast))
+        # Pass them in a list, which the hook clears: they are freed before the encoder needs the memory.
+        retained = [result, *leaves]
+        value.requires_grad_().register_hook(functools.partial(_encode_again, loss, parts, retained, autocast))
     return value
 
 
 def _batch_of(
     options: LossOptions, queries: Column, documents: Sequence[Column], leaves: Sequence[Tensor | None]
 ) -> Batch:
-    """The kept tokens [T, d] of queries, padded, and of the columns of documents, packed; weight and bias, or None."""
-    of_queries, of_documents, weight, bias = leaves
-    assert of_queries is not None
-    assert of_documents is not None
-    padded, queries_mask = unpack_padded(of_queries, queries.n_kept, max(queries.lengths))
+    """Build a batch from `leaves`: kept tokens [T, d] of queries and documents, weight and bias; queries get padded."""
+    query_tokens, document_tokens, weight, bias = leaves
+    assert query_tokens is not None
+    assert document_tokens is not None
+    padded, queries_mask = unpack_padded(query_tokens, queries.n_kept, max(queries.lengths))
     lengths, longest = torch.cat([column.n_kept for column in documents]), max(max(c.lengths) for c in documents)
-    together: Padded | Packed = Packed(of_documents, lengths, longest)
+    candidates: Padded | Packed = Packed(document_tokens, lengths, longest)
     if weight is not None and options.masking == "zero":
-        # With a place of padding where a text has masked tokens, and with none where it has not.
-        states, mask = unpack_padded(of_documents, lengths, min(longest + 1, documents[0].kept.shape[1]))
-        together = Padded(states, states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask)
-    return Batch(padded, queries_mask, [together], None if weight is None else (weight, bias))
+        # A text with masked tokens needs a padding position; a text that fills its column needs none.
+        states, mask = unpack_padded(document_tokens, lengths, min(longest + 1, documents[0].keep.shape[1]))
+        candidates = Padded(states, states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask)
+    return Batch(padded, queries_mask, [candidates], None if weight is None else (weight, bias))
 
 
 def _encode_again(
-    loss: Any, parts: Sequence[Sequence[MiniBatch]], held: list[Any], autocast: dict[str, Any], grad_loss: Tensor
+    loss: Any, parts: Sequence[Sequence[MiniBatch]], retained: list[Any], autocast: dict[str, Any], grad_loss: Tensor
 ) -> None:
-    """Give the kept tokens their gradients, and pass these on to the parameters.
+    """Compute the gradients of the kept tokens, and propagate them to the parameters.
 
-    Not before the loss has its own: a loss scaled for float16 is, so that no gradient of it is lost in rounding.
+    This runs once the loss has its gradient: with loss scaling for float16, no gradient underflows then.
     """
-    if not held:
+    if not retained:
         raise RuntimeError("the gradient of a cached loss is computed once: do not ask for its backward again")
     with timed(loss, grad_loss.device):
-        torch.autograd.backward(held[0], grad_loss.to(held[0].dtype))
-    gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in held[1:]]
-    held.clear()
+        torch.autograd.backward(retained[0], grad_loss.to(retained[0].dtype))
+    gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in retained[1:]]
+    retained.clear()
     projection = {name: value for name, value in zip((WEIGHT, BIAS), gradients[-2:], strict=True) if value is not None}
     with hidden_states(loss.model) if projection else nullcontext():
         encode_again(

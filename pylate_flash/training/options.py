@@ -1,4 +1,4 @@
-"""What a loss of any host is asked for, resolved once for a batch; and the checks of what several losses take."""
+"""The options of a loss of any host, resolved once per batch, and checks of arguments that several losses share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..ops.checks import is_positive
 class LossOptions(NamedTuple):
     """How the queries of a batch are compared with its documents: options of the operations of `ops.losses`.
 
-    `gather` is one of `distributed.GATHERINGS` where the documents of all ranks are compared, and None where there is
-    one rank, or each has its own; `times_ranks` multiplies such a loss by their number, as PyLate has it. The ring
-    takes neither `margin` nor `symmetric`. With `smooth` scores are of `soft_maxsim`, which takes neither these two nor
-    the ring. With `fuse_projection` they are of hidden states.
+    `gather` is one of `distributed.GATHERINGS` if documents are compared across ranks, and None for a single rank or
+    rank-local documents; `times_ranks` multiplies a gathered loss by the number of ranks, as PyLate does. The ring
+    supports neither `margin` nor `symmetric`. `smooth` scores with `soft_maxsim`, which supports neither of these two
+    nor the ring. `fuse_projection` scores from hidden states.
     """
 
     temperature: float | Tensor = 1.0
@@ -27,12 +27,12 @@ class LossOptions(NamedTuple):
     empty_score: float = 0.0
     fuse_projection: bool = False
     smooth: float | Tensor | None = None
-    # Of a contrastive loss.
+    # Contrastive losses only.
     margin: float | None = None
     symmetric: bool = False
     gather: str | None = None
     times_ranks: bool = False
-    # Of a distillation.
+    # Distillation losses only.
     teacher_temperature: float = 1.0
     normalize_scores: bool = False
 
@@ -41,12 +41,12 @@ class LossOptions(NamedTuple):
         return "mean" if self.size_average else "sum"
 
     def scoring(self) -> dict[str, Any]:
-        """What operations that score take."""
+        """Return the keyword arguments of the scoring operations."""
         return {name: getattr(self, name) for name in ("masking", "normalize", "reduction", "empty_score")}
 
 
 def check_temperature(temperature: Any, name: str = "temperature") -> None:
-    """A number above 0, or a tensor of one element, as a learned temperature is."""
+    """Raise unless `temperature` is a number above 0, or a one-element tensor such as a learned temperature."""
     if isinstance(temperature, Tensor):
         if temperature.numel() != 1:
             raise ValueError(f"{name}: a tensor of shape {tuple(temperature.shape)}; expected a number or one element")
@@ -57,7 +57,7 @@ def check_temperature(temperature: Any, name: str = "temperature") -> None:
 
 
 def check_sizes(**sizes: Any) -> None:
-    """Numbers of texts, tokens or queries, by their names: integers from 1 on, or None."""
+    """Raise unless each named number of texts, tokens or queries is an integer of at least 1, or None."""
     for name, size in sizes.items():
         if size is None:
             continue

@@ -1,4 +1,4 @@
-"""How many tokens a GPU encodes at once in training, found by trying."""
+"""The number of tokens that a GPU can encode at once in training, determined by trial."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from .mini_batches import scored_tokens
 
 __all__ = ["largest_token_budget"]
 
-# Of the memory that the process may have: what other texts, and the allocator's fragments, may need beyond the trial.
+# Fraction of the process's memory left free for other texts and allocator fragmentation, which the trial does not see.
 _RESERVE = 0.1
-# Bytes per parameter of Adam's two moments, which are there from the first step's end on.
+# Bytes per parameter of Adam's two moments, which exist from the end of the first step on.
 _OPTIMIZER_BYTES = 8
 
 
 def largest_token_budget(loss: Any, documents: int, dtype: torch.dtype | None = None) -> int:
-    """The largest `mini_batch_num_tokens` of a cached loss that fits into the memory of its model's GPU, by trial.
+    """Find the largest `mini_batch_num_tokens` of a cached loss that fits into the memory of its model's GPU, by trial.
 
-    Documents of the model's greatest length are encoded in training mode, and the way back is gone, with twice as many
-    each time until memory does not suffice, beside what a step will hold: the embeddings of the whole batch with their
-    gradients, the gradients of the parameters, Adam's moments, and a tenth of the memory for what is not foreseen.
-    Random states are as before; gradients that there are, are dropped. What the trainer puts around the model later
-    (gradient checkpointing, DistributedDataParallel) is not tried.
+    Runs forward and backward in training mode on documents of the model's maximum length, doubling their number until
+    memory does not suffice, while holding what a step will hold: the embeddings of the full batch with their gradients,
+    the gradients of the parameters, Adam's moments, and a tenth of the memory as a reserve. Random states are restored;
+    existing gradients are dropped. What the trainer adds to the model later (gradient checkpointing,
+    DistributedDataParallel) is not included.
 
     Parameters
     ----------
     loss
         `losses.CachedContrastive`, or `CachedMultiVectorMultipleNegativesRankingLoss` of
-        `hosts.sentence_transformers.losses`. Its model lies where it will be trained.
+        `hosts.sentence_transformers.losses`. Its model must be on the device that it will be trained on.
     documents
-        Of a batch, all columns together: more tokens than they have are not tried.
+        Number of documents of a batch, over all columns: no more than their tokens are tried.
     dtype
-        That of autocast in the training. None: no autocast.
+        Autocast dtype of the training. None: no autocast.
 
     Returns
     -------
     int
-        Tokens.
+        Number of tokens.
 
     Raises
     ------
@@ -58,28 +58,28 @@ def largest_token_budget(loss: Any, documents: int, dtype: torch.dtype | None = 
     >>> loss.mini_batch_num_tokens = largest_token_budget(loss, 4096, torch.bfloat16)  # doctest: +SKIP
     """
     model = unwrapped(loss.model)
-    of_host, training, device = is_multi_vector_encoder(model), model.training, model.device
-    length = read_lengths(model)[1] if of_host else model.document_length
+    is_encoder, training, device = is_multi_vector_encoder(model), model.training, model.device
+    length = read_lengths(model)[1] if is_encoder else model.document_length
     if length is None:
         raise ValueError("nothing limits the length of a document; set the model's document_length")
-    if of_host and scored_tokens(model, {**model.preprocess(["a"], task="document"), "task": "document"}) is None:
+    if is_encoder and scored_tokens(model, {**model.preprocess(["a"], task="document"), "task": "document"}) is None:
         raise ValueError(
             "the texts of this model cannot be sorted by length, so that a number of tokens would not limit the "
             "memory; give mini_batch_size"
         )
 
     def fits(texts: int) -> bool:
-        found = True
+        succeeded = True
         try:
             _try(model, texts, length, documents * length, dtype)
         except torch.OutOfMemoryError:
-            found = False
+            succeeded = False
         model.zero_grad(set_to_none=True)
         if device.type == "cuda":
-            # What the error's frames held is gone by now, but for cycles.
+            # The tensors held by the error's frames are freed by now, except for reference cycles.
             gc.collect()
             torch.cuda.empty_cache()
-        return found
+        return succeeded
 
     try:
         model.train()
@@ -93,44 +93,44 @@ def largest_token_budget(loss: Any, documents: int, dtype: torch.dtype | None = 
     return texts * length
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number tried that fits, at most `most`: a power of two or one and a half; 0 if not even 1 does."""
-    found, size = 0, 1
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest tried size that fits, up to `limit`: a power of two, or 1.5 times one; 0 if 1 does not fit."""
+    largest, size = 0, 1
     while fits(size):
-        found = size
-        if size == most:
-            return found
-        size = min(2 * size, most)
-    between = found + found // 2
-    return between if found < between < size and fits(between) else found
+        largest = size
+        if size == limit:
+            return largest
+        size = min(2 * size, limit)
+    middle = largest + largest // 2
+    return middle if largest < middle < size and fits(middle) else largest
 
 
 def _try(model: Any, texts: int, length: int, tokens: int, dtype: torch.dtype | None) -> None:
-    """Encode so many documents and go the way back, beside what a step with so many tokens will hold."""
+    """Run forward and backward on `texts` documents, holding the memory that a step with `tokens` tokens needs."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    held = _held(model, tokens, parameters)
-    # From the second mini-batch on, they are there while the encoder's activations grow.
+    reserved = _held(model, tokens, parameters)
+    # From the second mini-batch on, the gradients coexist with the encoder's activations.
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     _encode_and_back(model, texts, length, dtype)
-    del held
+    del reserved
 
 
 def _held(model: Any, tokens: int, parameters: list[torch.Tensor]) -> torch.Tensor:
-    """As many bytes as a step will hold beside what the encoder needs and the gradients of the parameters."""
+    """Allocate the bytes that a step holds in addition to the encoder's memory and the parameters' gradients."""
     if model.device.type != "cuda":
         return torch.empty(0)
-    of_host = is_multi_vector_encoder(model)
-    embedding = (model.get_embedding_dimension() if of_host else model.get_sentence_embedding_dimension()) or 128
-    # Embeddings and gradients in four bytes at most, and the operation's float32 sums.
+    is_encoder = is_multi_vector_encoder(model)
+    embedding = (model.get_embedding_dimension() if is_encoder else model.get_sentence_embedding_dimension()) or 128
+    # Embeddings and gradients in at most four bytes each, and the operation's float32 accumulators.
     size = tokens * embedding * 12 + _OPTIMIZER_BYTES * sum(parameter.numel() for parameter in parameters)
     return torch.empty(size + int(_RESERVE * _most(model.device)), dtype=torch.uint8, device=model.device)
 
 
 def _most(device: torch.device) -> int:
-    """The bytes of a GPU that this process may have: what others leave, up to its limit if it has been given one."""
+    """Return the bytes of a GPU available to this process: what other processes leave, up to its limit if set."""
     free, total = torch.cuda.mem_get_info(device)
-    # Older versions of PyTorch do not tell it.
+    # Older versions of PyTorch lack this function.
     limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
     return min(free + torch.cuda.memory_reserved(device), int(limit * total))
 
@@ -145,10 +145,10 @@ def _encode_and_back(model: Any, texts: int, length: int, dtype: torch.dtype | N
         }
     else:
         features = model.tokenize(["a"] * texts, is_query=False, pad=True)
-    # No token is like another, as in the batch that needs most.
+    # Random tokens: the worst case has no repeated tokens.
     features["input_ids"] = torch.randint(0, len(model.tokenizer), features["input_ids"].shape)
     features["attention_mask"] = torch.ones_like(features["attention_mask"])
-    # Where nothing is padded, attention makes no mask of all pairs of tokens, and other kernels may compute it.
+    # Mask one token: without padding, attention builds no mask of all token pairs and may use other kernels.
     features["attention_mask"][0, -1] = 0
     features = {
         name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in features.items()

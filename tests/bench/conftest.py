@@ -1,4 +1,4 @@
-"""What the tests of the benchmark suite share: a suite of tiny rows, and a result made by hand."""
+"""Fixtures shared by the benchmark tests: a suite of tiny rows, and a handwritten result."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def tiny_suite():
 
 @pytest.fixture
 def ceilings():
-    """Ceilings that no test has to measure."""
+    """Fixed ceilings, so that no test has to measure them."""
     return Ceilings(flops_per_second=1e12, bytes_per_second=1e10)
 
 
 @pytest.fixture
 def result():
-    """A complete result of the forward suite, made by hand: every status appears."""
+    """A complete result of the forward suite, written by hand: every status appears."""
     timed = {"variant": "maxsim", "error": 1e-7, "iqr_ms": 0.001, "host_ms": 0.02, "repetitions": 50}
     return {
         "schema": 1,

@@ -1,6 +1,6 @@
-"""What functions of other packages give, by the definition, so that they are called where they are not installed.
+"""Stand-ins for functions of other packages, by the definition, so that they are called without being installed.
 
-Where they are, a call has to fit what they declare.
+Where a package is installed, calls must match the signatures of its functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pylate_flash.bench.peers import FLASH_MAXSIM, LIK, MAXSIM_CPU, Peer
 
 
 def maxsim(Q, D, q_mask=None, d_mask=None, *, normalize=False, backward=None):
-    # As kernels accumulate.
+    # In float32, as kernels accumulate.
     return einsum_scores(Q.float(), F.normalize(D.float(), dim=-1) if normalize else D.float(), q_mask, d_mask)
 
 
@@ -65,7 +65,7 @@ def flash_maxsim_packed(Q, D, cu_seqlens, max_seqlen):
 
 
 def colbert_contrastive_step(Q, D):
-    """It leaves the gradients in both, and has no temperature."""
+    """Leave the gradients in both inputs; there is no temperature."""
     leaves = [tensor.detach().float().requires_grad_() for tensor in (Q, D)]
     with torch.enable_grad():
         loss = maxsim_cross_entropy(*leaves)
@@ -106,15 +106,15 @@ FUNCTIONS = {
 
 
 def put_in_place(monkeypatch):
-    """Let these be what the packages have, on any device."""
+    """Replace the functions of the packages by these, on any device."""
     for peer, functions in FUNCTIONS.items():
         for path, function in functions.items():
-            place, _, name = f"{peer.module}.{path}".rpartition(".")
+            module_name, _, name = f"{peer.module}.{path}".rpartition(".")
             try:
-                module = importlib.import_module(place)
+                module = importlib.import_module(module_name)
             except ImportError:
-                module = ModuleType(place)
-                monkeypatch.setitem(sys.modules, place, module)
+                module = ModuleType(module_name)
+                monkeypatch.setitem(sys.modules, module_name, module)
             monkeypatch.setattr(module, name, _checked(function, getattr(module, name, None)), raising=False)
     own = Peer.unavailable
     monkeypatch.setattr(Peer, "unavailable", lambda peer, device: None if peer in FUNCTIONS else own(peer, device))

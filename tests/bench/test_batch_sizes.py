@@ -1,4 +1,4 @@
-"""The experiment with batch sizes, at a tiny size: what is packed, what is trained, and how it is evaluated."""
+"""The batch size experiment at a tiny size: what is packed, what is trained, and how it is evaluated."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_what_is_packed_is_the_text_and_the_encoder_in_half(archive, tiny_colber
     encoder = str(Path(tiny_colbert_path).parent / "bert")
     with batch_sizes.unpacked(archive) as folder:
         documents, queries, _ = evaluation.load_beir_folder(folder)
-        most = SETTINGS.document_length
+        limit = SETTINGS.document_length
         assert [entry["text"] for entry in documents] == [
-            " ".join(entry.text.split()[:most]) for entry in corpus.documents
+            " ".join(entry.text.split()[:limit]) for entry in corpus.documents
         ]
         assert list(queries.values()) == [entry.query for entry in corpus.queries]
-        packed, whole = (batch_sizes.load(Path(path), SETTINGS).cpu() for path in (folder, encoder))
+        packed, full = (batch_sizes.load(Path(path), SETTINGS).cpu() for path in (folder, encoder))
     texts = [entry.text for entry in corpus.train][:4]
     actual, expected = (
-        torch.cat(model.encode(texts, is_query=False, convert_to_tensor=True)) for model in (packed, whole)
+        torch.cat(model.encode(texts, is_query=False, convert_to_tensor=True)) for model in (packed, full)
     )
     assert actual.dtype == torch.float32
     assert 0 < (actual - expected).norm() <= 1e-2 * expected.norm()
@@ -78,8 +78,8 @@ def test_a_model_that_has_diverged_finds_nothing():
 
 def test_what_is_evaluated_are_the_scores_of_the_test_split(archive, monkeypatch):
     inputs = []
-    of_scores = batch_sizes.ndcg
-    monkeypatch.setattr(batch_sizes, "ndcg", lambda *arguments: inputs.append(arguments) or of_scores(*arguments))
+    ndcg = batch_sizes.ndcg
+    monkeypatch.setattr(batch_sizes, "ndcg", lambda *arguments: inputs.append(arguments) or ndcg(*arguments))
     with batch_sizes.unpacked(archive) as folder:
         colbert = batch_sizes.load(folder, SETTINGS)
         actual = batch_sizes.evaluate(colbert, folder)
@@ -101,16 +101,16 @@ def test_trainings_differ_in_nothing_else(archive, tmp_path, monkeypatch):
     compared = {"steps": 2, "examples": 16}
     batch_sizes.train_all(archive, [*longer, shortest, shortest], SETTINGS, output, 1, compared)
     result = json.loads(output.read_text(encoding="utf-8"))
-    made = result["runs"]
-    results = [(run["batch_size"], run["steps"], run["examples"]) for run in made]
+    trained = result["runs"]
+    results = [(run["batch_size"], run["steps"], run["examples"]) for run in trained]
     assert results == [(4, 2, 8), (4, 2, 8), (4, 4, 16), (8, 2, 16)]
     assert result["planned"] == 4
     assert result["compared"] == compared
-    # Drawn from the same seed, and not trained yet.
-    assert len({run["ndcg@10_before"] for run in made}) == 1
-    assert made[0]["loss"] == made[1]["loss"]
-    assert made[0]["ndcg@10"] == made[1]["ndcg@10"]
-    for run in made:
+    # Initialized from the same seed, and not trained yet.
+    assert len({run["ndcg@10_before"] for run in trained}) == 1
+    assert trained[0]["loss"] == trained[1]["loss"]
+    assert trained[0]["ndcg@10"] == trained[1]["ndcg@10"]
+    for run in trained:
         steps, values = zip(*run["loss"], strict=True)
         assert steps[-1] == run["steps"]
         assert len(set(values)) == len(values), "the model must change"

@@ -96,7 +96,7 @@ def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path
     [
         (["backwards"], ["backwards", "forward"]),
         (["--rows", "three"], ["three", "several"]),
-        # As of a variable that is not set, which is not all rows.
+        # As from an unset variable, which does not mean all rows.
         (["--rows", ""], ["rows", "several"]),
         (["--device", "abacus"], ["abacus"]),
         (["--device", "meta"], ["meta"]),
@@ -169,15 +169,15 @@ def test_the_help_says_what_each_suite_tells_and_what_a_table_shows(capsys):
 
 
 def test_a_suite_for_the_cpu_is_measured_there_and_nowhere_else(invoke, tiny_suite, monkeypatch, tmp_path):
-    kept = replace(tiny_suite(), device="cpu")
+    cpu_suite = replace(tiny_suite(), device="cpu")
     path = tmp_path / "here.json"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    outcome = invoke("--quick", "--device", "auto", "--no-peers", "--json", str(path), suite=kept)
+    outcome = invoke("--quick", "--device", "auto", "--no-peers", "--json", str(path), suite=cpu_suite)
     assert outcome.exit_code == 0, outcome.output
     assert results.load(path)["machine"]["device"] == "cpu"
     assert not results.load(path)["protocol"]["reduced"]
     assert "No GPU" not in outcome.output
-    outcome = invoke("--quick", "--device", "cuda", suite=kept)
+    outcome = invoke("--quick", "--device", "cuda", suite=cpu_suite)
     assert outcome.exit_code == 2
     assert "measures cpu only" in outcome.output
 
@@ -194,7 +194,7 @@ def test_what_is_no_suite_is_named(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory on a CPU is read from Linux's /proc")
 def test_a_suite_of_a_file_is_measured_memory_too(tmp_path):
-    path, kept = tmp_path / "mine.py", tmp_path / "result.json"
+    path, output = tmp_path / "mine.py", tmp_path / "result.json"
     path.write_text(
         "from dataclasses import replace\n"
         "from pylate_flash.bench import forward\n"
@@ -202,13 +202,13 @@ def test_a_suite_of_a_file_is_measured_memory_too(tmp_path):
         "def suite():\n"
         "    return replace(forward.suite(), name='mine', rows=(Row('tiny', 1, 5, 4, 7, d=16),))\n"
     )
-    command = ["pylate_flash.bench", str(path), "--quick", "--device", "cpu", "--memory", "--json", str(kept)]
-    # Where the plus-minus sign of a time cannot be printed, too.
+    command = ["pylate_flash.bench", str(path), "--quick", "--device", "cpu", "--memory", "--json", str(output)]
+    # Also where the plus-minus sign of a time cannot be printed.
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, env=environment)
-    (row,) = results.load(kept)["rows"]
+    (row,) = results.load(output)["rows"]
     assert row["systems"]["pylate_flash"]["memory_bytes"] >= 0
-    assert results.load(kept)["suite"] == "mine"
+    assert results.load(output)["suite"] == "mine"
 
 
 def test_remarks_say_what_the_table_cannot(result):

@@ -1,4 +1,4 @@
-"""Shapes drawn at random are the same for a seed, every way computes what it says, and what takes too long is named."""
+"""Random shapes are reproducible, every variant computes what its name says, and slow ones are named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_shapes_are_those_of_a_seed_and_within_the_bounds():
 
 @pytest.mark.parametrize("size", [64, 320])
 def test_ways_agree(size):
-    """As far as roundings let them: of all tokens, of those of a mask, and with codes, which are of other documents."""
+    """Up to rounding: with all tokens, with those of a mask, and with codes, which are of other documents."""
     row = Row("tiny", 3, 7, 5, 40, d=size, shortest=10)
     assert row.lengths().min() < 40
     ways = drawn_shapes.ways(row, torch.device("cpu"))
@@ -51,16 +51,16 @@ def test_ways_agree(size):
 
 @pytest.mark.parametrize(("queries", "documents"), [(3, 7), (1, 7), (9, 4)])
 def test_operations_agree(queries, documents):
-    """Where they score alike; a step of packed embeddings gives no gradient of padding."""
+    """Where they score the same pairs; a packed step has no gradient of padding."""
     row = Row("tiny", queries, documents, 6, 40, d=64, shortest=10)
     results = {name: call() for name, call in drawn_shapes.operations(row, torch.device("cpu")).items()}
-    whole = results["padded"].float()
-    torch.testing.assert_close(results["one query"], whole[:1])
-    torch.testing.assert_close(results["float32"], whole, rtol=1e-2, atol=1e-2)
-    every = torch.arange(documents)
-    torch.testing.assert_close(results["pairs"].float(), whole[every % queries, every])
+    scores = results["padded"].float()
+    torch.testing.assert_close(results["one query"], scores[:1])
+    torch.testing.assert_close(results["float32"], scores, rtol=1e-2, atol=1e-2)
+    index = torch.arange(documents)
+    torch.testing.assert_close(results["pairs"].float(), scores[index % queries, index])
     own = results["own documents"]
-    torch.testing.assert_close(own.flatten(), whole[torch.arange(own.numel()) // own.shape[1], every[: own.numel()]])
+    torch.testing.assert_close(own.flatten(), scores[torch.arange(own.numel()) // own.shape[1], index[: own.numel()]])
     torch.testing.assert_close(results["hidden"], results["projected"], rtol=1e-2, atol=1e-2)
     assert results["own packed documents"].numel() == results["packed pairs"].numel() == documents
     for name, sizes in {
@@ -81,7 +81,7 @@ def test_what_is_beyond_a_limit_is_named(monkeypatch):
     limits = (Limit("int8", "padded", 1.1), Limit("packed", "masked", 1.2), Limit("codes", "padded", 1.0))
     monkeypatch.setattr(drawn_shapes, "LIMITS", limits)
     assert drawn_shapes.beyond({"padded": 1.0, "int8": 2.0, "packed": 1.0, "masked": 1.0}) == {"int8 / padded": 2.0}
-    # As long as a call takes that computes nothing.
+    # No longer than a call that computes nothing.
     assert drawn_shapes.beyond({"padded": 0.001, "int8": 0.002}) == {}
 
 

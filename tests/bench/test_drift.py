@@ -39,18 +39,18 @@ def test_both_ways_train_alike(comparison, tiny_colbert_path, tmp_path):
 
 
 def test_the_memory_of_every_way_is_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(step_memory, "measure", lambda model, step: asked.append(step) or len(asked))
+    steps = []
+    monkeypatch.setattr(step_memory, "measure", lambda model, step: steps.append(step) or len(steps))
     result = drift.memory_of_steps("model", drift.Training(document_length=7), [64, 256])
     assert [entry["bytes"] for entry in result] == list(range(1, 9))
     assert len({(entry["batch_size"], entry["loss"], entry["way"]) for entry in result}) == 8
-    for entry, step in zip(result, asked, strict=True):
+    for entry, step in zip(result, steps, strict=True):
         assert (step.loss, step.batch_size, step.document_length) == (entry["loss"], entry["batch_size"], 7)
         assert step.arguments["fuse_projection"] == (entry["way"] == "hidden states")
 
 
 def test_the_memory_of_a_step(tiny_colbert_path):
-    """In a process of its own: more than two layers' activations of 32 elements, less than those of a large model."""
+    """In its own process: more than two layers' activations of 32 elements, less than those of a large model."""
     step = step_memory.Step("Contrastive", {"fuse_projection": True}, batch_size=64, embedding_size=32)
     tokens = 64 * (step.query_length + step.document_length)
     assert tokens * 2 * 32 * 4 < step_memory.measure(tiny_colbert_path, step) < 1 << 29
@@ -70,9 +70,9 @@ def test_a_measured_step_goes_forward_and_backward(loss, tiny_colbert_path, monk
 
 @pytest.mark.parametrize("path", sorted((RESULTS / "drift").glob("*.json")), ids=lambda path: path.stem)
 def test_what_is_kept_says_what_its_curves_say(path):
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    first, second = kept["losses"].values()
-    assert len(first) == kept["training"]["steps"]
-    assert kept["mean_absolute_drift"] == pytest.approx(drift.drift(first, second))
-    assert kept["mean_absolute_drift"] <= 1e-3
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    first, second = stored["losses"].values()
+    assert len(first) == stored["training"]["steps"]
+    assert stored["mean_absolute_drift"] == pytest.approx(drift.drift(first, second))
+    assert stored["mean_absolute_drift"] <= 1e-3
     assert path.with_suffix(".png").exists()

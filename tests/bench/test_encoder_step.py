@@ -1,4 +1,4 @@
-"""The complete step at a tiny size: what each system is given, and what is kept of it."""
+"""The complete step at a tiny size: what each system gets, and which results are stored."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_a_state_without_a_limit_of_tokens_says_so(request_, monkeypatch):
 
 
 def test_every_system_has_a_process_and_its_package(tmp_path, monkeypatch, capsys):
-    asked = []
+    requests = []
 
     def measured(command, env, **options):
         request = Request(**json.loads(command[-1]))
-        asked.append((request, env["PYTHONPATH"].split(":")[0]))
+        requests.append((request, env["PYTHONPATH"].split(":")[0]))
         assert command[:3] == [sys.executable, encoder_step.__file__, "measure"]
         assert (Path(request.model) / "tokenizer.json").exists()
         if request.backend == "flash":
@@ -76,17 +76,17 @@ def test_every_system_has_a_process_and_its_package(tmp_path, monkeypatch, capsy
     output = tmp_path / "new" / "result.json"
     encoder_step.run(output, 8, 32, 3, [f"before={tmp_path}"], ["lik", "flash"], tiny=True)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == len(asked) == 9
+    assert len(rows) == len(requests) == 9
     assert [row["system"] for row in rows if row["documents"] == "padded"] == [
         "pylate_flash",
         "pylate_flash, mini-batches of 128 texts",
         "before",
     ]
-    for row, (request, package) in zip(rows, asked, strict=True):
+    for row, (request, package) in zip(rows, requests, strict=True):
         assert package == str(tmp_path if row["system"] == "before" else encoder_step.ROOT)
         assert row["batch_size"] == request.batch_size
         assert (row["documents"] == "padded") == request.padded
-        # What an older state may not have is not asked of it.
+        # Older states, which may lack the option, do not get it.
         assert (request.mini_batch_tokens is not None) == (row["system"] == "pylate_flash")
         assert row.get("median_s") == (None if row["system"] == "PyLate, flash" else 2.0)
     assert rows[-1]["batch_size"] == 32

@@ -1,4 +1,4 @@
-"""Quality beside cost of indexes in fewer bits: what is measured of a small collection, its table and its picture."""
+"""Quality and cost of indexes in fewer bits: measurements of a small collection, their table and their picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pylate_checkpoint import WORDS
 def collection(tmp_path):
     folder = tmp_path / "words"
     (folder / "qrels").mkdir(parents=True)
-    texts = [f"{one} {other}" for one in WORDS for other in WORDS]
+    texts = [f"{first} {second}" for first in WORDS for second in WORDS]
     for name, lines in (("corpus", texts), ("queries", WORDS[:6])):
         rows = [{"_id": f"{name}{i}", "text": text} for i, text in enumerate(lines)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -31,10 +31,10 @@ def test_a_collection(collection, pylate_checkpoint, tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["few_bits.py", str(pylate_checkpoint), *map(str, out), str(collection)])
     few_bits.main()
     result = json.loads(out[0].read_text())["collections"]
-    assert [(one["collection"], one["documents"], one["queries"]) for one in result] == [("words", len(WORDS) ** 2, 6)]
+    assert [(c["collection"], c["documents"], c["queries"]) for c in result] == [("words", len(WORDS) ** 2, 6)]
     rows = {row["system"]: row for row in result[0]["rows"]}
     assert rows["float32"]["exact@100"] == 1.0
-    # Of 169 documents, 200 that are scored again by 16 bits are all.
+    # Scoring 200 again in 16 bits covers all 169 documents.
     for dtype in few_bits.FEWER:
         assert rows[f"{dtype}, 200 again"]["exact@100"] == rows["bfloat16"]["exact@100"]
         both = rows[dtype]["bytes"] + rows["bfloat16"]["bytes"]

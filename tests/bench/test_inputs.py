@@ -1,4 +1,4 @@
-"""What rows' inputs consist of, and in which ways each package is called with them."""
+"""The inputs of rows, and the ways in which each package is called with them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_indices_in_the_other_order_are_those_from_the_lowest_bits(nbits: int) -
     documents = residual_codes([9], 8, nbits)
     result = residual.in_other_order(documents.residuals, nbits)
     assert result.dtype == torch.uint8
-    lowest_first = torch.stack([result >> place & (1 << nbits) - 1 for place in range(0, 8, nbits)], dim=-1).flatten(1)
+    lowest_first = torch.stack([result >> shift & (1 << nbits) - 1 for shift in range(0, 8, nbits)], dim=-1).flatten(1)
     sums = documents.centroids[documents.codes] + documents.bucket_weights[lowest_first.long()]
     torch.testing.assert_close(documents.decompress(), F.normalize(sums.float(), dim=-1))
     assert torch.equal(residual.in_other_order(result, nbits), documents.residuals)
@@ -131,12 +131,12 @@ def test_the_ceiling_of_8_bits_is_a_rate() -> None:
 def test_inputs_are_the_same_packed_and_padded() -> None:
     inputs = varlen.make_inputs(SEVERAL, CPU, torch.float32)
     queries, documents, *bounds = inputs.packed()
-    assert {each.dtype for each in bounds} == {torch.int32}
-    whole = inputs.padded()
+    assert {b.dtype for b in bounds} == {torch.int32}
+    batch = inputs.padded()
     lengths = bounds[1].diff().tolist()
-    assert lengths == SEVERAL.lengths().tolist() == whole.lengths().tolist()
-    assert torch.equal(queries.unflatten(0, (3, 5)), whole.queries)
-    for document, padded, active in zip(documents.split(lengths), whole.documents, whole.documents_mask, strict=True):
+    assert lengths == SEVERAL.lengths().tolist() == batch.lengths().tolist()
+    assert torch.equal(queries.unflatten(0, (3, 5)), batch.queries)
+    for document, padded, active in zip(documents.split(lengths), batch.documents, batch.documents_mask, strict=True):
         assert torch.equal(document, padded[active])
         assert not padded[~active].any()
 
@@ -145,8 +145,8 @@ def test_inputs_are_the_same_packed_and_padded() -> None:
 def test_other_packages_are_given_packed_and_padded(dtype: torch.dtype, monkeypatch) -> None:
     stand_ins.put_in_place(monkeypatch)
     inputs = varlen.make_inputs(SEVERAL, CPU, dtype)
-    packed, told = "maxsim_varlen", "maxsim_varlen, longest lengths given"
-    assert labels(inputs.lik()) == [packed, told, "maxsim, padded", "maxsim_forward, padded"]
+    packed, with_lengths = "maxsim_varlen", "maxsim_varlen, longest lengths given"
+    assert labels(inputs.lik()) == [packed, with_lengths, "maxsim, padded", "maxsim_forward, padded"]
     result = labels(inputs.flash_maxsim())
     assert result[0] == "flash_maxsim_packed"
     assert ("flash_maxsim_packed, from float16" in result) == (dtype != torch.float16)
@@ -224,7 +224,7 @@ def test_maxsim_cpu_as_installed_is_right() -> None:
 
 @pytest.mark.parametrize("n_queries", [1, 3])
 def test_the_products_have_every_similarity(n_queries: int, monkeypatch) -> None:
-    """Each way computes them all, block after block, in whichever order of rows and columns."""
+    """Every candidate computes all of them, block by block, in any order of rows and columns."""
     inputs = forward.make_inputs(Row("row", n_queries, 6, 2, 9, d=16), CPU, torch.float32)
     actual = []
     monkeypatch.setattr(cpu, "BLOCK", 3 * inputs.queries.shape[0] * inputs.queries.shape[1])
@@ -257,7 +257,7 @@ def test_half_of_the_wins_are_on_one_token_in_twenty(own: bool) -> None:
     equation = "qsd,qntd->qnst" if own else "qsd,ntd->qnst"
     argmax = torch.einsum(equation, inputs.queries, inputs.documents).argmax(-1)
     assert (argmax < inputs.hot).float().mean().item() == pytest.approx(0.5, abs=training.HOT_TOLERANCE)
-    # The reference looks at it too.
+    # The reference checks it too.
     with pytest.raises(RuntimeError, match="of the wins are on the hot tokens, and not 50%"):
         replace(inputs, hot=15).reference()
 
@@ -286,14 +286,14 @@ def test_the_sample_of_a_large_step_is_that_of_the_whole_reference(pieces: bool,
         monkeypatch.setattr(exact, "REFERENCE_BYTES", 1)
         monkeypatch.setattr(losses, "REFERENCE_QUERIES", 16)
     inputs = losses.make_inputs(STEP, CPU, torch.bfloat16)
-    whole = losses.sample_of(inputs.reference())
+    full = losses.sample_of(inputs.reference())
     reference = losses.reference(inputs)
-    assert reference.scores is whole.scores is None
-    for actual, expected in zip(reference[::2] + reference[3:], whole[::2] + whole[3:], strict=True):
+    assert reference.scores is full.scores is None
+    for actual, expected in zip(reference[::2] + reference[3:], full[::2] + full[3:], strict=True):
         assert actual.dtype == torch.float64
         # A logit is a float32 sum over the temperature, 0.02.
         assert (actual - expected).norm() <= 1e-5 * expected.norm()
-    assert len(whole.grad_queries) == losses.SAMPLED
+    assert len(full.grad_queries) == losses.SAMPLED
     assert losses.sampled(40)[[0, -1]].tolist() == [0, 39]
 
 
@@ -313,7 +313,7 @@ def test_given_embeddings_are_not_normalised_and_masked_and_their_reference_is_t
     for mask, length in ((arguments.queries_mask, 4), (arguments.documents_mask, 6)):
         assert length // 2 <= mask.sum(dim=1).min() < mask.sum(dim=1).max() == length
     leaves = [e.detach().double().requires_grad_() for e in (arguments.queries, arguments.documents)]
-    # As the operation rounds them, without a gradient of the rounding.
+    # Rounded as by the operation, with a straight-through gradient.
     normalized = [F.normalize(leaf, dim=-1) for leaf in leaves]
     rounded = [unit + (unit.to(torch.bfloat16).double() - unit).detach() for unit in normalized]
     similarities = torch.einsum("qsd,ntd->qnst", *rounded)
@@ -326,7 +326,7 @@ def test_given_embeddings_are_not_normalised_and_masked_and_their_reference_is_t
 
 @pytest.mark.parametrize("name", ["contrastive", "cached"])
 def test_a_loss_of_given_embeddings_is_the_bare_operation(name: str, pylate) -> None:
-    """So their times are of the same work."""
+    """So their times measure the same work."""
     arguments = losses.make_inputs(GIVEN, CPU, torch.float32)
     (bare,), (loss,) = arguments.ours(), getattr(arguments, name)()
     actual, expected = (losses.sample_of(candidate.read(candidate.call())) for candidate in (loss, bare))
@@ -347,7 +347,7 @@ def test_what_would_take_minutes_is_not_offered(row: int, expected: int) -> None
     assert len(inputs.ours()) == 1
 
 
-# Of sentence-transformers
+# sentence-transformers
 
 needs_host = pytest.mark.skipif(
     not HOSTS["sentence-transformers"].is_there(), reason="sentence-transformers 6 is not installed"

@@ -14,7 +14,7 @@ from suites import soft  # noqa: E402
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_read_goes_past_the_l1_cache_and_stays(capability):
-    """Nothing but the loop's load touches global memory, in words of 16 bytes, and none of it is moved out of it."""
+    """Only the loop's loads read global memory, in words of 16 bytes, and none is hoisted out of the loop."""
     source = ASTSource(
         l2._read,
         signature={"source": "*i32", "sums": "*i32", "tiles": "i32", "reads": "i32", "TILE": "constexpr"},
@@ -31,8 +31,8 @@ def test_every_read_goes_past_the_l1_cache_and_stays(capability):
 def test_it_is_measured_on_request_and_on_a_gpu_only(monkeypatch):
     sizes = {"matmul_size": 8, "copy_bytes": 1024}
     cpu = torch.device("cpu")
-    for others in ({}, rows.L2):
-        assert protocol.measure_ceilings(cpu, torch.float32, others=others, **sizes).l2_bytes_per_second is None
+    for extra in ({}, rows.L2):
+        assert protocol.measure_ceilings(cpu, torch.float32, others=extra, **sizes).l2_bytes_per_second is None
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -20,7 +20,7 @@ by_name = {row.name: row for row in launch.ROWS}
 
 
 def small(row):
-    """The same row at a size for a test."""
+    """The same row at a test size."""
     shortest = None if row.shortest is None else 30
     return replace(row, Nq=min(row.Nq, 3), Nd=min(row.Nd, 3), Lq=4, Ld=40, shortest=shortest, d=16)
 
@@ -54,7 +54,7 @@ def test_the_host_is_timed_over_a_batch_of_calls_and_then_waits_for_the_device(d
         ("step-cross-entropy-masks", torch.bool, torch.bool, None, torch.float16),
         ("step-cross-entropy", torch.bool, torch.bool, torch.float16, torch.float32),
         ("step-maxsim-masks", torch.bool, torch.bool, None, torch.float16),
-        # A model's embeddings under autocast, and what `Contrastive` makes of them when it normalises.
+        # A model's embeddings under autocast, as `Contrastive` normalises them.
         ("step-contrastive", torch.bool, torch.bool, torch.float16, torch.float16),
     ],
 )
@@ -82,7 +82,7 @@ def test_no_length_is_met_twice_in_a_run(name):
     inputs = launch.make_inputs(replace(by_name[name], Nq=2, Nd=2, Lq=4, d=16), CPU, torch.float32)
     lengths = [call.documents.shape[1] for call in inputs.calls]
     rounds = Rounds()
-    # Those that are timed, and some that choose between ways.
+    # The timed calls, and some that choose between candidates.
     assert len(set(lengths)) == len(lengths) > launch.CALLS * (rounds.warmup + rounds.repetitions + 6)
     for call in inputs.calls:
         assert call.documents.is_contiguous()
@@ -91,30 +91,30 @@ def test_no_length_is_met_twice_in_a_run(name):
 
 
 def test_calls_in_turn_are_all_read_in_order():
-    made = []
+    called = []
 
     def call(index):
-        made.append(index)
+        called.append(index)
         return torch.tensor([float(index)])
 
     turn = launch.Turn([partial(call, index) for index in range(3)], 2)
     turn()
     assert turn.read(turn()).flatten().tolist() == [0, 1]
-    assert made == [0, 1, 0]
+    assert called == [0, 1, 0]
     turn()
-    assert made[-1] == 2
+    assert called[-1] == 2
     assert turn.read(torch.tensor([9.0])).flatten().tolist() == [0, 1]
     turn()
-    # What is wrong in the last call is not hidden by another one.
+    # A wrong result of the last call is not hidden by another one.
     assert turn.read(torch.tensor([9.0])).flatten().tolist() == [9, 1]
 
 
 def test_steps_in_turn_are_compared_as_one():
     steps = [exact.Step(torch.tensor(float(n)), None, torch.full((n,), 1.0), torch.full((2, n), 2.0)) for n in (1, 2)]
-    losses, _, of_queries, of_documents = launch.joined(steps)
+    losses, _, grad_queries, grad_documents = launch.joined(steps)
     assert losses.tolist() == [1, 2]
-    assert of_queries.tolist() == [1] * 3
-    assert of_documents.tolist() == [2] * 6
+    assert grad_queries.tolist() == [1] * 3
+    assert grad_documents.tolist() == [2] * 6
 
 
 def test_wrong_scores_are_wrong_and_wrong_gradients_have_their_own_error():
@@ -202,11 +202,11 @@ def test_the_shapes_are_many_and_always_the_same():
 
 
 def test_a_count_is_that_of_a_fresh_process_and_one_that_fails_is_said_and_ends_nothing(monkeypatch):
-    asked = []
-    monkeypatch.setattr(launch.fresh, "run", lambda *arguments: asked.append(arguments) or ["7"])
+    commands = []
+    monkeypatch.setattr(launch.fresh, "run", lambda *arguments: commands.append(arguments) or ["7"])
     assert list(launch.compilations(torch.device("cuda", 1), torch.bfloat16).values()) == [7]
     assert launch.compilations(CPU, torch.float32) == {}
-    assert asked == [(Path(launch.__file__), ["cuda:1", "bfloat16"])]
+    assert commands == [(Path(launch.__file__), ["cuda:1", "bfloat16"])]
 
     def fail(*arguments):
         raise RuntimeError("no space left")

@@ -1,4 +1,4 @@
-"""The README's picture shows the committed results, all of them for each group, and says of what machine they are."""
+"""The README's picture shows the committed results, all of them for each group, and names their machine."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_it_has_a_name_and_an_accuracy_where_it_was_set_by_a_newer_one(newer, na
 
 
 def test_systems_take_turns_in_changing_orders_and_the_warmup_does_not_count():
-    """9 ms for a call of the warm-up; after it 0.1, 0.2, ... 3 ms for ours, and ten times that for the peer."""
+    """A warm-up call takes 9 ms, later ones 0.1, 0.2, ... 3 ms, and all of the peer ten times that."""
 
     class Clock:
         clock, flush_bytes = "script", 0
@@ -72,12 +72,12 @@ def test_a_slow_system_ends_its_warmup_and_makes_few_calls_that_count():
         def time(self, call):
             return call()
 
-    made = []
+    called = []
     samples = {"fast": Sample(0.01, 0.01), "slow": Sample(3.0, 0.1), "slow on the device": Sample(0.1, 0.1, 9.0)}
-    calls = {name: lambda name=name: made.append(name) or samples[name] for name in samples}
+    calls = {name: lambda name=name: called.append(name) or samples[name] for name in samples}
     timings = protocol.measure(calls, Clock(), Rounds(warmup=4, repetitions=6))
-    # One call of three seconds is a warm-up, and none of nine.
-    assert [made.count(name) for name in samples] == [10, 4, 3]
+    # One call of three seconds is enough of a warm-up, and calls of nine seconds get none.
+    assert [called.count(name) for name in samples] == [10, 4, 3]
     assert [timings[name].repetitions for name in samples] == [6, 3, 3]
 
 
@@ -120,9 +120,9 @@ def test_the_host_clock_covers_the_call_and_not_the_flush(monkeypatch):
 
 
 class Clock:
-    """Events and a buffer whose writes take a millisecond of the device, and calls 5 ms of the host, 2 of the device.
+    """Simulated events: a write of the buffer takes 1 ms of the device, a call 5 ms of the host and 2 of the device.
 
-    The device works on what is in its queue while the host goes on.
+    The device works through its queue while the host goes on.
     """
 
     def __init__(self):
@@ -159,7 +159,7 @@ def test_the_time_of_the_device_alone_is_without_the_hosts(monkeypatch):
     stopwatch = protocol.make_two_times_stopwatch(torch.device("cuda", 0), 64)
     assert isinstance(stopwatch, protocol.TwoTimesStopwatch)
     sample = stopwatch.time(lambda: clock.launch(2e-3, host=5e-3))
-    # From an empty queue the host has the head start of one write, and its launch is waited for.
+    # From an empty queue, the host is ahead by one write, and the device waits for its launch.
     assert sample.seconds == pytest.approx(6e-3)
     assert sample.host_seconds == pytest.approx(5e-3)
     assert sample.device_seconds == pytest.approx(2e-3)
@@ -175,7 +175,7 @@ def test_floor_is_the_longer_of_the_two_times():
     assert protocol.floor_of(Work(flops=1e12, bytes=4e9), ceilings) == Floor(10.0, "compute")
     # 1e10 operations take 0.1 ms.
     assert protocol.floor_of(Work(flops=1e10, bytes=4e9), ceilings) == Floor(2.0, "memory")
-    # What is read from the L2 cache comes after that, where its rate is known.
+    # The time of L2 reads is added, where their rate is known.
     step = Work(flops=1e12, bytes=4e9, l2_bytes=5e9)
     assert protocol.floor_of(step, ceilings) == Floor(10.0, "compute")
     assert protocol.floor_of(step, replace(ceilings, l2_bytes_per_second=5e12)) == Floor(11.0, "compute and L2")

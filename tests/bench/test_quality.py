@@ -1,4 +1,4 @@
-"""The table of what quantizing costs in retrieval."""
+"""The table of the cost of quantization in retrieval quality."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path, tmp_path)
     result = evaluation.evaluate_retrieval(
         models.ColBERT(tiny_colbert_path), *loaded, k=10, metrics=["ndcg@10"], show_progress=False
     )
-    # Those that follow are rounded to bfloat16, and may exchange documents of nearly the same score.
+    # The table's embeddings are rounded to bfloat16, which may swap documents of nearly equal scores.
     assert rows[0]["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"], abs=0.05)
     for row in rows:
         assert row["difference"] == row["ndcg@10"] - rows[0]["ndcg@10"]

@@ -18,7 +18,7 @@ SIZES = Sizes(batch_size=12, query_length=4, document_length=16, shortest=4, emb
 
 
 def run(rank, folder):
-    """What torchrun would start."""
+    """A process as torchrun would start it."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="localhost")
     os.environ["MASTER_PORT"] = (folder / "port").read_text()
@@ -63,7 +63,7 @@ def test_each_way_is_timed_and_one_process_too(result):
 
 
 def test_a_wrong_gradient_is_seen():
-    """Whichever rank's: each is compared with its part of the whole batch."""
+    """Of any rank: each gradient is compared with its part of the whole batch."""
     shares = [ranks.share_of(rank, 3, SIZES, torch.device("cpu")) for rank in range(2)]
     together = ranks.whole(shares)
     ranks.step(together)

@@ -20,7 +20,7 @@ def test_a_result_is_read_back_as_it_was_written(result, tmp_path):
 def test_a_new_result_says_where_when_and_with_what(ceilings):
     cpu = torch.device("cpu")
     stopwatch = make_stopwatch(cpu, 64)
-    made = results.make(
+    created = results.make(
         "forward",
         cpu,
         torch.bfloat16,
@@ -31,13 +31,13 @@ def test_a_new_result_says_where_when_and_with_what(ceilings):
         retuned=True,
         reduced=False,
     )
-    results.validate(made, "made")
-    assert made["versions"]["torch"] == torch.__version__
-    assert made["protocol"]["dtype"] == "bfloat16"
-    assert made["protocol"]["repetitions"] == 20
-    assert made["protocol"]["flush_bytes"] == 64
-    assert made["machine"]["device"] == "cpu"
-    assert not made["complete"]
+    results.validate(created, "made")
+    assert created["versions"]["torch"] == torch.__version__
+    assert created["protocol"]["dtype"] == "bfloat16"
+    assert created["protocol"]["repetitions"] == 20
+    assert created["protocol"]["flush_bytes"] == 64
+    assert created["machine"]["device"] == "cpu"
+    assert not created["complete"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_the_reference_is_the_best_scores_of_the_documents_that_are_asked(kind, 
     inputs = retrieval.make_inputs(replace(TINY, kind=kind), CPU, torch.float32)
     documents = torch.cat(list(inputs.corpus.blocks())).double().split(inputs.corpus.lengths.tolist())
     for query, result, among in zip(inputs.queries.double(), inputs.reference(), inputs.among, strict=False):
-        scores = torch.stack([(query @ one.T).amax(1).sum() for one in documents])
+        scores = torch.stack([(query @ document.T).amax(1).sum() for document in documents])
         scores = scores[among] if kind else scores
         torch.testing.assert_close(result, scores.sort(descending=True).values[:12])
 

@@ -19,7 +19,7 @@ ROWS = [(result.name, row) for result in map(load_suite, (*SUITES, *map(str, SCR
 def test_a_row_shrinks_to_what_a_cpu_does_in_reasonable_time(row):
     small = row.within(suite.CPU_FLOPS)
     assert type(small) is type(row)
-    # There is nothing less than a pair.
+    # A single pair cannot shrink.
     is_pair = isinstance(row, Row) and small.Nq == small.documents == 1
     assert is_pair or small.work(torch.float32).flops <= suite.CPU_FLOPS
     assert row.within(1e18) == row

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def result(monkeypatch):
-    """One of three corpora."""
+    """A result with three corpora."""
     rows = []
     for corpus, scale in (("quora", 10), ("scifact", 1), ("passages-8.8m", 900)):
         for queries in (1, 32, 1000):
@@ -23,8 +23,8 @@ def result(monkeypatch):
                 "pylate_flash_operation": {"status": "ok", "median_ms": 0.5},
             }
             rows.append({"name": f"{corpus}-{queries}", "systems": systems})
-    made = {**newest("training"), "suite": "retrieval", "rows": rows}
-    monkeypatch.setattr(make_search_picture, "newest", lambda suite, folder: made)
+    measured = {**newest("training"), "suite": "retrieval", "rows": rows}
+    monkeypatch.setattr(make_search_picture, "newest", lambda suite, folder: measured)
 
 
 def test_lines_go_from_the_smallest_corpus_to_the_largest(result, tmp_path):

@@ -12,7 +12,7 @@ from tests.ranks import free_port, run_ranks
 
 
 def run(rank, world, port, folder):
-    """What torchrun would start."""
+    """A process as torchrun would start it."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     search_ranks.main(folder / "out" / "search.json", documents=30, queries=40, steps=1, folder=folder)

@@ -1,4 +1,4 @@
-"""The loop that checks, times and compares systems, by systems made for it."""
+"""The loop that checks, times and compares systems, on artificial systems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = Rounds(warmup=1, repetitions=2, flush_bytes=0)
 
 
 def scaled(factor=1.0, label="right"):
-    """What offers scores that are off by that factor, in the type that a system returns."""
+    """Candidates whose scores are off by that factor, in the dtype that a system returns."""
 
     def candidates(inputs):
         scores = inputs.reference().float() * factor
@@ -36,8 +36,8 @@ def fail(*arguments):
 RIGHT = System(OURS, "ours", scaled())
 
 
-def peer(candidates, **more):
-    return System("peer", "Peer", candidates, **more)
+def peer(candidates, **options):
+    return System("peer", "Peer", candidates, **options)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def states(run):
 
 
 class Script:
-    """A stopwatch that takes from a call, or from what it returns, how long it took."""
+    """A stopwatch with scripted durations, looked up by the call or by its result."""
 
     clock, flush_bytes = "script", 0
 
@@ -76,19 +76,19 @@ class Script:
 
 
 def test_right_systems_are_timed_and_compared_row_by_row(run):
-    seen, kept = [], []
+    seen, snapshots = [], []
 
     class Listener(Observer):
         def finished(self, row):
             seen.append(row["name"])
 
     def keep(result):
-        kept.append((len(result["rows"]), result["complete"], result.get("facts")))
+        snapshots.append((len(result["rows"]), result["complete"], result.get("facts")))
 
     facts = {"facts": lambda device, dtype: {"answer": 42}}
     result = run(RIGHT, peer(scaled(), counted=True), changes=facts, observer=Listener(), keep=keep)
     assert [row["name"] for row in result["rows"]] == seen == ["one", "several"]
-    assert kept == [(1, False, None), (2, True, None), (2, True, {"answer": 42})]
+    assert snapshots == [(1, False, None), (2, True, None), (2, True, {"answer": 42})]
     for row in result["rows"]:
         ours, other = row["systems"][OURS], row["systems"]["peer"]
         assert ours["status"] == other["status"] == "ok"
@@ -98,9 +98,9 @@ def test_right_systems_are_timed_and_compared_row_by_row(run):
         assert row["best_peer"] == "peer"
         assert row["best_peer_over_ours"] == pytest.approx(other["median_ms"] / ours["median_ms"])
         assert row["multiples"] == {"peer": pytest.approx(ours["median_ms"] / other["median_ms"])}
-    some = run(RIGHT, changes=facts, rows=["one"])
-    assert "facts" not in some
-    assert "multiples" not in some["rows"][0]
+    selected = run(RIGHT, changes=facts, rows=["one"])
+    assert "facts" not in selected
+    assert "multiples" not in selected["rows"][0]
 
 
 def test_memory_that_is_not_measured_is_said_and_ends_nothing(run, monkeypatch):
@@ -121,13 +121,13 @@ def test_memory_that_is_not_measured_is_said_and_ends_nothing(run, monkeypatch):
 
 
 def test_a_way_that_a_fresh_process_does_not_offer_is_named():
-    how = "forward", "textual", "torch", "einsum, chunks of 3", CPU, torch.float32
+    request = "forward", "textual", "torch", "einsum, chunks of 3", CPU, torch.float32
     with pytest.raises(ValueError, match="torch offers no 'einsum, chunks of 3' here, but 'einsum, chunks of "):
-        memory.measure_here(*how)
+        memory.measure_here(*request)
 
 
 def test_memory_is_measured_on_the_gpu_that_was_asked_for(monkeypatch):
-    """Made the current one: other packages launch there."""
+    """It is made the current device: other packages launch there."""
 
     def set_device(device):
         raise AttributeError(f"{device} is current")
@@ -217,7 +217,7 @@ def test_a_quick_run_chooses_a_candidate_by_one_call_and_calls_run_without_gradi
         return [Candidate(str(index), lambda index=index: counting(index)) for index in range(2)]
 
     assert states(peer(candidates), quick=quick)["peer"]["status"] == "ok"
-    # Both are checked; the one that is kept is timed, and checked once more.
+    # Both are checked; the chosen one is timed, and checked once more.
     assert sorted(counts) == [1 + calls, 2 + calls + ROUNDS.warmup + ROUNDS.repetitions]
 
 
@@ -327,8 +327,8 @@ def test_tuning_of_a_peer_is_forgotten_and_nobody_elses(monkeypatch):
         module.kernel = tuners[name]
         monkeypatch.setitem(sys.modules, name, module)
     Peer("some-peer", "some_peer").forget_tuning()
-    kept = {name: (tuner.cache, tuner.cache_results) for name, tuner in tuners.items()}
-    assert kept == {
+    caches = {name: (tuner.cache, tuner.cache_results) for name, tuner in tuners.items()}
+    assert caches == {
         "some_peer": ({}, False),
         "some_peer.kernels": ({}, False),
         "some_peer_of_mine": ({"key": "choice"}, True),

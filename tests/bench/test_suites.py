@@ -1,4 +1,4 @@
-"""Every suite at a tiny size: its systems are right, what is wrong has an error, and its floors are those of a card."""
+"""Every suite at a tiny size: its systems are right, wrong results have errors, and its floors are those of a card."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEP_OF_STATES = replace(STATES, name="step", Nq=4, Nd=4, step=True)
 
 
 def tiny(row: Any, Nd: int = 5, Ld: int = 40) -> Any:
-    """The same row at a size for a test; no document is so short that PyLate's padding wins."""
+    """The same row at a test size; no document is so short that PyLate's padding wins."""
     shortest = None if row.shortest is None else Ld - 10
     return replace(row, Nq=min(row.Nq, 5), Nd=min(row.Nd, Nd), Lq=4, Ld=Ld, shortest=shortest, d=16)
 
@@ -65,7 +65,7 @@ SUITES: dict[str, Sequence[Any]] = {
     "residual": (Residual("one", 1, 70, 8, 17, 64, nbits=4), Residual("several", 3, 6, 8, 19, 64, nbits=2)),
     "hosts": [tiny(row, Nd=5 if row.step else 9, Ld=13) for row in hosts.ROWS],
     "launch": [tiny(row) for row in launch.ROWS],
-    # Of a step, candidates so short that a masked token's 0 is the best.
+    # Candidates of a step are so short that a masked token's 0 is the best similarity.
     "cpu": [tiny(row, Ld=8 if row.step else 40) for row in cpu.ROWS],
     "chamfer": (Sets("distances", 3, 40, 3), Sets("step", 3, 40, 20, step=True)),
     "soft": (SoftBatch("scores", 5, 5, 4, 7, d=16), SoftBatch("step", 5, 5, 4, 7, d=16, step=True)),
@@ -89,8 +89,8 @@ def suite_of(name: str) -> suite.Suite:
     return import_module(f"pylate_flash.bench.{name}" if name in IN_PACKAGE else f"suites.{name}").suite()
 
 
-# What other packages have no call for, or call themselves through PyLate. Documents of fewer bits, an index, chosen
-# tokens and sets of points have no stand-ins.
+# Rows that other packages have no call for, or serve through PyLate. Documents of fewer bits, an index, chosen tokens
+# and sets of points have no stand-ins.
 THROUGH_PYLATE = {("launch", "rerank"), ("launch", "step-contrastive"), ("varlen", "rerank")}
 MISSING = {
     "lik": {
@@ -129,13 +129,13 @@ def of_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spoiled(result: Any, factor: float) -> list[Any]:
-    """A result with each of its parts multiplied."""
+    """Copies of a result, each with one part multiplied."""
     if isinstance(result, torch.Tensor):
         return [result * factor]
     make = getattr(type(result), "_make", tuple)
     return [
-        make([*result[:place], part * factor, *result[place + 1 :]])
-        for place, part in enumerate(result)
+        make([*result[:index], part * factor, *result[index + 1 :]])
+        for index, part in enumerate(result)
         if isinstance(part, torch.Tensor)
     ]
 
@@ -164,7 +164,7 @@ def test_every_system_that_runs_here_is_right_and_what_is_wrong_has_an_error(nam
             if candidate.label.startswith(("lik, ", "flash, ")):
                 continue  # through PyLate, which calls them on a GPU only
             with torch.no_grad():
-                # Twice: no gradients are left over from the call before.
+                # Twice: no gradients may be left from the previous call.
                 results = [candidate.read(candidate.call()) for _ in range(2)]
             assert max(actual.error(result, reference) for result in results) <= limit, candidate.label
             ran.setdefault(system.name, results[-1])
@@ -172,7 +172,7 @@ def test_every_system_that_runs_here_is_right_and_what_is_wrong_has_an_error(nam
         if OURS not in ran and why.startswith(("needs PyLate", "sentence-transformers: ")):
             pytest.skip(why)
     for system in MISSING:
-        if name not in WITHOUT_STAND_INS and any(system == each.name for each in actual.systems):
+        if name not in WITHOUT_STAND_INS and any(system == s.name for s in actual.systems):
             assert (system in ran) == ((name, row.name) not in MISSING[system])
     assert all(actual.error(wrong, reference) > 0.09 for wrong in spoiled(ran[OURS], 1.1))
     assert all(actual.error(wrong, reference) == math.inf for wrong in spoiled(ran[OURS], math.nan))
@@ -180,7 +180,7 @@ def test_every_system_that_runs_here_is_right_and_what_is_wrong_has_an_error(nam
 
 @rows_of("forward", "varlen", "training", "chamfer", "soft", "sparse", "xtr", "hidden")
 def test_references_are_the_operations_in_float64_and_the_same_in_parts(name, row, monkeypatch) -> None:
-    """Whose own tests hold them to loops over numbers."""
+    """The operations' own tests compare them with loops over numbers."""
     if isinstance(row, Arrays):
         pytest.skip("arrays are of float32")
     results = suite_of(name)
@@ -202,7 +202,7 @@ def test_inputs_are_the_same_each_time(name, row) -> None:
     first, second = (result.reference(result.make_inputs(row, CPU, torch.float32)) for _ in range(2))
     if isinstance(first, torch.Tensor):
         first, second = (first,), (second,)
-    assert all(one is two is None or torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -227,14 +227,14 @@ def test_a_suite_runs(name, ceilings) -> None:
         assert row.get("multiples", {}).keys() == counted
 
 
-# Of an H200 (790 TFLOP/s of bfloat16, 1400 of fp8, 1e13 exponentials/s): milliseconds worked out by hand.
+# Milliseconds, calculated by hand, of an H200 (790 TFLOP/s of bfloat16, 1400 of fp8, 1e13 exponentials/s).
 FLOORS = {
     ("forward", 4.3e12): {
         **{"textual": 0.018, "long-doc": 0.061, "medium": 0.061, "visual": 0.170, "colpali": 0.340, "serve-32": 0.061},
         **{"rerank-10k": 0.179, "batch-512": 0.489, "edge-48": 0.183, "rerank-100": 0.0011, "odd-5-d320": 0.0286},
         **{"odd-7-d72": 0.0076, "odd-3-d96": 0.0297, "odd-2": 0.102, "odd-96": 0.175, "odd-256-d96": 1.358},
     },
-    # With the mean length of each row; those drawn differ by a percent.
+    # With the mean length of each row; drawn lengths differ by a percent.
     ("varlen", 4.3e12): {"varlen-uniform": 0.077, "varlen-ragged": 0.352, "rerank": 0.132},
     ("training", 4.3e12): {"train-1024": 1.957},
     ("hidden", 4.3e12): {
@@ -257,14 +257,14 @@ FLOORS = {
         **{"pruned-1k": 0.0173, "pruned-10k": 0.1727, "pruned-visual": 0.0590, "pruned-colpali": 0.0591},
     },
     ("chamfer", 4.3e12): {"points-64": 0.0435, "points-64-step": 0.0435, "points-3": 0.00204},
-    # Of a step, exponentials come after the products.
+    # In a step, exponentials follow the products.
     ("soft", 4.3e12): {"colpali-64": 1.392, "colpali-64-step": 6.426},
 }
 
 
 @pytest.mark.parametrize(("name", "bandwidth"), FLOORS, ids=[name for name, _ in FLOORS])
 def test_floors_are_those_of_a_card(name: str, bandwidth: float, monkeypatch) -> None:
-    # As many ids, and documents of a filter, as are measured.
+    # Restore the numbers of ids, and of documents of a filter, that are measured.
     monkeypatch.undo()
     rows = {row.name: row for row in suite_of(name).rows}
     ceilings = Ceilings(790e12, bandwidth, eight_bit_flops_per_second=1400e12, exponentials_per_second=1e13)

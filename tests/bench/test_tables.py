@@ -83,12 +83,12 @@ def test_a_cell_of_two_times_is_explained(result):
     table = tables.render(forward.suite(), result)
     assert report.TWO_TIMES in table
     assert "**0.030 / 0.021**" in table
-    # Multiples are of both times too, as far as both sides have them.
+    # Multiples are shown of both times, where both sides have them.
     floor, peer = result["rows"][0]["floor_ms"], result["rows"][0]["systems"]["lik"]
     assert f"| 1.67 / {0.021 / floor:.2f} | 4.00 |" in table
     peer["device_ms"] = 0.105
     assert "| 4.00 / 5.00 |" in tables.render(forward.suite(), result)
-    # A yardstick is no other system.
+    # A yardstick does not count as another system.
     systems = (*forward.suite().systems, System("op", "op", lambda inputs: [], yardstick=True))
     result["rows"][0]["systems"]["op"] = {**peer, "device_ms": 0.001}
     assert "| 4.00 / 5.00 |" in tables.render(replace(forward.suite(), systems=systems), result)
@@ -103,7 +103,7 @@ def test_a_cell_of_two_times_is_explained(result):
 def test_the_terminal_shows_names_as_they_are_and_how_many_times_our_time_torch_takes(result):
     (row, _), own = result["rows"], forward.suite()
     row["systems"]["torch"] = {**row["systems"]["lik"], "median_ms": 0.2}
-    # What the console would take for its own marks.
+    # Text that the console would take for markup.
     row["name"], row["shape"] = "one [fast]", "1 x [/2]"
     own = replace(own, title="Mine [here]", systems=[replace(own.systems[0], title="ours [new]"), *own.systems[1:]])
     console = report.make_console()
@@ -238,7 +238,7 @@ def test_the_committed_tables_are_those_of_the_committed_results():
 
 
 def test_the_package_holds_code_only():
-    """What was measured, and drawn, lies in docs/."""
+    """Results and pictures are in docs/."""
     package = Path(pylate_flash.__file__).parent
     files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {path.suffix for path in files} <= {".py", ".typed"}

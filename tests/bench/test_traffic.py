@@ -1,4 +1,4 @@
-"""What kernels are expected to load and store, and how a profiler's table is read."""
+"""The expected loads and stores of kernels, and the parser of a profiler's table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pylate_flash.kernels import plan, tables
 from pylate_flash.kernels.backward import gather, lists, sums
 from pylate_flash.problem import Options, Tensors, problem_of
 
-# As `ncu --csv --page raw --print-units base` prints: what it says besides, names, units, and a line for each launch.
+# Output of `ncu --csv --page raw --print-units base`: messages, names, units, and a line for each launch.
 COLUMNS = ('"ID"', '"Kernel Name"', *(f'"{metric}"' for metric in traffic.METRICS))
 PRINTED = "\n".join(
     [
@@ -43,7 +43,7 @@ def problem(shape, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("shape", traffic.SHAPES, ids=lambda shape: shape.name)
 def test_every_shape_is_counted(shape):
-    """And no kernel reads less than its inputs, or loads less than it reads."""
+    """No kernel reads less than its inputs, or loads less than it reads."""
     random = torch.Generator().manual_seed(0)
     argmax = torch.randint(0, shape.Ld, (shape.Nd, shape.Nq * shape.Lq), generator=random) if shape.backward else None
     result = traffic.expected(problem(shape), argmax)
@@ -54,7 +54,7 @@ def test_every_shape_is_counted(shape):
         assert counted.loaded >= counted.read > 0, kernel
         assert counted.stored >= counted.written > 0, kernel
     if shape.backward:
-        # Half of a winner's row for each pair would be less than what is gathered, and what is summed.
+        # One bfloat16 row of a winner for each pair is a lower bound of what is gathered, and of what is summed.
         pairs = argmax.numel() * 2 * shape.d
         assert pairs < result["_gather_kernel"].loaded < 1.1 * pairs
         assert pairs < result["_sum_kernel"].loaded < 1.1 * pairs
@@ -135,13 +135,13 @@ def test_the_profiler_gets_the_script_and_its_shape(tmp_path, monkeypatch):
 
 def test_a_profiler_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    place = str(tmp_path / "version-*" / "ncu")
+    pattern = str(tmp_path / "version-*" / "ncu")
     with pytest.raises(FileNotFoundError, match="must be on PATH or in one of"):
-        traffic.profiler((place,))
+        traffic.profiler((pattern,))
     for version in ("2025.1", "2025.3"):
         (tmp_path / f"version-{version}").mkdir()
         (tmp_path / f"version-{version}" / "ncu").touch()
-    assert traffic.profiler((place,)) == str(tmp_path / "version-2025.3" / "ncu")
+    assert traffic.profiler((pattern,)) == str(tmp_path / "version-2025.3" / "ncu")
 
 
 def test_a_shape_is_compared_with_what_was_measured(monkeypatch):

@@ -12,7 +12,7 @@ from pylate_flash.cli.models import PYLATE, SENTENCE_TRANSFORMERS
 from pylate_flash.hosts import HOSTS
 
 CPU = ("--device", "cpu")
-# The library that loads PyLate's checkpoints here.
+# The installed library that loads PyLate's checkpoints.
 HERE = PYLATE if HOSTS[PYLATE].is_there() else SENTENCE_TRANSFORMERS
 
 
@@ -27,11 +27,11 @@ def succeed(*arguments):
 
 
 def assert_one_clear_sentence(result, *parts):
-    """Exit code 2, and on stderr one line that holds every part, after notes of what was loaded."""
+    """Check for exit code 2 and a single error line on stderr with every part, after loading messages."""
     assert result.exit_code == 2, result.output + repr(result.exception)
     assert isinstance(result.exception, SystemExit)
     *notes, sentence = result.stderr.strip().splitlines()
-    # sentence-transformers shows a bar while it makes its model's card.
+    # sentence-transformers shows a progress bar while it creates the model card.
     known = ("Loading ", "Computing widget examples")
     assert all(note.startswith(known) or not note.strip() for note in notes), result.stderr
     assert sentence.startswith("pylate-flash: ")
@@ -59,7 +59,7 @@ def evaluate(beir, model, *options):
 
 
 def trainer_class():
-    """What trains a checkpoint of PyLate's here."""
+    """The trainer class for PyLate checkpoints in this environment."""
     if HERE == PYLATE:
         from pylate_flash.trainer import ColBERTTrainer
 
@@ -70,7 +70,7 @@ def trainer_class():
 
 
 def model_class():
-    """What such a checkpoint is loaded as."""
+    """The model class for PyLate checkpoints in this environment."""
     if HERE == PYLATE:
         from pylate_flash.models import ColBERT
 

@@ -10,7 +10,7 @@ from tests.pylate_checkpoint import WORDS
 
 @pytest.fixture
 def output(tiny_demo):
-    """What a tiny demo left."""
+    """Output folder of a tiny demo."""
     return tiny_demo[0]
 
 
@@ -28,7 +28,7 @@ def other_colbert_path(tiny_colbert_path, tmp_path_factory):
 
 @pytest.fixture
 def beir(tmp_path):
-    """A small BEIR folder that a test may spoil."""
+    """A small BEIR folder that a test may modify."""
     folder = tmp_path / "beir"
     (folder / "qrels").mkdir(parents=True)
     texts = {"d1": "cats and dogs", "d2": "planes and trains", "d3": "bread and butter"}
@@ -40,6 +40,6 @@ def beir(tmp_path):
 
 @pytest.fixture
 def pairs(tmp_path):
-    """Eight, of words that `pylate_checkpoint` knows."""
+    """Eight training pairs with the vocabulary of `pylate_checkpoint`."""
     rows = ({"query": f"new {word}", "positive": f"{word} and old {word}"} for word in WORDS[:8])
     return write_lines(tmp_path / "train.jsonl", *rows)

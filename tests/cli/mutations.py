@@ -1,4 +1,4 @@
-"""Seeded damage to the files that commands read: JSON, JSON lines, tables, safetensors, and bytes of any meaning."""
+"""Seeded mutations of the files that commands read: JSON, JSON lines, tables, safetensors, and raw bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-# What JSON may hold in the place of what was expected. Beside each kind of value, those at the edges: half a surrogate
-# pair, numbers that no 64 bits hold, numbers that are none.
+# JSON values of unexpected types, and edge cases: an unpaired surrogate, numbers beyond 64 bits, NaN and infinity.
 _STRANGE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, -(10**23), 0.5, 1e308, float("inf"), float("nan")),
     *("", " ", "\ud800", "a\x00b", "\t", "../up", "/", "a" * 5000, "\u2028", "os.getcwd", "own.Own", "float16"),
@@ -29,7 +28,7 @@ _BYTES = (
 
 
 def mutate(rng, file):
-    """Damage a file in place; returns what was done, for the message of a test that fails."""
+    """Damage a file in place; return a description for failure messages."""
     if rng.random() < 0.04:
         file.unlink()
         if rng.random() < 0.5:
@@ -38,13 +37,13 @@ def mutate(rng, file):
         return "a folder in its place"
     content = file.read_bytes()
     by_kind = {".json": _json, ".jsonl": _json_lines, ".tsv": _table, ".safetensors": _safetensors}
-    how: Callable[[random.Random, bytes], bytes] = by_kind.get(file.suffix, _raw)
+    mutation: Callable[[random.Random, bytes], bytes] = by_kind.get(file.suffix, _raw)
     if rng.random() < 0.25:
-        how = _raw
+        mutation = _raw
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        content = how(rng, content)
+        content = mutation(rng, content)
     file.write_bytes(content)
-    return f"{how.__name__.strip('_')} -> {content[:120]!r}"
+    return f"{mutation.__name__.strip('_')} -> {content[:120]!r}"
 
 
 def snapshot(folder):
@@ -82,19 +81,19 @@ def _json(rng, content):
 
 
 def _strange_somewhere(rng, value):
-    """The value with one of its parts replaced, renamed, removed or repeated."""
+    """A copy of the value with one element replaced, renamed, removed or repeated."""
     root = [copy.deepcopy(value)]
-    positions: list[tuple[Any, Any]] = []
-    results: list[Any] = [root]
-    while results:
-        holder = results.pop()
+    slots: list[tuple[Any, Any]] = []
+    stack: list[Any] = [root]
+    while stack:
+        holder = stack.pop()
         keys = list(holder) if isinstance(holder, dict) else range(len(holder))
-        # Not each of the thousands of words of a vocabulary, or it would be all that is ever changed.
+        # At most 30 keys: otherwise a vocabulary of thousands of words would take almost all mutations.
         for key in keys[:30]:
-            positions.append((holder, key))
+            slots.append((holder, key))
             if isinstance(holder[key], dict | list):
-                results.append(holder[key])
-    holder, key = rng.choice(positions)
+                stack.append(holder[key])
+    holder, key = rng.choice(slots)
     action = rng.randrange(5)
     if action == 0 and holder is not root:
         del holder[key]
@@ -111,41 +110,41 @@ def _strange_somewhere(rng, value):
 
 def _json_lines(rng, content):
     lines = content.rstrip(b"\n").split(b"\n")
-    at = rng.randrange(len(lines))
+    line = rng.randrange(len(lines))
     match rng.randrange(6):
         case 0:
-            lines.insert(at, lines[rng.randrange(len(lines))])
+            lines.insert(line, lines[rng.randrange(len(lines))])
         case 1:
-            del lines[at]
+            del lines[line]
         case 2:
-            lines[at] = _raw(rng, lines[at])
+            lines[line] = _raw(rng, lines[line])
         case _:
-            lines[at] = _json(rng, lines[at])
+            lines[line] = _json(rng, lines[line])
     return b"\n".join(lines)
 
 
 def _table(rng, content):
     lines = content.rstrip(b"\n").split(b"\n")
-    at = rng.randrange(len(lines))
-    fields = lines[at].split(b"\t")
+    row = rng.randrange(len(lines))
+    fields = lines[row].split(b"\t")
     field = rng.randrange(len(fields))
     match rng.randrange(5):
         case 0:
-            lines.insert(at, lines[rng.randrange(len(lines))])
+            lines.insert(row, lines[rng.randrange(len(lines))])
         case 1:
-            del lines[at]
+            del lines[row]
         case 2:
             del fields[field]
-            lines[at] = b"\t".join(fields)
+            lines[row] = b"\t".join(fields)
         case _:
             numbers = (b"-1", b"1.5", b"1" * 23, b"nan", b"1e9", b"0x1", b"", b" 1 ", "\u0661".encode(), b"1_0")
             fields[field] = rng.choice((*numbers, *_BYTES[2:6], b"d9", b"\xed\xa0\x80"))
-            lines[at] = b"\t".join(fields)
+            lines[row] = b"\t".join(fields)
     return b"\n".join(lines)
 
 
 def _safetensors(rng, content):
-    """Damage the header, with its length put right, or the values; or the file as bytes, if it is none any more."""
+    """Damage the header (with its length corrected) or the values; raw bytes if the file is no longer valid."""
     length = int.from_bytes(content[:8], "little")
     if not 0 < length <= len(content) - 8:
         return _raw(rng, content)
@@ -156,8 +155,8 @@ def _safetensors(rng, content):
         case 1:
             values = _raw(rng, values)
         case _:
-            at = rng.randrange(len(values) // 4 or 1) * 4
-            number = rng.choice((b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", b"\xff\xff\xff\xff"))
+            offset = rng.randrange(len(values) // 4 or 1) * 4
+            pattern = rng.choice((b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", b"\xff\xff\xff\xff"))
             count = rng.choice((1, 100))
-            values = values[:at] + (number * count)[: len(values) - at] + values[at + 4 * count :]
+            values = values[:offset] + (pattern * count)[: len(values) - offset] + values[offset + 4 * count :]
     return len(header).to_bytes(8, "little") + header + values

@@ -30,14 +30,14 @@ def test_help_names_every_command_and_every_command_explains_itself():
 
 
 def imported(*arguments):
-    """Which heavy libraries a command imports, in a fresh process; the command has to end with 0."""
+    """Heavy libraries that a command imports, in a fresh process; the command must exit with 0."""
     code = (
         "import sys; from typer.testing import CliRunner; from pylate_flash.cli import app; "
         f"result = CliRunner().invoke(app, {arguments!r}); assert result.exit_code == 0, result.output; "
         f"print(*({{'torch', 'transformers', 'sentence_transformers', 'pylate', 'datasets'}} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return process.stdout.split()
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("train", "-h")])
@@ -46,15 +46,15 @@ def test_help_and_version_import_nothing_heavy(arguments):
 
 
 def test_help_is_printed_where_the_locale_is_ascii():
-    """What standard output cannot write is an escape, but for the bytes of names, which are written as they are."""
+    """Characters that stdout cannot encode are escaped, except surrogate-escaped bytes, which are written unchanged."""
     environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     code = "from pylate_flash.cli import main; main()"
     run = [sys.executable, "-c", code, "bench", "--help"]
-    done = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
-    assert r"\u2022 forward: scores" in done.stdout
+    process = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
+    assert r"\u2022 forward: scores" in process.stdout
     code = "from pylate_flash.cli.common import print_any_text; print_any_text(); print('caf\\udcc3\\udca9 \\u2022')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
-    assert done.stdout == b"caf\xc3\xa9 \\u2022\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    assert process.stdout == b"caf\xc3\xa9 \\u2022\n"
 
 
 def test_a_command_ends_without_collecting_garbage():
@@ -62,20 +62,20 @@ def test_a_command_ends_without_collecting_garbage():
         "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
         "from pylate_flash.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"pylate-flash {__version__}", "True"]
+    process = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [f"pylate-flash {__version__}", "True"]
 
 
 def test_what_a_library_says_as_it_is_unloaded_stays_off_the_terminal():
-    """As bindings made with nanobind list what is still in memory, Triton's among them."""
+    """For example the leak reports of nanobind bindings, Triton's included."""
     code = (
         "import ctypes; libc = ctypes.CDLL(None); libc.strdup.restype = ctypes.c_void_p; "
         "text = ctypes.c_void_p(libc.strdup(b'leaked')); "
         "libc.__cxa_atexit(ctypes.cast(libc.perror, ctypes.c_void_p), text, None); "
         "from pylate_flash.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == (f"pylate-flash {__version__}\n", "")
+    process = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    assert (process.stdout, process.stderr) == (f"pylate-flash {__version__}\n", "")
 
 
 def test_doctor_imports_torch_alone():
@@ -83,14 +83,14 @@ def test_doctor_imports_torch_alone():
 
 
 def test_loading_a_model_imports_little_more_than_pylate_does(pylate):
-    """What is slow to import and needed by one command alone, such as ranx or matplotlib, waits for that command."""
+    """Slow imports that a single command needs, such as ranx or matplotlib, are deferred to that command."""
     code = (
         "import sys; import pylate.models; before = set(sys.modules); "
         "from pylate_flash import indexes, models, retrieve; "
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {"pylate", "pylate_flash", "packaging", "filelock", "safetensors"}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(process.stdout.split()) <= {"pylate", "pylate_flash", "packaging", "filelock", "safetensors"}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -98,9 +98,9 @@ def test_loading_a_model_imports_little_more_than_pylate_does(pylate):
 def test_a_full_disk_behind_help_and_version_is_one_sentence(arguments):
     with open("/dev/full", "w") as full:
         call = [sys.executable, "-m", "pylate_flash", *arguments]
-        done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == ["pylate-flash: reading or writing failed: No space left on device"]
+        process = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert process.returncode == 2
+    assert process.stderr.splitlines() == ["pylate-flash: reading or writing failed: No space left on device"]
 
 
 def test_version():
@@ -184,7 +184,7 @@ def test_doctor_says_which_library_loads_models(versions, expected, monkeypatch)
     [
         ("0::/\n", {"cpu.max": "150000 100000"}, 1),
         ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
-        # As in a container, which is shown its own group's folder only.
+        # As in a container, which only sees its own group's folder.
         ("0::/of/the/host\n", {"cpu.max": "50000 100000"}, 1),
         ("3:cpu,cpuacct:/a\n2:pids:/\n", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),
         ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
@@ -221,7 +221,7 @@ def test_characters_that_the_output_cannot_encode_are_escaped(monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals of this kind")
 def test_no_word_is_broken_on_a_terminal(tmp_path):
-    """Of 60 columns; a path stays whole on a line of its own, and what is no terminal gets one line."""
+    """At 60 columns, a path stays on one line; output that is not a terminal gets a single line."""
     import fcntl
     import termios
 
@@ -231,12 +231,12 @@ def test_no_word_is_broken_on_a_terminal(tmp_path):
     terminal, screen = os.openpty()
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     options = {"env": environment, "stdin": screen, "stdout": screen, "timeout": 300}
-    done = subprocess.run(arguments, stderr=screen, **options)
+    process = subprocess.run(arguments, stderr=screen, **options)
     shown = os.read(terminal, 10_000).decode().replace("\r\n", "\n")
     piped = subprocess.run(arguments, stderr=subprocess.PIPE, **options)
     os.close(screen)
     os.close(terminal)
-    assert done.returncode == piped.returncode == 2
+    assert process.returncode == piped.returncode == 2
     (line,) = piped.stderr.decode().splitlines()
     assert shown.split() == line.split()
     assert [part for part in shown.splitlines() if len(part) > 60] == [str(folder) + ";"]
@@ -292,7 +292,7 @@ def fail(error):
 
 
 class PanicException(BaseException):
-    """What libraries in Rust raise."""
+    """As raised by Rust libraries."""
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, PanicException])
@@ -324,15 +324,15 @@ def test_the_traceback_of_an_error_comes_if_asked_for(pylate, monkeypatch, tmp_p
 
 
 def test_the_installed_program_has_no_traceback_either(pylate, tmp_path):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pylate_flash", "train", "--data", "no.jsonl", "--model", "m", "--output", "o"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""},
     )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "pylate-flash: there is no file no.jsonl\n"
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "pylate-flash: there is no file no.jsonl\n"
 
 
 def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_path):
@@ -364,10 +364,10 @@ def test_a_stream_that_is_closed_takes_nothing_of_the_other(closed, tmp_path):
     arguments = [sys.executable, "-m", "pylate_flash", "index", "verify", "--index", str(tmp_path / "index")]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = ["sh", "-c", f'exec "$@" {1 if closed == "stdout" else 2}>&-', "sh", *arguments]
-    done = subprocess.run(run, **streams, text=True, timeout=120)
-    said = {"stdout": f"{tmp_path / 'index'} is as it was written: 1 document\n"}
-    said["stderr"] = f"Loading the index in {tmp_path / 'index'} ...\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, *(said[name] * (name != closed) for name in streams))
+    proc = subprocess.run(run, **streams, text=True, timeout=120)
+    expected = {"stdout": f"{tmp_path / 'index'} is as it was written: 1 document\n"}
+    expected["stderr"] = f"Loading the index in {tmp_path / 'index'} ...\n"
+    assert (proc.returncode, proc.stdout, proc.stderr) == (0, *(expected[name] * (name != closed) for name in streams))
 
 
 def test_a_pipe_is_a_file_to_read(tmp_path):

@@ -1,4 +1,4 @@
-"""`index convert`: indexes that earlier versions wrote (`tests/old_indexes`) are written anew, and left as they are."""
+"""`index convert`: indexes of earlier versions (`tests/old_indexes`) are rewritten to a new folder, not modified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 from tests.stores import content, documents_of
 
 OLD = Path(__file__).parents[1] / "old_indexes"
-# Version 1 has neither checksums nor a journal, 2 a journal, 3 embeddings in 8 bits, 4 documents marked as removed.
+# Version 1 has neither checksums nor a journal, 2 has a journal, 3 8-bit embeddings, 4 documents marked as removed.
 EXPECTED = {
     1: ("float16", ["a", "b", "c\ud800"], [*documents_of([2, 0]), *documents_of([3], seed=1)]),
     2: (
@@ -41,20 +41,20 @@ def old(tmp_path, request):
 @pytest.mark.parametrize(("old", "version"), [(version, version) for version in EXPECTED], indirect=["old"])
 def test_an_old_index_is_converted_row_by_row(old, version, tmp_path):
     before, new = files_of(old), tmp_path / "new"
-    said = succeed("index", "convert", "--index", old, "--to", new)
+    printed = succeed("index", "convert", "--index", old, "--to", new)
     dtype, ids, documents = EXPECTED[version]
-    assert f"{new} holds the {len(ids)} documents of {old}, which is as it was" in said
+    assert f"{new} holds the {len(ids)} documents of {old}, which is as it was" in printed
     assert files_of(old) == before
-    # Rows as the old version kept them: as this one makes them of the same embeddings.
-    again = PackedStore(tmp_path / "again", dtype)
-    again.add(ids, documents)
-    actual, expected = content(new), content(again.path)
+    # The old version's rows equal those that this version writes for the same embeddings.
+    reference = PackedStore(tmp_path / "again", dtype)
+    reference.add(ids, documents)
+    actual, expected = content(new), content(reference.path)
     assert list(actual) == ids
     for id_ in ids:
         assert torch.equal(actual[id_].view(torch.uint8), expected[id_].view(torch.uint8))
     assert PackedStore(new).state.dtype == dtype
     assert Flat(tmp_path, "new", device="cpu").verify().documents == len(ids)
-    # It can be added to.
+    # Documents can be added to the new index.
     PackedStore(new).add(["x"], documents_of([1], documents[0].shape[1]))
 
 
@@ -83,28 +83,28 @@ def test_every_command_names_the_one_that_converts(old):
 @pytest.mark.parametrize("old", [4], indirect=True)
 def test_a_flipped_bit_is_one_error_and_makes_no_index(old, tmp_path):
     new = tmp_path / "new"
-    for name, whole in files_of(old).items():
-        for place in range(0, len(whole), 7):
-            changed = bytearray(whole)
-            changed[place] ^= 1 << place % 8
+    for name, original in files_of(old).items():
+        for offset in range(0, len(original), 7):
+            changed = bytearray(original)
+            changed[offset] ^= 1 << offset % 8
             (old / name).write_bytes(changed)
             try:
                 store = old_index.convert(old, new)
             except (ValueError, OSError) as error:
-                assert str(old) in str(error), (name, place, error)  # noqa: PT017
+                assert str(old) in str(error), (name, offset, error)  # noqa: PT017
                 assert not new.exists()
             else:
-                # Of a journal there are two heads, of which one says what counts, and bytes that stand for nothing.
+                # A journal has two heads, only one of which is valid, and unused bytes.
                 assert name.startswith("journal")
                 assert store.ids == EXPECTED[4][1]
                 shutil.rmtree(new)
-        (old / name).write_bytes(whole)
+        (old / name).write_bytes(original)
 
 
 def test_what_cannot_be_converted(tmp_path):
-    def refused(index, to, said):
+    def refused(index, to, message):
         result = invoke("index", "convert", "--index", tmp_path / index, "--to", tmp_path / to)
-        assert_one_clear_sentence(result, said)
+        assert_one_clear_sentence(result, message)
 
     PackedStore(tmp_path / "index").add(["a"], documents_of([1]))
     refused("index", "new", "needs no conversion")

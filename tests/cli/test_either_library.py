@@ -1,4 +1,4 @@
-"""The same commands, with the same checkpoint, in an environment of PyLate and in one of sentence-transformers 6."""
+"""The same commands and checkpoint, in an environment with PyLate and in one with sentence-transformers 6."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def checkpoint(pylate_checkpoint, tmp_path):
-    """One that a test may spoil."""
+    """A checkpoint that a test may modify."""
     return shutil.copytree(pylate_checkpoint, tmp_path / "model")
 
 
@@ -41,7 +41,7 @@ def scores_by_hand(model, query, **lengths):
     loaded = load_model(str(model), device="cpu", **lengths)
     (tokens,) = encode(loaded, [query], is_query=True)
     documents = encode(loaded, list(TEXTS.values()), is_query=False)
-    similarities = (torch.as_tensor(tokens).double() @ torch.as_tensor(one).double().T for one in documents)
+    similarities = (torch.as_tensor(tokens).double() @ torch.as_tensor(document).double().T for document in documents)
     scores = (similarity.max(dim=1).values.sum().item() for similarity in similarities)
     return sorted(zip(TEXTS, scores, strict=True), key=lambda pair: -pair[1])
 
@@ -49,19 +49,19 @@ def scores_by_hand(model, query, **lengths):
 def test_index_and_search_with_the_lengths_that_were_asked_for(corpus, pylate_checkpoint, tmp_path):
     lengths = {"query_length": 6, "document_length": 5}
     options = [str(part) for name, value in lengths.items() for part in (f"--{name.replace('_', '-')}", value)]
-    here = ("--index", tmp_path / "index")
-    result = invoke("index", "--data", corpus, "--model", pylate_checkpoint, *here, *CPU, *options)
+    args = ("--index", tmp_path / "index")
+    result = invoke("index", "--data", corpus, "--model", pylate_checkpoint, *args, *CPU, *options)
     assert result.exit_code == 0, result.output
-    # [CLS], a marker, the words and [SEP].
+    # A document's tokens are [CLS], a marker, its words and [SEP].
     assert "Note: 3 of the first 4 documents are longer than the 5 tokens that are read of each" in result.stderr
-    (record,) = map(json.loads, succeed("search", "old cats", *here, *CPU, "--json", "-k", 3).splitlines())
+    (record,) = map(json.loads, succeed("search", "old cats", *args, *CPU, "--json", "-k", 3).splitlines())
     expected = scores_by_hand(pylate_checkpoint, "old cats", **lengths)[:3]
     assert [actual["id"] for actual in record["results"]] == [id_ for id_, _ in expected]
     assert [actual["score"] for actual in record["results"]] == pytest.approx(
         [score for _, score in expected], rel=1e-5
     )
     (tmp_path / "more.jsonl").write_text('{"_id": "d9", "text": "old planes"}\n')
-    assert "holds 5" in succeed("index", "add", "--data", tmp_path / "more.jsonl", *here, *CPU)
+    assert "holds 5" in succeed("index", "add", "--data", tmp_path / "more.jsonl", *args, *CPU)
 
 
 def test_evaluate_agrees_with_the_librarys_own_scorer(corpus, pylate_checkpoint, tmp_path):
@@ -104,13 +104,13 @@ def test_train_mine_and_train_again(pylate_checkpoint, tmp_path):
         assert (line["query"], line["positive"]) == (row["query"], row["positive"])
         assert {line["negative_1"], line["negative_2"]} <= set(TEXTS.values()) - {row["positive"]}
     printed = trained(mined, first, second, *options, "--loss", "cached").stdout
-    # Every line holds three of the four texts.
+    # Every line contains three of the four texts.
     assert "2 hard negatives per query, 2 negatives with those of the batch on average; " in printed
     assert "\n2 steps of 1 lines on average, 0.5 epochs\n" in printed
 
 
 def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint, tmp_path):
-    """With other whitespace around it, and with a title in the corpus."""
+    """Despite other surrounding whitespace, and with a title in the corpus."""
     pairs, documents, out = tmp_path / "pairs.jsonl", tmp_path / "corpus.jsonl", tmp_path / "out.jsonl"
     pairs.write_text('{"query": "cats", "positive": " red cats "}\n{"query": "dogs", "positive": "blue dogs\\n"}\n')
     rows = [
@@ -124,7 +124,7 @@ def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint, tmp_path):
     succeed(*mine, 2, "--corpus", documents)
     first, second = ("cats", "red cats"), ("dogs", "blue dogs")
     results = {(row.pop("query"), row.pop("positive")): set(row.values()) for row in map(json.loads, out.open())}
-    # The first pair has no third one: "cats red cats" is its positive.
+    # The first pair has no third negative: "cats red cats" is its positive.
     assert results == {first: {"blue dogs", "blue"}, second: {"cats red cats", "blue"}}
     assert_one_clear_sentence(invoke(*mine, 3, "--corpus", documents, "--overwrite"), "no pair has 3 negatives")
 
@@ -140,14 +140,14 @@ def test_mine_says_that_the_disk_is_full(pylate_checkpoint, corpus, tmp_path):
 
 @pytest.mark.parametrize("loss", ["contrastive", "cached"])
 def test_train_sees_all_lines_where_positives_repeat(loss, pylate_checkpoint, tmp_path, monkeypatch):
-    """As often as it says, in batches of the size that it says."""
+    """With the numbers of epochs and batches, and the batch size, that the output states."""
     rows = [{"query": f"cats {i}", "positive": f"dogs {i % 2}"} for i in range(12)]
     data = write_lines(tmp_path / "pairs.jsonl", *rows)
     batches: list[list[int]] = []
-    once = DistinctTexts.__iter__
+    iterate = DistinctTexts.__iter__
 
     def seen(self):
-        for batch in once(self):
+        for batch in iterate(self):
             batches.append(batch)
             yield batch
 
@@ -174,7 +174,7 @@ def test_train_refuses_lines_that_all_share_a_text(pylate_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("answers", [200, 30, 1])
 def test_batches_are_those_of_the_host(answers):
-    """As many as in the first epoch: without the last ones where there are more, and from the first on where fewer."""
+    """Every epoch has as many batches as the first: extra ones are dropped, missing ones repeat from the start."""
     try:
         from sentence_transformers.base.sampler import NoDuplicatesBatchSampler
     except ImportError:
@@ -183,24 +183,24 @@ def test_batches_are_those_of_the_host(answers):
     generator = torch.Generator().manual_seed(0)
     chosen = (torch.rand(200, generator=generator) ** 2 * answers).int().tolist()
     lines = Dataset.from_dict({"query": [f"q{i % 150}" for i in range(200)], "positive": [f"p{i}" for i in chosen]})
-    here = DistinctTexts(lines, 8, generator=torch.Generator())
-    there = NoDuplicatesBatchSampler(lines, 8, False, generator=torch.Generator())
+    ours = DistinctTexts(lines, 8, generator=torch.Generator())
+    theirs = NoDuplicatesBatchSampler(lines, 8, False, generator=torch.Generator())
     lengths = set()
     for epoch in range(6):
-        here.set_epoch(epoch)
-        there.set_epoch(epoch)
-        expected = list(there)
+        ours.set_epoch(epoch)
+        theirs.set_epoch(epoch)
+        expected = list(theirs)
         lengths.add(len(expected))
         if epoch == 0:
-            assert len(here) == len(expected)
-        assert list(here) == (expected + expected)[: len(here)]
-    # Such numbers differ only where some texts repeat more than others.
+            assert len(ours) == len(expected)
+        assert list(ours) == (expected + expected)[: len(ours)]
+    # The host's number of batches varies only if some texts repeat more often than others.
     assert len(lengths) > 1 or answers == 1
 
 
 @pytest.mark.parametrize("answers", [1, 3])
 def test_batches_of_many_lines_that_share_a_few_texts(answers):
-    """As many as the lines of the commonest text, which no pass over all lines for each of them would ever find."""
+    """As many batches as lines of the most common text; a pass over all lines for each batch would never finish."""
     lines = Dataset.from_dict(
         {"query": [f"q{i}" for i in range(60_000)], "positive": [f"p{i % answers}" for i in range(60_000)]}
     )
@@ -218,8 +218,8 @@ def test_mine_keeps_its_hands_off_other_files(corpus, pylate_checkpoint, tmp_pat
     mine = ("mine", "--data", pairs, "--model", pylate_checkpoint, *CPU, "--output")
     assert_one_clear_sentence(invoke(*mine, out), out, "--overwrite replaces it")
     assert_one_clear_sentence(invoke(*mine, pairs, "--overwrite"), "is the file of --data")
-    for place in (corpus, corpus.parent):
-        assert_one_clear_sentence(invoke(*mine, corpus, "--corpus", place, "--overwrite"), "is the file of --corpus")
+    for source in (corpus, corpus.parent):
+        assert_one_clear_sentence(invoke(*mine, corpus, "--corpus", source, "--overwrite"), "is the file of --corpus")
     assert_one_clear_sentence(invoke(*mine, tmp_path / "no" / "out"), "--output: there is no folder", tmp_path / "no")
     assert_one_clear_sentence(invoke(*mine, tmp_path / "new", "--relative-margin", 1), "--relative-margin must be")
     assert_one_clear_sentence(invoke(*mine, tmp_path / "new", "--max-score", "nan"), "--max-score must be a finite")

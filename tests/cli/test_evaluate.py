@@ -150,14 +150,14 @@ def test_an_index_that_was_not_finished_is_not_left(beir, pylate_checkpoint, tmp
 
 @pytest.fixture
 def kept(tmp_path):
-    """The folder of an index that somebody else has built, with a file beside its own."""
+    """Folder of an existing index, with an unrelated file in it."""
     Flat(tmp_path, "index", device="cpu").add_documents(["old"], [torch.ones(1, 4)])
     (tmp_path / "index" / "notes.txt").write_text("mine")
     return tmp_path / "index"
 
 
 def names_in(index):
-    """Files of an index, but for what SQLite has for the time that it is open."""
+    """Files of an index, except SQLite's temporary ones while it is open."""
     return {path.name for path in index.iterdir() if path.suffix[:8] != ".sqlite-"}
 
 
@@ -177,15 +177,15 @@ def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
         index.add_documents(["d1"], [torch.ones(1, 4)])
         raise KeyboardInterrupt
 
-    place = kept
+    path = kept
     if form == "link":
-        place = kept.with_name("link")
-        place.symlink_to(kept)
+        path = kept.with_name("link")
+        path.symlink_to(kept)
     elif form == ".":
         monkeypatch.chdir(kept)
-        place = Path()
+        path = Path()
     monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", stop)
-    result = evaluate(beir, pylate_checkpoint, "--index", place, "--overwrite")
+    result = evaluate(beir, pylate_checkpoint, "--index", path, "--overwrite")
     assert result.exit_code == 130
     assert names_in(kept) == {"catalog.sqlite", "committed", "reserve", "notes.txt"}
     assert (kept / "notes.txt").read_text() == "mine"

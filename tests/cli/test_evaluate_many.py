@@ -1,4 +1,4 @@
-"""`evaluate` of several collections, models and indexes, of a model that both libraries load, by whichever is here."""
+"""`evaluate` on several collections, models and indexes, with a checkpoint that both libraries load."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_several_collections_in_one_command(collections, pylate_checkpoint, tmp_
         assert (record["data"], record["documents"], record["queries"]) == (str(folder), 120, 12)
         (row,) = (line for line in printed.splitlines() if folder.name in line)
         assert [f"{record[name]:.4f}" for name in METRICS] == re.findall(r"[01]\.[0-9]{4}", row)
-        # What was found, and its metrics, are those of the files.
+        # The run file has these metrics and the per-query values of the .tsv file.
         run = read_run(tmp_path / f"all-{folder.name}.trec")
         _, _, qrels = load_beir_folder(folder)
         assert {query_id: len(hits) for query_id, hits in run.items()} == dict.fromkeys(qrels, 100)
         means, per_query = evaluate_run(run, qrels, METRICS)
         assert {name: record[name] for name in METRICS} == pytest.approx(means)
-        own = {row[1]: row[2:] for row in values if row[0] == folder.name}
-        assert own == {query_id: [f"{per_query[name][query_id]:.6f}" for name in METRICS] for query_id in qrels}
+        written = {row[1]: row[2:] for row in values if row[0] == folder.name}
+        assert written == {query_id: [f"{per_query[name][query_id]:.6f}" for name in METRICS] for query_id in qrels}
     for name in METRICS:
         assert result["mean"][name] == pytest.approx(statistics.mean(one[name] for one in result["collections"]))
     (row,) = (line for line in printed.splitlines() if "mean" in line)
@@ -89,15 +89,15 @@ def test_other_indexes_against_exact_search(collections, pylate_checkpoint, tmp_
     printed = evaluate(pylate_checkpoint, *options, data=collections[:1])
     actual = {row["system"]: row for row in json.loads((tmp_path / "a.json").read_text())["against"]}
     assert list(actual) == ["exact", "int8", "fp8", "run.trec"]
-    # By hand: the same embeddings, the index asked itself.
+    # Reference: the same embeddings, searched directly in the index.
     documents, queries, qrels = load_beir_folder(collections[0])
     model = load_model(str(pylate_checkpoint), device="cpu")
     embeddings = encode(model, [document["text"] for document in documents], is_query=False)
-    asked = encode(model, list(queries.values()), is_query=True)
+    query_embeddings = encode(model, list(queries.values()), is_query=True)
 
     def search(dtype):
         index = Flat(None, dtype=dtype, device="cpu", show_progress=False)
-        return index.add_documents([document["id"] for document in documents], embeddings)(asked, k=100)
+        return index.add_documents([document["id"] for document in documents], embeddings)(query_embeddings, k=100)
 
     exact = search("float32")
     for dtype in ("int8", "fp8"):
@@ -106,7 +106,7 @@ def test_other_indexes_against_exact_search(collections, pylate_checkpoint, tmp_
         assert actual[dtype]["metrics"] == pytest.approx(means)
         expected = {f"exact@{depth}": recall_of(hits, exact, depth) for depth in (10, 100)}
         assert actual[dtype]["recall"] == pytest.approx(expected)
-        # A row of 8 elements: a head, and a multiple of 16 bytes.
+        # A row of 8 elements: a 16-byte header, and values padded to a multiple of 16 bytes.
         assert actual[dtype]["bytes_a_token"] == 16 + 16
     assert actual["exact"]["recall"] == actual["run.trec"]["recall"] == {"exact@10": 1, "exact@100": 1}
     assert actual["run.trec"]["metrics"] == pytest.approx(actual["exact"]["metrics"])
@@ -157,8 +157,8 @@ def test_models_of_several_seeds(collections, pylate_checkpoint, tmp_path):
     options = ("--repeat", "1,2,3", "--json", tmp_path / "a.json")
     printed = evaluate(tmp_path / "seed-{seed}", *options, data=collections[:2])
     records = json.loads((tmp_path / "a.json").read_text())["collections"]
-    positions = [("first", 1), ("second", 1), ("first", 2), ("second", 2), ("first", 3), ("second", 3)]
-    assert [(Path(record["data"]).name, record["seed"]) for record in records] == positions
+    runs = [("first", 1), ("second", 1), ("first", 2), ("second", 2), ("first", 3), ("second", 3)]
+    assert [(Path(record["data"]).name, record["seed"]) for record in records] == runs
     assert [record["model"] for record in records[::2]] == [str(tmp_path / f"seed-{seed}") for seed in (1, 2, 3)]
     for name in ("first", "second"):
         values = [record["ndcg@10"] for record in records if Path(record["data"]).name == name]
@@ -199,12 +199,12 @@ def test_residual_codes_that_cannot_be_trained_are_refused_before_any_work(pylat
 
 def test_a_run_is_of_one_collection_and_of_its_queries(tmp_path):
     (tmp_path / "run.trec").write_text("q1 Q0 d1 1 2.5 name\n")
-    here, elsewhere = (Collection("name", "data", [], {}, {query_id: {"d1": 1}}) for query_id in ("q1", "q2"))
-    assert check_systems(str(tmp_path / "run.trec"), [here])
+    matching, other = (Collection("name", "data", [], {}, {query_id: {"d1": 1}}) for query_id in ("q1", "q2"))
+    assert check_systems(str(tmp_path / "run.trec"), [matching])
     with pytest.raises(UserError, match="is a run of one collection, and there are 2"):
-        check_systems(str(tmp_path / "run.trec"), [here, elsewhere])
+        check_systems(str(tmp_path / "run.trec"), [matching, other])
     with pytest.raises(UserError, match=r"run\.trec has found nothing for any query of name"):
-        check_systems(str(tmp_path / "run.trec"), [elsewhere])
+        check_systems(str(tmp_path / "run.trec"), [other])
 
 
 def test_what_is_written_replaces_neither_what_is_read_nor_each_other(beir, tmp_path, monkeypatch):
@@ -212,14 +212,14 @@ def test_what_is_written_replaces_neither_what_is_read_nor_each_other(beir, tmp_
     Path("run.trec").write_text("q1 Q0 d1 1 2.5 name\n")
     Path("link.json").symlink_to(beir / "corpus.jsonl")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for options, said in (
+    for options, message in (
         (("--json", "beir/corpus.jsonl"), "--json beir/corpus.jsonl is the file of --data"),
         (("--json", "link.json"), "--json link.json is the file of --data"),
         (("--run", "beir/qrels/test.tsv"), "--run beir/qrels/test.tsv is the file of --data"),
         (("--against", "int8,run.trec", "--run", "run.trec"), "--run run.trec is the file of --against"),
         (("--run", "new", "--json", "beir/../new"), "--json beir/../new is the file of --run"),
     ):
-        assert_one_clear_sentence(invoke("evaluate", "--data", "beir", "--model", "m", *options), said)
+        assert_one_clear_sentence(invoke("evaluate", "--data", "beir", "--model", "m", *options), message)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -252,20 +252,20 @@ def test_recall_of():
 
     exact = lists("abcd", "efgh")
     assert recall_of(exact, exact, 4) == 1
-    # The order within the k best does not count; what comes after them does not either.
+    # Neither the order within the top k nor anything after it counts.
     assert recall_of(lists("badc", "fehg"), exact, 2) == 1
     assert recall_of(lists("axbc", "xyef"), exact, 2) == 0.25
     assert recall_of(lists("", "e"), exact, 4) == 0.125
-    for result, k, said in (
+    for result, k, message in (
         (exact[:1], 2, "lists of the same queries, got 1 and 2"),
         (exact, 5, "at most 4"),
         (exact, 0, "at least 1"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             recall_of(result, exact, k)
 
 
-# Collections that are fetched
+# Downloaded collections
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Damaged files: whatever they hold, a command ends with 0 or with one sentence and 2, and touches only its output.
+"""Damaged files: every command exits with 0, or with 2 and one sentence, and changes only its output.
 
-`PYLATE_FLASH_FUZZ_CASES=2000 pytest tests/cli/test_fuzz.py` runs more than the few cases of an ordinary run. A case is
-the name of a target and a seed, which the message of a failure names.
+`PYLATE_FLASH_FUZZ_CASES=2000 pytest tests/cli/test_fuzz.py` runs more than the few default cases. A case is a target
+name and a seed, which failure messages contain.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.cli.commands import invoke, succeed
 from tests.cli.mutations import mutate, snapshot
 
 CASES = int(os.environ.get("PYLATE_FLASH_FUZZ_CASES", "60"))
-# The folder that is to be written.
+# Output folder of the commands.
 OUTPUT = "out"
 MODEL = ("--model", "model", "--device", "cpu")
 EVALUATE = ("evaluate", "--data", "beir", *MODEL)
 TRAIN = ("train", *MODEL, "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1)
-# Files that mean nothing to a command.
+# Files that no command reads.
 UNREAD = ("README.md", "reserve")
-# What is damaged (a file of the workspace, or one of those in a folder), the command that reads it, and its share of
+# The file to damage (or a folder, of which a random file is damaged), the command that reads it, and its weight among
 # the cases.
 TARGETS = {
     "corpus": ("beir/corpus.jsonl", EVALUATE, 2),
@@ -45,7 +45,7 @@ TARGETS = {
 
 @pytest.fixture(scope="module")
 def workspace(pylate_checkpoint, tmp_path_factory):
-    """Everything that the commands read, as small as it can be: a model of few words, an index of one document."""
+    """Minimal inputs of all commands: a model with a small vocabulary, an index of one document."""
     pytest.importorskip("ranx")
     folder = tmp_path_factory.mktemp("fuzz") / "workspace"
     shutil.copytree(pylate_checkpoint, folder / "model")
@@ -74,19 +74,19 @@ def test_damaged_files_end_in_one_sentence_or_do_no_harm(target, workspace, tmp_
     failures = []
     for seed in range(max(1, round(CASES * share))):
         shutil.rmtree(tmp_path / "case", ignore_errors=True)
-        place = shutil.copytree(workspace, tmp_path / "case" / "work")
-        monkeypatch.chdir(place)
+        work = shutil.copytree(workspace, tmp_path / "case" / "work")
+        monkeypatch.chdir(work)
         damage = _damage(random.Random(f"{target} {seed}"), TARGETS[target][0])
         before = snapshot(tmp_path)
         result = invoke(*TARGETS[target][1])
-        wrong = _wrong_end(result) + _changes(before, snapshot(tmp_path))
-        if wrong:
-            failures.append(f"{target} {seed}: {damage}: {'; '.join(wrong)}")
+        problems = _wrong_end(result) + _changes(before, snapshot(tmp_path))
+        if problems:
+            failures.append(f"{target} {seed}: {damage}: {'; '.join(problems)}")
     assert not failures, "\n".join([f"{len(failures)} cases:", *failures])
 
 
 def _damage(rng, target):
-    """Damage a file, or one of those in a folder."""
+    """Damage a file, or a random file of a folder."""
     file = Path(target)
     if file.is_dir():
         files = sorted(path for path in file.rglob("*") if path.is_file() and path.name not in UNREAD)

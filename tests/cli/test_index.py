@@ -1,4 +1,4 @@
-"""`pylate-flash index`: what every command leaves behind, and what it says to those who ask for the wrong thing."""
+"""`pylate-flash index`: the results of every command, and its errors for wrong input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stores import written_by_another
 
 
 def files_in(folder):
-    """All but what SQLite has for the time that an index is open."""
+    """Content of all files, except SQLite's temporary ones while an index is open."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix[:8] != ".sqlite-")
     return {str(path): path.read_bytes() for path in files}
 
@@ -32,7 +32,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def build(corpus, tmp_path, tiny_colbert_path):
-    """Build the folder `index` of the corpus, with more options."""
+    """Function that builds an index of the corpus in the folder `index`, with further options."""
 
     def run(*options, data=corpus, model=tiny_colbert_path, index=tmp_path / "index"):
         return invoke("index", "--data", data, "--model", model, "--index", index, *CPU, *options)
@@ -62,8 +62,8 @@ def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(build, tmp_pat
     model = models.ColBERT(tiny_colbert_path, device="cpu")
     texts = [f"the text of {id_}" for id_ in "abc"]
     expected = model.encode(texts, is_query=False)
-    for actual, wanted in zip(flat.get_documents_embeddings([["a", "b", "c"]])[0], expected, strict=True):
-        np.testing.assert_allclose(actual.numpy(), wanted, atol=1e-6)
+    for actual, reference in zip(flat.get_documents_embeddings([["a", "b", "c"]])[0], expected, strict=True):
+        np.testing.assert_allclose(actual.numpy(), reference, atol=1e-6)
 
 
 def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(build, tmp_path):
@@ -89,7 +89,7 @@ def test_a_build_goes_on_with_the_documents_that_are_missing(build, index, corpu
     )
     assert f"Going on: {index} holds 3 of the 5 documents" in done(build())
     assert ids_in(index) == ["a", "b", "c", "new", "d"]
-    # The words of one letter are the trial of the model.
+    # Texts of one letter come from the trial run of the model.
     assert [text for text in encoded if len(text) > 1] == ["the text of new", "the text of d"]
 
 
@@ -154,7 +154,7 @@ def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(build, tmp
     (tmp_path / "texts" / "long.txt").write_text("word " * 30)
     (tmp_path / "texts" / "short.txt").write_text("word " * 29)
     result = build(data=tmp_path / "texts")
-    # The 32 tokens of a document are [CLS], a marker, 29 words and [SEP].
+    # The 32 tokens that are read are [CLS], a marker, 29 words and [SEP].
     assert "Note: 1 of the first 2 documents are longer than the 32 tokens" in result.stderr
 
 
@@ -166,13 +166,13 @@ def test_a_build_keeps_the_type_that_was_asked_for(build, tmp_path):
 
 
 def test_a_build_keeps_8_bits_that_are_searched(corpus, tmp_path, tiny_colbert_path):
-    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
-    succeed(*here, "--dtype", "int8")
+    args = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    succeed(*args, "--dtype", "int8")
     assert "32 numbers each, int8" in succeed("index", "info", "--index", tmp_path / "i")
     text = json.loads(corpus.read_text().splitlines()[1])
     result = json.loads(succeed("search", text["text"], "--index", tmp_path / "i", "--json", *CPU))
     assert result["results"][0]["id"] == text["_id"]
-    assert_one_clear_sentence(invoke(*here, "--dtype", "float32"), "float32", "int8")
+    assert_one_clear_sentence(invoke(*args, "--dtype", "float32"), "float32", "int8")
 
 
 def test_a_build_trains_its_codec_on_texts_from_the_whole_corpus(tmp_path, tiny_colbert_path, monkeypatch):
@@ -182,43 +182,43 @@ def test_a_build_trains_its_codec_on_texts_from_the_whole_corpus(tmp_path, tiny_
     sizes, train = [], indexes.Flat.train_codec
     watched = lambda flat, sample: (sizes.append(len(sample)), train(flat, sample))[1]  # noqa: E731
     monkeypatch.setattr(indexes.Flat, "train_codec", watched)
-    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
-    succeed(*here, "--dtype", "residual4")
-    # 16 times the square root of 300, 272: so every second one.
+    args = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    succeed(*args, "--dtype", "residual4")
+    # The sample size is 16 * isqrt(300) = 272, so every second text is taken.
     assert sizes == [150]
     assert "32 numbers each, residual4" in succeed("index", "info", "--index", tmp_path / "i")
     result = json.loads(succeed("search", "the text of d31", "--index", tmp_path / "i", "--json", *CPU))
     assert "d31" in [hit["id"] for hit in result["results"]]
-    assert "Nothing to do" in succeed(*here)
+    assert "Nothing to do" in succeed(*args)
     assert sizes == [150]
-    assert_one_clear_sentence(invoke(*here, "--dtype", "residual2"), "residual2", "residual4")
+    assert_one_clear_sentence(invoke(*args, "--dtype", "residual2"), "residual2", "residual4")
 
 
 def test_residual_codes_that_cannot_be_trained_leave_what_was_there(corpus, tmp_path, tiny_colbert_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastkmeans", None)
-    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    args = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
     residual = ("--dtype", "residual4", "--overwrite")
-    assert_one_clear_sentence(invoke(*here, *residual), "--dtype residual4 needs fastkmeans", "pylate-flash[residual]")
+    assert_one_clear_sentence(invoke(*args, *residual), "--dtype residual4 needs fastkmeans", "pylate-flash[residual]")
     assert not (tmp_path / "i").exists()
-    succeed(*here)
-    assert_one_clear_sentence(invoke(*here, *residual), "--dtype residual4 needs fastkmeans")
-    assert "Nothing to do" in succeed(*here)
+    succeed(*args)
+    assert_one_clear_sentence(invoke(*args, *residual), "--dtype residual4 needs fastkmeans")
+    assert "Nothing to do" in succeed(*args)
 
 
 def test_a_build_keeps_16_bits_by_which_a_search_scores_again(corpus, tmp_path, tiny_colbert_path):
     assert set(DTYPES) == set(store.DTYPES)
-    here = ("index", "--data", corpus, "--model", tiny_colbert_path, *CPU)
+    build_args = ("index", "--data", corpus, "--model", tiny_colbert_path, *CPU)
     for dtype in ("int8+float16", "float16"):
-        succeed(*here, "--index", tmp_path / dtype, "--dtype", dtype)
+        succeed(*build_args, "--index", tmp_path / dtype, "--dtype", dtype)
     described = json.loads(succeed("index", "info", "--index", tmp_path / "int8+float16", "--json"))
     assert (described["dtype"], described["scored_bytes"]) == ("int8+float16", described["tokens"] * 48)
-    asked = ("search", "the text of b", "-k", 2, "--json", *CPU, "--index")
-    result = json.loads(succeed(*asked, tmp_path / "int8+float16", "--rescore", 3))["results"]
-    wanted = json.loads(succeed(*asked, tmp_path / "float16"))["results"]
-    assert [hit["id"] for hit in result] == [hit["id"] for hit in wanted]
-    assert [hit["score"] for hit in result] == pytest.approx([hit["score"] for hit in wanted], rel=1e-5)
-    assert_one_clear_sentence(invoke(*asked, tmp_path / "int8+float16", "--rescore", 1), "rescore", "k = 2")
-    assert_one_clear_sentence(invoke(*asked, tmp_path / "float16", "--rescore", 3), "rescore", "'float16' alone")
+    args = ("search", "the text of b", "-k", 2, "--json", *CPU, "--index")
+    result = json.loads(succeed(*args, tmp_path / "int8+float16", "--rescore", 3))["results"]
+    expected = json.loads(succeed(*args, tmp_path / "float16"))["results"]
+    assert [hit["id"] for hit in result] == [hit["id"] for hit in expected]
+    assert [hit["score"] for hit in result] == pytest.approx([hit["score"] for hit in expected], rel=1e-5)
+    assert_one_clear_sentence(invoke(*args, tmp_path / "int8+float16", "--rescore", 1), "rescore", "k = 2")
+    assert_one_clear_sentence(invoke(*args, tmp_path / "float16", "--rescore", 3), "rescore", "'float16' alone")
 
 
 @pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
@@ -256,7 +256,7 @@ def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(build
 
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
 def test_a_name_that_not_every_system_takes_is_refused(build, tmp_path, options):
-    # The model is not looked for.
+    # The name is refused before the model is looked up.
     result = build(*options, model="no-such/name", index=tmp_path / "a:b")
     assert_one_clear_sentence(result, "--index: ", tmp_path / "a:b", "colon", "got 'a:b'")
     assert "index_name" not in result.stderr
@@ -320,12 +320,12 @@ def test_remove_by_ids_or_by_a_file_of_ids(index, tmp_path):
 def test_remove_takes_all_or_none(index, tmp_path):
     (tmp_path / "ids.txt").write_text("a\nno\n")
     before = files_in(index)
-    here = ("--index", index)
-    assert_one_clear_sentence(invoke("index", "remove", "a", "no", *here), "'no' is not in the index in", index)
+    args = ("--index", index)
+    assert_one_clear_sentence(invoke("index", "remove", "a", "no", *args), "'no' is not in the index in", index)
     by_file = ("--ids", tmp_path / "ids.txt")
-    assert_one_clear_sentence(invoke("index", "remove", *by_file, *here), f"{tmp_path / 'ids.txt'}, line 2: 'no'")
-    assert_one_clear_sentence(invoke("index", "remove", "a", *by_file, *here), "either", "not both")
-    assert_one_clear_sentence(invoke("index", "remove", *here), "either IDs or --ids")
+    assert_one_clear_sentence(invoke("index", "remove", *by_file, *args), f"{tmp_path / 'ids.txt'}, line 2: 'no'")
+    assert_one_clear_sentence(invoke("index", "remove", "a", *by_file, *args), "either", "not both")
+    assert_one_clear_sentence(invoke("index", "remove", *args), "either IDs or --ids")
     assert files_in(index) == before
 
 
@@ -340,17 +340,17 @@ def test_of_a_long_id_a_message_has_the_beginning(index, tmp_path, option):
 
 def test_add_replaces_documents_on_request(index, tmp_path, tiny_colbert_path):
     (tmp_path / "more.jsonl").write_text('{"_id": "b", "text": "another text"}\n{"_id": "d", "text": "a new one"}\n')
-    here = ("--data", tmp_path / "more.jsonl", "--index", index, *CPU)
-    assert "1 of the 2 documents" in (printed := succeed("index", "add", *here))
+    args = ("--data", tmp_path / "more.jsonl", "--index", index, *CPU)
+    assert "1 of the 2 documents" in (printed := succeed("index", "add", *args))
     assert "--replace replaces them" in printed
-    assert f"Added 0 documents, replaced 2; {index} holds 4\n" in succeed("index", "add", "--replace", *here)
+    assert f"Added 0 documents, replaced 2; {index} holds 4\n" in succeed("index", "add", "--replace", *args)
     assert ids_in(index) == ["a", "c", "b", "d"]
     expected = models.ColBERT(tiny_colbert_path, device="cpu").encode(["another text"], is_query=False)[0]
     actual = indexes.Flat(index.parent, index.name, device="cpu").get_documents_embeddings([["b"]])[0][0]
     np.testing.assert_allclose(actual.numpy(), expected, atol=1e-6)
-    # The texts that search shows are those that were added last.
-    assert "\tb\tanother text\n" in (found_texts := succeed("search", "text", "--index", index, "-k", 4, *CPU))
-    assert "\ta\tthe text of a\n" in found_texts
+    # Search shows the texts that were added last.
+    assert "\tb\tanother text\n" in (results := succeed("search", "text", "--index", index, "-k", 4, *CPU))
+    assert "\ta\tthe text of a\n" in results
     assert json.loads(succeed("index", "info", "--index", index, "--json"))["corpora"] == [
         str(tmp_path / "corpus.jsonl"),
         str(tmp_path / "more.jsonl"),
@@ -361,7 +361,7 @@ def test_a_full_disk_is_one_sentence(index, monkeypatch):
     def full(*arguments):
         raise OSError(28, os.strerror(28))
 
-    # What is written anew; the catalog is not.
+    # Only rewrites of segments fail, not writes to the catalog.
     monkeypatch.setattr("pylate_flash.index.change.write_all", full)
     assert f"Removed 1 document; {index} holds 2\n" in succeed("index", "remove", "b", "--index", index)
     result = invoke("index", "compact", "--index", index)
@@ -400,9 +400,9 @@ def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path):
     indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [np.eye(2, dtype="float32")])
     arguments = [sys.executable, "-m", "pylate_flash", "index", "info", "--json", "--index", str(tmp_path / "index")]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[1:] == ["pylate-flash: reading or writing failed: No space left on device"]
+        process = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[1:] == ["pylate-flash: reading or writing failed: No space left on device"]
 
 
 def test_what_does_not_encode_does_not_wait_for_pylate(index):
@@ -413,8 +413,8 @@ def test_what_does_not_encode_does_not_wait_for_pylate(index):
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(indexes.__file__).parents[1])}
     arguments = [sys.executable, "-c", code, "remove", "a", "--index", str(index)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.splitlines()[-1] == "[]"
+    process = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    assert process.stdout.splitlines()[-1] == "[]"
 
 
 def test_verify_finds_a_changed_byte(index):
@@ -430,11 +430,11 @@ def test_verify_finds_a_changed_byte(index):
 @pytest.mark.parametrize("command", ["add", "remove", "info", "verify", "compact"])
 def test_a_missing_or_damaged_index_is_one_sentence(command, corpus, tmp_path):
     options = {"add": ["--data", corpus], "remove": ["a"]}.get(command, [])
-    here = ("index", command, *options, "--index", tmp_path / "index")
-    assert_one_clear_sentence(invoke(*here), f"there is no index in {tmp_path / 'index'}")
+    args = ("index", command, *options, "--index", tmp_path / "index")
+    assert_one_clear_sentence(invoke(*args), f"there is no index in {tmp_path / 'index'}")
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "catalog.sqlite").write_text("[" * 200_000)
-    assert_one_clear_sentence(invoke(*here), tmp_path / "index" / "catalog.sqlite")
+    assert_one_clear_sentence(invoke(*args), tmp_path / "index" / "catalog.sqlite")
 
 
 def test_the_group_explains_itself():

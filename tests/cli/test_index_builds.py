@@ -1,4 +1,4 @@
-"""`pylate-flash index build` that is killed and goes on, and by several processes."""
+"""`pylate-flash index build`: resuming after a kill, and building with several processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pylate_flash.cli import indexing
 from tests.cli.commands import CPU, ids_in, invoke, succeed, write_corpus
 from tests.ranks import free_port, run_ranks
 
-# Run in a process of its own, which imports everything once: every build is a child of it, and is killed after a part
-# of the time that a whole build takes from its first write to its last.
+# Runs in a separate process that imports everything once. Each build is a forked child, killed after a fraction of the
+# time that a full build takes from its first write to its last.
 KILLED_BUILDER = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path, tiny_colbert_path):
     arguments = [corpus, tiny_colbert_path, tmp_path, str(kills)]
     environment = {**os.environ, "PYTHONPATH": str(Path(indexes.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", KILLED_BUILDER, *arguments], check=True, env=environment, timeout=500)
-    whole = indexes.Flat(tmp_path, "whole", device="cpu").get_documents_embeddings([ids])[0]
+    reference = indexes.Flat(tmp_path, "whole", device="cpu").get_documents_embeddings([ids])[0]
     for kill in range(kills):
         index = tmp_path / f"killed-{kill}"
         assert ids_in(index) == ids[: len(ids_in(index))]
@@ -88,38 +88,38 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path, tiny_colbert_path):
         assert ids_in(index) == ids
         succeed("index", "verify", "--index", index)
         actual = indexes.Flat(tmp_path, index.name, device="cpu").get_documents_embeddings([ids])[0]
-        for document, expected in zip(actual, whole, strict=True):
+        for document, expected in zip(actual, reference, strict=True):
             np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-5)
 
 
 def build_as_rank(rank, world, port, arguments, folder, failure):
-    """Run the command as torchrun would start it; rank 1 may fail at its second share."""
+    """Run the command as torchrun would start it; rank 1 may fail in its second call of `encode`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     encode, calls = indexing.encode, []
 
-    def failing(*some, **options):
-        calls.append(some)
+    def failing(*args, **options):
+        calls.append(args)
         if rank == 1 and len(calls) == 2 and failure == "it ends":
             os._exit(0)
         if rank == 1 and len(calls) == 2 and failure == "it fails":
             raise ValueError("no such token")
-        return encode(*some, **options)
+        return encode(*args, **options)
 
     indexing.encode, indexing.SECONDS_BETWEEN_WRITES = failing, 0.0
     result = invoke(*arguments)
     (folder / f"rank-{rank}").write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
 
 
-def build_by_two(folder, arguments, failure=None, **how):
-    """What two ranks that build an index have said."""
-    run_ranks(build_as_rank, (2, free_port(), arguments, folder, failure), 2, **how)
+def build_by_two(folder, arguments, failure=None, **kwargs):
+    """Build an index with two ranks; return their exit codes and outputs."""
+    run_ranks(build_as_rank, (2, free_port(), arguments, folder, failure), 2, **kwargs)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*"))]
 
 
 @pytest.fixture
 def built_by_two(tmp_path, tiny_colbert_path):
-    """What two ranks have said, and the arguments; without a failure, of one or of two."""
+    """Function that builds with two ranks, of which one may fail; returns their outputs and the build arguments."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(45)))
     build = ["index", "build", "--data", corpus, "--model", tiny_colbert_path, "--batch-size", "1", *CPU, "--index"]
     return lambda failure=None: (build_by_two(tmp_path, [*build, tmp_path / "index"], failure), build)
@@ -133,14 +133,14 @@ def test_two_processes_build_the_index_of_one(built_by_two, tmp_path):
     succeed(*build, tmp_path / "one")
     ids = ids_in(tmp_path / "one")
     assert ids_in(tmp_path / "index") == ids == [f"d{i}" for i in range(45)]
-    actual, whole = (
+    actual, reference = (
         indexes.Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one")
     )
-    for document, expected in zip(actual, whole, strict=True):
+    for document, expected in zip(actual, reference, strict=True):
         np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-6)
-    again, _ = built_by_two()
-    assert "Nothing to do" in again[0][1]
-    assert [code for code, *_ in again] == [0, 0]
+    repeated, _ = built_by_two()
+    assert "Nothing to do" in repeated[0][1]
+    assert [code for code, *_ in repeated] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_two_processes_build_the_index_of_one(built_by_two, tmp_path):
     ],
 )
 def test_a_process_that_fails_ends_all_in_one_sentence(failure, sentence, built_by_two, tmp_path):
-    said, build = built_by_two(failure)
-    code, _, stderr = said[0]
+    outputs, build = built_by_two(failure)
+    code, _, stderr = outputs[0]
     assert code == 2
     *notes, last = stderr.strip().splitlines()
     assert last.startswith("pylate-flash: ")
     assert sentence in last
     assert not any(note.startswith("pylate-flash: ") for note in notes)
-    # What was added stays, and one process goes on.
+    # Documents added before the failure stay, and a single process can resume.
     assert ids_in(tmp_path / "index") == [f"d{i}" for i in range(16)]
     succeed("index", "verify", "--index", tmp_path / "index")
     succeed(*build, tmp_path / "index")

@@ -1,4 +1,4 @@
-"""Folders of models that are broken, bring code, or lack a projection: one sentence before any work."""
+"""Model folders that are broken, contain code, or lack a projection: one-sentence errors before any work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cut(path):
 
 
 def edit(path, change):
-    """Change, in place, what a JSON file holds."""
+    """Edit a JSON file in place."""
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
@@ -117,7 +117,7 @@ def test_a_broken_model_is_one_sentence(case, folder, beir):
 
 
 def test_a_tokenizer_without_words_is_refused(folder, beir):
-    """transformers makes one of special tokens alone, and PyLate shrinks the encoder to it: every text is the same."""
+    """transformers creates one with only special tokens, and PyLate shrinks the encoder to it: all texts are equal."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
     edit(folder / "config.json", lambda c: c.update(model_type="bert"))
@@ -126,7 +126,7 @@ def test_a_tokenizer_without_words_is_refused(folder, beir):
 
 def test_panics_of_a_loader_are_one_sentence_too(folder, beir, monkeypatch):
     class PanicException(BaseException):
-        """What libraries in Rust raise."""
+        """As raised by Rust libraries."""
 
     def panic(*arguments, **options):
         raise PanicException("index out of bounds")
@@ -144,7 +144,7 @@ def test_ctrl_c_while_loading_interrupts(folder, beir, monkeypatch):
 
 
 def bring_code(folder, tmp_path):
-    """Give a module a class of the folder's own; returns the file that this code makes when it runs."""
+    """Give a module a custom class from the folder; return the file that its code creates when it runs."""
     ran = tmp_path / "ran"
     (folder / "own.py").write_text(
         f"import pathlib\nfrom pylate.models import Dense\n\npathlib.Path({str(ran)!r}).touch()\n\n\n"
@@ -167,7 +167,7 @@ def test_the_demo_runs_no_code_of_a_folder_that_is_not_trusted(pylate, folder, t
     demo = ("demo", "--model", folder, "--device", "cpu", "--output", tmp_path / "out")
     assert_one_clear_sentence(invoke(*demo), "modules.json names 'own.Own'", "--trust-remote-code")
     assert not ran.exists()
-    # It is then another matter that this model reads 32 tokens, and the demo's documents have 64.
+    # Trusted code then fails for another reason: this model reads 32 tokens, the demo's documents have 64.
     assert_one_clear_sentence(invoke(*demo, "--trust-remote-code"), "64 is more than the 32 tokens")
     assert ran.exists()
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The folder of a trained model: what is replaced, what is kept, and what is there if that fails half-way."""
+"""Output folder of a trained model: which files are replaced, which stay, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "R
 
 
 class Model:
-    """Stands in for a ColBERT model: an encoder and one Dense layer."""
+    """Mock of a ColBERT model with an encoder and one Dense layer."""
 
     def save_pretrained(self, path):
         write(Path(path), "new", "1_Dense", *ROOT, "1_Dense/config.json", "1_Dense/model.safetensors")
@@ -36,7 +36,7 @@ def content(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An old model that has other files than the new one, among files that belong to no model."""
+    """An old model with other files than the new one, among unrelated files."""
     folder = tmp_path / "model"
     write(folder, "old", "2_Dense", *ROOT, "pytorch_model.bin", "adapter_config.json", "2_Dense/config.json")
     write_others(folder)
@@ -50,18 +50,18 @@ def write_others(folder):
 
 
 def test_only_the_files_of_the_old_model_are_replaced(folder):
-    kept = write_model(Model(), folder)  # type: ignore[arg-type]
+    retained = write_model(Model(), folder)  # type: ignore[arg-type]
     result = content(folder)
     mine = {".git/HEAD", "notes.txt", "train.jsonl", "2_Dense/notes.txt", "data/config.json"}
     assert {name for name, text in result.items() if text == "mine"} == mine
     assert result.keys() - mine == {*ROOT, "1_Dense/config.json", "1_Dense/model.safetensors"}
     assert not any("old" in text for text in result.values())
-    assert kept == [".git", "2_Dense", "data", "notes.txt", "train.jsonl"]
+    assert retained == [".git", "2_Dense", "data", "notes.txt", "train.jsonl"]
 
 
 @pytest.mark.parametrize("path", ["../outside", "{outside}", "link", "link/../../outside"])
 def test_nothing_outside_of_the_folder_is_touched(folder, tmp_path, path):
-    """Whatever the old model says about its modules' folders."""
+    """Whatever paths the old model's modules.json contains."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "config.json").write_text("mine")
@@ -80,7 +80,7 @@ def test_a_broken_list_of_modules_is_replaced(folder):
 
 
 def test_between_the_moves_nothing_looks_like_a_model(folder, monkeypatch):
-    """Neither like a model nor, without its list of modules, like an encoder: it is all old, all new, or none."""
+    """Neither like a model nor, without modules.json, like an encoder: it is all old, all new, or none."""
     rename = Path.rename
     states = []
 
@@ -99,7 +99,7 @@ def test_between_the_moves_nothing_looks_like_a_model(folder, monkeypatch):
 
 
 def test_a_move_that_fails_leaves_the_old_model_and_names_the_new_one(folder, monkeypatch):
-    """Whichever of the moves it is."""
+    """For every single move."""
     before, rename = content(folder), Path.rename
     failures = 0
     while True:
@@ -152,10 +152,10 @@ def test_a_model_that_cannot_be_written_anywhere_leaves_nothing(folder, tmp_path
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     before = content(folder)
-    both = (
+    message = (
         "No space left for model; nor could the model be saved among the temporary files: No space left for temporary"
     )
-    with pytest.raises(UserError, match=f"the model could not be written to {folder}: {both}$"):
+    with pytest.raises(UserError, match=f"the model could not be written to {folder}: {message}$"):
         write_model(FullDisks(), folder)  # type: ignore[arg-type]
     assert content(folder) == before
     assert list((tmp_path / "temporary").iterdir()) == []

@@ -23,12 +23,12 @@ TEXTS = {"cats": "cats and\tdogs", LONG: "planes, ships and trains", "tab\there"
 
 @pytest.fixture(scope="module")
 def index(tiny_colbert_path, tmp_path_factory):
-    """An index of TEXTS, with its corpus beside it."""
+    """An index of TEXTS, with its corpus in the same folder."""
     folder = tmp_path_factory.mktemp("searched")
     lines = (json.dumps({"_id": id_, "text": text}) + "\n" for id_, text in TEXTS.items())
     (folder / "corpus.jsonl").write_text("".join(lines))
-    here = ("--data", folder / "corpus.jsonl", "--model", tiny_colbert_path, "--index", folder / "index")
-    succeed("index", "build", *here, "--device", "cpu")
+    args = ("--data", folder / "corpus.jsonl", "--model", tiny_colbert_path, "--index", folder / "index")
+    succeed("index", "build", *args, "--device", "cpu")
     return folder / "index"
 
 
@@ -40,7 +40,7 @@ def queries(tmp_path):
     return tmp_path / "queries.jsonl"
 
 
-# What is printed
+# Printed output
 
 
 def test_a_pipe_gets_a_line_per_document_with_rank_score_id_and_text(index):
@@ -65,27 +65,27 @@ def test_a_pipe_gets_no_texts_where_none_are_known(index, tmp_path):
 
 
 def test_an_index_remembers_where_its_texts_are(tmp_path, tiny_colbert_path):
-    here = tmp_path / "here"
-    (here / "texts").mkdir(parents=True)
-    (here / "texts" / "one.txt").write_text("cats and dogs")
-    (here / "more.jsonl").write_text('{"_id": "two", "text": "planes and trains"}\n')
-    place = ("--index", here / "index", "--device", "cpu")
-    printed = succeed("index", "--data", here / "texts", "--model", tiny_colbert_path, *place)
-    assert f'Next: pylate-flash search "..." --index {here / "index"}\n' in printed
-    succeed("index", "add", "--data", here / "more.jsonl", *place)
+    folder = tmp_path / "here"
+    (folder / "texts").mkdir(parents=True)
+    (folder / "texts" / "one.txt").write_text("cats and dogs")
+    (folder / "more.jsonl").write_text('{"_id": "two", "text": "planes and trains"}\n')
+    args = ("--index", folder / "index", "--device", "cpu")
+    printed = succeed("index", "--data", folder / "texts", "--model", tiny_colbert_path, *args)
+    assert f'Next: pylate-flash search "..." --index {folder / "index"}\n' in printed
+    succeed("index", "add", "--data", folder / "more.jsonl", *args)
     texts = {"one.txt\tcats and dogs", "two\tplanes and trains"}
-    results = succeed("search", "cats", *place).splitlines()
+    results = succeed("search", "cats", *args).splitlines()
     assert {line.split("\t", 2)[2] for line in results} == texts
     # Index and texts may be moved together.
-    here.rename(tmp_path / "there")
-    there = ("--index", tmp_path / "there" / "index", "--device", "cpu")
-    assert succeed("search", "cats", *there).splitlines() == results
-    # What is gone is said, and what is left is shown.
+    folder.rename(tmp_path / "there")
+    moved_args = ("--index", tmp_path / "there" / "index", "--device", "cpu")
+    assert succeed("search", "cats", *moved_args).splitlines() == results
+    # Missing texts are reported, and the remaining ones shown.
     shutil.rmtree(tmp_path / "there" / "texts")
-    result = invoke("search", "cats", *there)
+    result = invoke("search", "cats", *moved_args)
     assert result.exit_code == 0, result.output
     assert {line.split("\t", 2)[2] for line in result.stdout.splitlines()} == {"one.txt\t", "two\tplanes and trains"}
-    assert f"Note: no texts are shown: there is no file {here / 'texts'}" in result.stderr
+    assert f"Note: no texts are shown: there is no file {folder / 'texts'}" in result.stderr
 
 
 def test_a_pipe_gets_the_beginning_of_texts_and_json_all_of_them(index, tmp_path):
@@ -150,10 +150,10 @@ def test_queries_come_from_standard_input(index, arguments):
 
 def test_more_queries_than_are_searched_together(index, queries, monkeypatch):
     arguments = ("search", "--queries", queries, "--index", index)
-    together = succeed(*arguments)
+    expected = succeed(*arguments)
     monkeypatch.setattr("pylate_flash.cli.search._QUERIES_AT_A_TIME", 1)
     assert [line.split("\t")[3] for line in succeed(*arguments).splitlines()] == [
-        line.split("\t")[3] for line in together.splitlines()
+        line.split("\t")[3] for line in expected.splitlines()
     ]
 
 
@@ -176,8 +176,8 @@ def test_the_demo_needs_neither_index_nor_model(output, monkeypatch):
 
 
 def test_an_index_that_evaluate_keeps_names_its_model(beir, tmp_path, tiny_colbert_path):
-    here = ("--model", tiny_colbert_path, "--device", "cpu", "--query-length", 8)
-    succeed("evaluate", "--data", beir, "--index", tmp_path / "index", *here)
+    args = ("--model", tiny_colbert_path, "--device", "cpu", "--query-length", 8)
+    succeed("evaluate", "--data", beir, "--index", tmp_path / "index", *args)
     assert succeed("search", "trains", "--index", tmp_path / "index")
 
 
@@ -198,7 +198,7 @@ def test_an_index_that_names_no_model_asks_for_it(tmp_path, tiny_colbert_path):
 
 def test_an_index_of_hidden_states_is_refused(tmp_path, tiny_colbert_path):
     model = models.ColBERT(tiny_colbert_path, device="cpu")
-    # Its hidden states have the size of its embeddings, so that nothing else tells them apart.
+    # Its hidden states and embeddings have the same size, so only the index's record distinguishes them.
     flat = indexes.Flat(tmp_path, "index", device="cpu", projection=model)
     flat.add_documents(["a"], [np.eye(2, 32, dtype="float32")])
     flat.record_model(model, tiny_colbert_path)
@@ -214,7 +214,7 @@ def test_a_model_that_has_moved_is_named(corpus_index, tmp_path):
 
 @pytest.fixture
 def corpus_index(beir, tmp_path, tiny_colbert_path):
-    """An index by a model that a test may move."""
+    """An index built with a model that a test may move."""
     shutil.copytree(tiny_colbert_path, tmp_path / "model")
     succeed("index", "--data", beir, "--model", tmp_path / "model", "--index", tmp_path / "index", "--device", "cpu")
     return tmp_path / "index"
@@ -227,13 +227,13 @@ def test_search_names_what_is_missing(index, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_one_clear_sentence(invoke("search", "x"), "no index in demo-output/index", "pylate-flash demo", "--index")
     assert_one_clear_sentence(invoke("search", "x", "--index", "no"), "no index in no", "pylate-flash index")
-    here = ("--index", index)
-    result = invoke("search", "x", *here, "--data", tmp_path)
+    args = ("--index", index)
+    result = invoke("search", "x", *args, "--data", tmp_path)
     assert_one_clear_sentence(result, tmp_path, "neither a corpus.jsonl nor")
-    assert_one_clear_sentence(invoke("search", "x", *here, "--data", tmp_path / "no"), "no file", tmp_path / "no")
-    assert_one_clear_sentence(invoke("search", *here), "either a QUERY or --queries")
-    assert_one_clear_sentence(invoke("search", "x", "--queries", "q.txt", *here), "not both")
-    assert_one_clear_sentence(invoke("search", "--queries", "q.txt", *here), "no file q.txt")
+    assert_one_clear_sentence(invoke("search", "x", *args, "--data", tmp_path / "no"), "no file", tmp_path / "no")
+    assert_one_clear_sentence(invoke("search", *args), "either a QUERY or --queries")
+    assert_one_clear_sentence(invoke("search", "x", "--queries", "q.txt", *args), "not both")
+    assert_one_clear_sentence(invoke("search", "--queries", "q.txt", *args), "no file q.txt")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_query_that_is_no_text_is_one_sentence(index, query, part):
 
 
 def test_arguments_are_utf_8_where_the_locale_is_ascii(index):
-    """There, Python makes a surrogate of each byte of a character."""
+    """With an ASCII locale, Python decodes each non-ASCII byte to a surrogate."""
     bytes_ = "caf\udcc3\udca9"
     results = json.loads(succeed("search", bytes_, "--index", index, "--json"))
     assert results == json.loads(succeed("search", "caf\xe9", "--index", index, "--json"))
@@ -350,13 +350,13 @@ def test_explained_a_pipe_gets_a_line_per_token_of_the_query_whose_similarities_
     assert "\x1b" not in printed
     fields = [line.split("\t") for line in printed.splitlines()]
     for rank in ("1", "2"):
-        own = [row for row in fields if row[0] == rank]
-        assert len(own) == 16, "the tokens of a query"
-        assert sum(float(row[5]) for row in own) == pytest.approx(float(own[0][1]), abs=1e-4)
-        assert [float(row[5]) for row in own] == sorted((float(row[5]) for row in own), reverse=True)
-        assert {"cats", "on", "trains", "[MASK]"} <= {row[3] for row in own}
-        words = TEXTS[own[0][2].replace(r"\t", "\t")].replace(",", "").split()
-        assert {row[4] for row in own} <= {*words, "[CLS]", "[SEP]", "[D] "}
+        rows = [row for row in fields if row[0] == rank]
+        assert len(rows) == 16, "the tokens of a query"
+        assert sum(float(row[5]) for row in rows) == pytest.approx(float(rows[0][1]), abs=1e-4)
+        assert [float(row[5]) for row in rows] == sorted((float(row[5]) for row in rows), reverse=True)
+        assert {"cats", "on", "trains", "[MASK]"} <= {row[3] for row in rows}
+        words = TEXTS[rows[0][2].replace(r"\t", "\t")].replace(",", "").split()
+        assert {row[4] for row in rows} <= {*words, "[CLS]", "[SEP]", "[D] "}
 
 
 def test_explained_json_says_where_in_the_text(index, queries):

@@ -31,7 +31,7 @@ LISTS = {"query": "q", "documents": ["one answer", "another"], "scores": [2.0, 1
 
 
 def interrupt_after(step, monkeypatch, signals=(signal.SIGINT,)):
-    """Send this process signals at the end of a step."""
+    """Patch the callback to send signals to this process at the end of a step."""
     on_step_end = Progress.on_step_end
 
     def interrupted(self, args, state, control, **kwargs):
@@ -51,7 +51,7 @@ def test_train_with_the_other_losses(loss, pylate_checkpoint, pairs, tmp_path):
     result = trained(pairs, pylate_checkpoint, tmp_path / "out", *options, "--max-steps", 1, "--scorer", "torch")
     assert json.loads((tmp_path / "out" / "config_sentence_transformers.json").read_text())["scorer"] == "torch"
     unused = ["--mini-batch-size"] * (loss == "distillation")
-    # sentence-transformers' distillation has one.
+    # sentence-transformers' distillation loss has a temperature.
     unused += ["--temperature"] * (loss == "distillation" and HERE == PYLATE)
     notes = [line for line in result.stderr.splitlines() if "note: " in line]
     assert notes == [f"pylate-flash: note: {option} has no effect with --loss {loss}" for option in unused]
@@ -63,8 +63,8 @@ def test_train_with_mini_batches_of_so_many_tokens(pylate_checkpoint, pairs, tmp
     options = ("--loss", "cached", "--batch-size", 4, "--max-steps", 1, "--mini-batch-tokens", 40)
     trained(pairs, pylate_checkpoint, tmp_path / "out", *options)
     trained(pairs, pylate_checkpoint, tmp_path / "both", *options, "--mini-batch-size", 3)
-    # sentence-transformers' loss takes one of the two.
-    assert [tuple(results) for results in limits] == [(None, 40), (3 if HERE == PYLATE else None, 40)]
+    # sentence-transformers' loss takes only one of the two.
+    assert [tuple(limit) for limit in limits] == [(None, 40), (3 if HERE == PYLATE else None, 40)]
     result = trained(pairs, pylate_checkpoint, tmp_path / "none", "--max-steps", 1, "--mini-batch-tokens", "auto")
     assert "note: --mini-batch-tokens has no effect with --loss contrastive" in result.stderr
 
@@ -99,7 +99,7 @@ def test_a_single_step_has_a_learning_rate(pylate_checkpoint, pairs, tmp_path):
 
 
 def test_train_finds_the_largest_mini_batch(pylate_checkpoint, pairs, tmp_path, monkeypatch):
-    """Where the processor is taken for a GPU on which all documents of a batch fit."""
+    """With the CPU treated as a GPU that has room for all documents of a batch."""
     monkeypatch.setattr("pylate_flash.cli.train._check_device", lambda *_: None)
     options = ("--loss", "cached", "--batch-size", 4, "--max-steps", 1, "--mini-batch-tokens", "auto")
     result = trained(pairs, pylate_checkpoint, tmp_path / "out", *options)
@@ -122,19 +122,19 @@ def test_train_computes_in_the_precision_that_is_asked_for(precision, pylate_che
 
 @pytest.mark.parametrize("loss", ["contrastive", "cached", "distillation"])
 def test_train_evaluates_on_lines_of_their_own(loss, pylate_checkpoint, pairs, tmp_path):
-    """After each epoch, or after so many steps; what the model becomes does not depend on it."""
+    """After each epoch, or every `--eval-steps`; evaluation does not change the trained weights."""
     if loss == "distillation":
         write_lines(pairs, *({**LISTS, "query": f"{WORDS[i]} new"} for i in range(8)))
     lines = pairs.read_text().splitlines()
     pairs.write_text("\n".join(lines[:6]))
-    others = tmp_path / "eval.jsonl"
-    others.write_text("\n".join(lines[6:]))
+    eval_data = tmp_path / "eval.jsonl"
+    eval_data.write_text("\n".join(lines[6:]))
     options = ("--loss", loss, "--batch-size", 3, "--epochs", 2)
     trained(pairs, pylate_checkpoint, tmp_path / "without", *options)
-    each_epoch = trained(pairs, pylate_checkpoint, tmp_path / "epochs", *options, "--eval-data", others)
+    each_epoch = trained(pairs, pylate_checkpoint, tmp_path / "epochs", *options, "--eval-data", eval_data)
     assert f"{len(lines) - 6} lines to evaluate with" in each_epoch.stdout.splitlines()
     each_step = trained(
-        pairs, pylate_checkpoint, tmp_path / "steps", *options, "--eval-data", others, "--eval-steps", 1
+        pairs, pylate_checkpoint, tmp_path / "steps", *options, "--eval-data", eval_data, "--eval-steps", 1
     )
     for result, steps in ((each_epoch, [2, 4]), (each_step, [1, 2, 3, 4])):
         shown = [line for line in result.stderr.splitlines() if line.endswith("of --eval-data")]
@@ -153,10 +153,10 @@ def test_train_says_what_it_trains_on(pylate_checkpoint, tmp_path):
     )
     result = trained(data, pylate_checkpoint, tmp_path / "out", "--batch-size", 4, "--epochs", 1.5)
     printed = result.stdout.splitlines()
-    done = printed.pop(-2)
-    assert re.fullmatch(r"3 of 3 steps are done, in \d\d:\d\d; loss \d\S* at first, \d\S* at last", done)
-    # Of the last two steps, which were no round number, a line of their own tells the loss.
-    assert f"step 3 of 3, loss {done.split()[-3]}, " in result.stderr
+    summary = printed.pop(-2)
+    assert re.fullmatch(r"3 of 3 steps are done, in \d\d:\d\d; loss \d\S* at first, \d\S* at last", summary)
+    # The last two steps do not fill a logging interval; a separate line logs their loss.
+    assert f"step 3 of 3, loss {summary.split()[-3]}, " in result.stderr
     assert printed == [
         "6 lines (query, positive, negative_1, negative_2), contrastive loss, scorer pylate_flash, cpu",
         "2 hard negatives per query, 11 negatives with those of the batch; longest query 10 characters, longest "
@@ -172,7 +172,7 @@ def test_train_says_what_it_trains_on(pylate_checkpoint, tmp_path):
 
 
 def test_train_replaces_a_model_only_when_asked_to(pylate_checkpoint, pairs, tmp_path):
-    """And only the model: other files stay, those that another kind of weights is loaded from do not."""
+    """Only model files are replaced, including weights in other formats; other files stay."""
     old = tmp_path / "old"
     shutil.copytree(pylate_checkpoint, old)
     (old / ".git").mkdir()
@@ -208,10 +208,10 @@ def test_train_tries_the_output_before_it_loads_a_model(pairs, tmp_path):
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights(pylate_checkpoint, pairs, tmp_path, monkeypatch):
-    """From the middle of the second of three epochs."""
+    """Interrupted in the middle of the second of three epochs."""
     options = ("--batch-size", 4, "--epochs", 3, "--lr", 1e-3)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    trained(pairs, pylate_checkpoint, whole, *options)
+    uninterrupted, out = tmp_path / "whole", tmp_path / "out"
+    trained(pairs, pylate_checkpoint, uninterrupted, *options)
     with monkeypatch.context() as patch:
         interrupt_after(3, patch)
         result = train(pairs, pylate_checkpoint, out, *options)
@@ -223,7 +223,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pylate_checkpoint, pairs
     assert [path.name for path in out.iterdir()] == ["checkpoints"]
     assert (checkpoint / "modules.json").is_file()
 
-    # Neither overwritten without a word, nor continued as something else.
+    # A new run neither overwrites it silently nor continues it with other settings.
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options), "--resume", "--overwrite")
     changed = train(pairs, pylate_checkpoint, out, *options[:-1], 1e-4, "--resume", "--query-length", 8)
     assert_one_clear_sentence(changed, "was started with --lr 0.001, not 0.0001, --query-length unset, not 8")
@@ -231,38 +231,38 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pylate_checkpoint, pairs
         lines.write('{"query": "q", "positive": "p"}\n')
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options, "--resume"), "--data holds other lines")
     pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:-1]))
-    # One that was killed while it was written.
+    # A checkpoint whose writing was killed.
     (out / "checkpoints" / "checkpoint-4").mkdir()
     (out / "checkpoints" / "checkpoint-4" / "trainer_state.json").write_text("{")
 
     for file in ("model.safetensors", "optimizer.pt"):
-        whole_file = (checkpoint / file).read_bytes()
-        (checkpoint / file).write_bytes(whole_file[:100])
+        original = (checkpoint / file).read_bytes()
+        (checkpoint / file).write_bytes(original[:100])
         damaged = train(pairs, pylate_checkpoint, out, *options, "--resume")
         assert damaged.exit_code == 2
         assert f"--resume: the checkpoint {checkpoint} cannot be loaded: " in damaged.stderr.splitlines()[-1]
-        (checkpoint / file).write_bytes(whole_file)
+        (checkpoint / file).write_bytes(original)
 
     result = trained(pairs, pylate_checkpoint, out, *options, "--resume")
     assert [line.split(",")[0] for line in result.stderr.splitlines() if line.startswith("step ")] == ["step 6 of 6"]
     assert "6 of 6 steps are done, in " in result.stdout
-    assert content(out) == content(whole)
+    assert content(out) == content(uninterrupted)
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options, "--resume"), "--overwrite replaces it")
 
 
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_a_signal_leaves_out_the_evaluation(evaluating, pylate_checkpoint, pairs, tmp_path, monkeypatch):
-    """One that is due after the step, and one that is under way; the weights are those of a run without a signal.
+    """Whether the evaluation is due or already running; the weights equal those of an uninterrupted run.
 
-    The model has dropout: an evaluation draws none of the numbers that the training draws.
+    The model has dropout: evaluation must not consume random numbers of the training.
     """
     model = tmp_path / "model"
     shutil.copytree(pylate_checkpoint, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.1}))
     options = ("--batch-size", 4, "--epochs", 3, "--lr", 1e-3, "--eval-data", pairs)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert "of --eval-data" in trained(pairs, model, whole, *options).stderr
+    uninterrupted, out = tmp_path / "whole", tmp_path / "out"
+    assert "of --eval-data" in trained(pairs, model, uninterrupted, *options).stderr
     batches = []
 
     def interrupt(self, args, state, control, **kwargs):
@@ -278,14 +278,14 @@ def test_a_signal_leaves_out_the_evaluation(evaluating, pylate_checkpoint, pairs
     assert result.exit_code == 130
     assert "interrupted after step 2 of 6" in result.stderr.splitlines()[-1]
     assert "of --eval-data" not in result.stderr
-    # There were two.
+    # The evaluation has two batches, and stops after the first.
     assert batches == [2] * evaluating
     trained(pairs, model, out, *options, "--resume")
-    assert content(out) == content(whole)
+    assert content(out) == content(uninterrupted)
 
 
 def content(folder):
-    """The files of a model, but for the card, which tells the time."""
+    """Files of a model, except the model card, which contains the time."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -365,7 +365,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(pylate_chec
 def test_a_checkpoint_and_a_model_that_cannot_be_written_leave_the_last_checkpoint(
     pylate_checkpoint, pairs, tmp_path, monkeypatch
 ):
-    """Where the disk is full, and that of the temporary files too."""
+    """When the output disk and the disk of temporary files are both full."""
     save = model_class().save_pretrained
 
     def full(self, path, *arguments, **options):
@@ -400,7 +400,7 @@ def test_train_with_a_loss_that_is_not_finite_writes_nothing(pylate_checkpoint, 
 
 
 def test_a_model_that_is_not_finite_is_not_written(pylate_checkpoint, pairs, tmp_path, monkeypatch):
-    """Nor is one trained."""
+    """Such a model is not trained either."""
 
     def spoil(self, **kwargs):
         self.state.log_history = [{"loss": 1.0}]
@@ -434,7 +434,7 @@ def test_train_names_file_and_line(pairs, pylate_checkpoint, tmp_path, line, par
 
 
 def test_train_reads_a_pipe(pairs, pylate_checkpoint, tmp_path):
-    """Lines that are read are not there a second time."""
+    """The lines of a pipe can be read only once."""
     reading, writing = os.pipe()
     os.write(writing, pairs.read_bytes())
     os.close(writing)

@@ -1,4 +1,4 @@
-"""`pylate-flash train` by two processes, as torchrun would start them, over gloo."""
+"""`pylate-flash train` with two processes over gloo, as torchrun would start them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLD = 2
 
 
 def train_as_rank(rank, world, port, arguments, folder, signalled, failing):
-    """Run the command; one rank may get a signal at the end of the third step, which torchrun then gives to both."""
+    """Run the command; at the end of step 3, some ranks fail, or get SIGTERM twice (torchrun forwards it)."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     on_step_end = Progress.on_step_end
@@ -37,45 +37,45 @@ def train_as_rank(rank, world, port, arguments, folder, signalled, failing):
     (folder / f"rank-{rank}").write_text(json.dumps([result.exit_code, result.stdout, result.stderr]))
 
 
-def by_ranks(folder, arguments, signalled=(), failing=(), **how):
-    """Train by two, and return exit codes, and what was said on standard output and error, of each."""
-    run_ranks(train_as_rank, (WORLD, free_port(), arguments, folder, signalled, failing), WORLD, **how)
+def by_ranks(folder, arguments, signalled=(), failing=(), **kwargs):
+    """Train with two ranks; return their exit codes, standard outputs and standard errors."""
+    run_ranks(train_as_rank, (WORLD, free_port(), arguments, folder, signalled, failing), WORLD, **kwargs)
     return zip(*(json.loads((folder / f"rank-{rank}").read_text()) for rank in range(WORLD)), strict=True)
 
 
 @pytest.fixture
 def by_two(tmp_path, tiny_colbert_path, pairs):
-    """Train to a folder of a name; returns it, the arguments, and what `by_ranks` does."""
+    """Function that trains into a named folder; returns the folder, the arguments, and the results of `by_ranks`."""
     options = ["--batch-size", 2, "--epochs", 3, "--lr", 1e-3, "--loss", "contrastive"]
 
-    def run(name, *more, **how):
+    def run(name, *more, **kwargs):
         arguments = ["train", "--data", pairs, "--model", tiny_colbert_path, "--output", tmp_path / name, *CPU]
         arguments = [str(argument) for argument in (*arguments, *options, *more)]
-        return tmp_path / name, arguments, *by_ranks(tmp_path, arguments, **how)
+        return tmp_path / name, arguments, *by_ranks(tmp_path, arguments, **kwargs)
 
     return run
 
 
 def test_a_run_of_two_that_is_stopped_resumes_to_the_same_weights(by_two):
-    whole, _, codes, said, notes = by_two("whole")
+    uninterrupted, _, codes, printed, notes = by_two("whole")
     assert codes == (0, 0), notes
-    assert "of 2 lines in each of 2 processes" in said[0]
-    assert said[1] == ""
-    assert not [path.name for path in whole.iterdir() if path.name.startswith(("checkpoints", "unfinished"))]
+    assert "of 2 lines in each of 2 processes" in printed[0]
+    assert printed[1] == ""
+    assert not [path.name for path in uninterrupted.iterdir() if path.name.startswith(("checkpoints", "unfinished"))]
 
     out, arguments, codes, _, notes = by_two("out", signalled=(1,))
     assert codes == (128 + signal.SIGTERM,) * 2
     assert f"interrupted after step 3 of 6; the model as it is is in {out / 'checkpoints' / 'checkpoint-3'}" in notes[0]
     assert notes[1] == ""
     assert_one_clear_sentence(invoke(*arguments, "--resume"), "--resume", "processes 2, not 1")
-    _, arguments, codes, said, notes = by_two("out")
+    _, arguments, codes, printed, notes = by_two("out")
     assert codes == (2, 2)
     assert "--resume continues it" in notes[0]
     assert notes[1] == ""
-    _, _, codes, said, notes = by_two("out", "--resume")
+    _, _, codes, printed, notes = by_two("out", "--resume")
     assert codes == (0, 0), notes
-    assert "6 of 6 steps are done" in said[0]
-    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert "6 of 6 steps are done" in printed[0]
+    assert (out / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
 
 
 def test_an_error_of_one_process_is_said_by_it_and_ends_the_other(by_two):

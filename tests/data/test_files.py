@@ -1,4 +1,4 @@
-"""Documents and queries from files: what is read, and what every kind of bad line says."""
+"""Documents and queries from files: what is read, and the error of every kind of bad line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_text_is_read_with_its_title_and_without(tmp_path: Path) -> None:
     assert list(Corpus(tmp_path / "texts")) == [("one.txt", "first", "first", {})]
 
 
-# Little, and more than a pipe holds, so that it must be read while it is written.
+# Few bytes, and more than a pipe's buffer holds, so that it must be read while it is written.
 @pytest.mark.parametrize("count", [1, 200])
 def test_a_corpus_may_be_read_twice_even_from_a_pipe(count: int) -> None:
     read, write = os.pipe()
@@ -98,7 +98,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
 def test_a_bad_line_is_named(line: bytes, tmp_path: Path) -> None:
-    """By every reader: of a corpus, of queries, and of a folder of BEIR."""
+    """By every reader: of a corpus, of queries, and of a BEIR folder."""
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(GOOD.encode() + line + b"\n")
     (tmp_path / "queries.jsonl").write_text(GOOD)

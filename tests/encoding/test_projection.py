@@ -1,4 +1,4 @@
-"""Folding Dense layers, and the losses that score from hidden states, against those that project."""
+"""Folding Dense layers, and losses that score from hidden states, against losses that project."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict
         expected = value_and_gradients(loss(model, **arguments, masking=masking), features, labels)
         assert not calls
         actual = value_and_gradients(loss(model, **arguments, masking=masking, fuse_projection=True), features, labels)
-        # The cached loss has all columns of documents together.
+        # The cached loss scores all columns of documents together.
         assert len(calls) == (1 if name == "CachedContrastive" else len(features) - 1)
         calls.clear()
         # Scores of 8 to 16 are rounded to float32, both ways, by up to 2^-21; min-max normalisation divides them.
@@ -230,7 +230,7 @@ def test_a_forward_that_a_hook_has_given_a_layer_is_there_again(bert: ColBERT) -
 
 
 def test_the_projection_leads_to_the_output(bert: ColBERT) -> None:
-    """By which DDP finds the parameters that it waits for, and those that it does not."""
+    """DDP follows it to find the parameters that it waits for, and those that it does not."""
     with hidden_states(bert):
         output = bert(contrastive_batch(bert)[0])
     (gradient,) = torch.autograd.grad(output["projection_weight"].sum(), bert[1].linear.weight)
@@ -238,7 +238,7 @@ def test_the_projection_leads_to_the_output(bert: ColBERT) -> None:
 
 
 def test_encoded_hidden_states_are_those_of_the_embeddings(model: ColBERT, capsys: pytest.CaptureFixture) -> None:
-    """Of the same tokens: without what the skiplist names, and padding; sorted back after batches by length."""
+    """Of the same tokens, without skiplist tokens and padding; in the original order after batching by length."""
     texts = [*DOCUMENTS, "a"]
     embeddings = model.encode(texts, is_query=False)
     for convert_to_numpy in (True, False):
@@ -254,21 +254,21 @@ def test_encoded_hidden_states_are_those_of_the_embeddings(model: ColBERT, capsy
 
 
 def test_retrieval_from_kept_hidden_states(model: ColBERT, tmp_path: Path) -> None:
-    """What users call: the index with the model's projection, PyLate's retriever, and reranking what it found."""
+    """What users call: an index with the model's projection, PyLate's retriever, and reranking of its results."""
     texts, ids = [*DOCUMENTS, *NEGATIVES], [f"d{i}" for i in range(10)]
-    of_embeddings = indexes.Flat(tmp_path, "embeddings", device="cpu", show_progress=False)
-    of_embeddings.add_documents(ids, model.encode(texts, is_query=False))
-    of_states = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=model)
-    of_states.add_documents(ids, encode_hidden_states(model, texts))
+    embeddings_index = indexes.Flat(tmp_path, "embeddings", device="cpu", show_progress=False)
+    embeddings_index.add_documents(ids, model.encode(texts, is_query=False))
+    states_index = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=model)
+    states_index.add_documents(ids, encode_hidden_states(model, texts))
     queries = model.encode(QUERIES, is_query=True)
-    expected = retrieve.ColBERT(index=of_embeddings).retrieve(queries, k=6)
-    actual = retrieve.ColBERT(index=of_states).retrieve(queries, k=6)
+    expected = retrieve.ColBERT(index=embeddings_index).retrieve(queries, k=6)
+    actual = retrieve.ColBERT(index=states_index).retrieve(queries, k=6)
     candidates = [[result["id"] for result in results] for results in expected]
-    reranked = rank.rerank(candidates, queries, of_states.get_documents_embeddings(candidates))
+    reranked = rank.rerank(candidates, queries, states_index.get_documents_embeddings(candidates))
     for results in (actual, reranked):
         assert [[result["id"] for result in row] for row in results] == candidates
-        for row, wanted in zip(results, expected, strict=True):
-            assert [r["score"] for r in row] == pytest.approx([r["score"] for r in wanted], rel=1e-5)
+        for row, reference in zip(results, expected, strict=True):
+            assert [r["score"] for r in row] == pytest.approx([r["score"] for r in reference], rel=1e-5)
 
 
 def test_the_models_flag(tiny_colbert_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_a_score_metric_of_the_caller_is_called_whatever_the_flag(tiny_colbert_p
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
-    """Both ways are near the float64 of an encoder that computes in bfloat16, where roundings choose other tokens."""
+    """Fused or not, the loss of a bfloat16 encoder is near that in float64, though rounding changes the argmax."""
     features = contrastive_batch(bert)
     expected, gradients = value_and_gradients(getattr(losses, name)(bert), features)
     # Autocast leaves float64 as it is.
@@ -364,17 +364,17 @@ def checkpointed(model: ColBERT) -> None:
 
 
 def compiled(model: ColBERT) -> None:
-    # What others have compiled of these layers would serve here, and not be counted.
+    # Graphs that other tests compiled for these layers would be reused, and not counted.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # Everything but the last step, which would take a C++ compiler and most of a minute.
+    # All of compilation but the last step, which would take a C++ compiler and most of a minute.
     model[0].auto_model.compile(backend="aot_eager")
 
 
 def with_adapters(model: ColBERT) -> None:
     peft = pytest.importorskip("peft")
     names = ["query", "value"] if "bert.modeling_bert" in type(model[0].auto_model).__module__ else ["Wqkv"]
-    # Not zeros, as by default, through which no gradient would reach the other matrices.
+    # Zeros, the default, would let no gradient reach the other matrices.
     model.add_adapter(peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False))
 
 
@@ -403,17 +403,17 @@ def test_with_an_encoder_that_is(prepare: Callable[[ColBERT], None], name: str, 
 
 
 def test_a_compiled_model(bert: ColBERT) -> None:
-    """As a whole: the projection is taken out and put back between its calls."""
+    """The whole model is compiled: the projection is taken out and put back between its calls."""
     features = contrastive_batch(bert, columns=2)
     expected = value_and_gradients(losses.Contrastive(bert), features)
-    whole = torch.compile(bert, backend="eager")
+    model = torch.compile(bert, backend="eager")
     for fuse_projection in (True, False, True):
-        value, gradients = value_and_gradients(losses.Contrastive(whole, fuse_projection=fuse_projection), features)
+        value, gradients = value_and_gradients(losses.Contrastive(model, fuse_projection=fuse_projection), features)
         assert_same((value, {name.removeprefix("_orig_mod."): grad for name, grad in gradients.items()}), expected)
 
 
 def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
-    """One row of all documents' tokens, each attending to its own document's, as flash attention runs it."""
+    """One row of all documents' tokens, each attending to its own document, as in flash attention."""
     columns = contrastive_batch(modernbert, columns=2)
     queries, documents = ({name: column[name] for name in ("input_ids", "attention_mask")} for column in columns)
     weight, bias = fold_dense(dense_layers(modernbert))
@@ -426,11 +426,11 @@ def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
     lengths = active.sum(dim=1)
     assert len(set(lengths.tolist())) > 1
     owners = torch.arange(len(lengths)).repeat_interleave(lengths)
-    own = (owners[:, None] == owners)[None, None]
+    attends = (owners[:, None] == owners)[None, None]
     unpadded = encoder(
         input_ids=documents["input_ids"][active][None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        attention_mask={"full_attention": own, "sliding_attention": own},
+        attention_mask={"full_attention": attends, "sliding_attention": attends},
     ).last_hidden_state[0]
     bounds = nn.functional.pad(lengths.cumsum(0), (1, 0))
     packed = maxsim_from_hidden(states, unpadded, weight, bias, documents_cu_seqlens=bounds, **layers)

@@ -1,4 +1,4 @@
-"""encoding.weights: what is missing is an error, and what a library is not to show stays unseen."""
+"""encoding.weights: missing weights are an error, and reports that the library would not log stay hidden."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPORT = "LOAD REPORT\nKey | Status\nlayer.{0, 1}.key | MISSING\npooler.bias | M
 
 @pytest.mark.parametrize("level", [logging.ERROR, logging.WARNING])
 def test_missing_weights_are_named_and_shown_as_the_library_says_by_then(level, monkeypatch, caplog):
-    """Which may be imported only while a model is loaded."""
+    """The library may be imported only while a model is loaded."""
     library = logging.getLogger("transformers")
     monkeypatch.setattr(library, "propagate", True)
     monkeypatch.setattr(library, "level", library.level)

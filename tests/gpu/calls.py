@@ -1,4 +1,4 @@
-"""A call of every operation, at a size that kernels take, for the tests of what holds for all of them."""
+"""A call of every operation, at a size that kernels serve, for tests of properties that all calls have."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.gpu.tools import DTYPES, FLOAT, HALF, PRECISIONS, packed_of, random_m
 from tests.ops.residual_cases import residual_codes
 from tests.ops.test_hidden import Problem
 
-# Of calls that are padded.
+# Options of padded calls.
 EVERYTHING = {"normalize": True, "masking": "zero", "reduction": "mean", "empty_score": -1.0}
 PACKED = {"normalize": True, "reduction": "mean", "empty_score": -1.0}
 
 
 class Call:
-    """A call of an operation: its embeddings, and what else it takes, which may be changed in place."""
+    """A call of an operation: its embeddings, and its other arguments, which may be changed in place."""
 
     def __init__(
         self, function: Callable[..., Tensor], leaves: Any, *others: Any, learning: bool = True, **options: Any
@@ -53,7 +53,7 @@ class Call:
         return self.function(*(leaves or self.leaves), *self.others, **self.options)
 
     def to(self, device: str) -> Call:
-        """The same call of tensors there; what is on the host stays."""
+        """The same call with its CUDA tensors on `device`; host tensors stay where they are."""
 
         def moved(value: Any) -> Any:
             on_gpu = getattr(value, "device", None) is not None and value.device.type == "cuda"
@@ -66,7 +66,7 @@ class Call:
     def gradients(
         self, result: Tensor, leaves: list[Tensor] | None = None, create_graph: bool = False
     ) -> tuple[Tensor, ...]:
-        """Of these leaves, or of all, under a fixed, uneven weighting of the result."""
+        """Gradients of these leaves, or of all, for a fixed, uneven weighting of the result."""
         weight = torch.arange(1, 1 + result.numel(), device=result.device, dtype=result.dtype).cos().view(result.shape)
         return torch.autograd.grad((result * weight).sum(), leaves or self.leaves, create_graph=create_graph)
 
@@ -80,7 +80,7 @@ class Call:
         return alone, result.detach(), *self.gradients(result)
 
     def change(self) -> None:
-        """Other embeddings, masks and positions, in place; boundaries and labels stay."""
+        """Change embeddings, masks and positions in place; boundaries and labels stay."""
         with torch.no_grad():
             for leaf in self.leaves:
                 leaf.copy_(leaf.roll(1, 0).roll(3, -1) if leaf.numel() > 1 else leaf * 0.3)
@@ -92,16 +92,16 @@ class Call:
 def padded(
     function: Callable[..., Tensor], queries: tuple[int, ...], documents: tuple[int, ...], masks: str = "", **options
 ) -> Call:
-    """With `masks` of these types, of queries and of documents; "weights" are of queries."""
+    """A padded call with query and document masks of the types in `masks`; "weights" are of queries."""
     dtype = options.pop("dtype", HALF)
     generator = torch.Generator("cuda").manual_seed(5)
-    of_queries, of_documents = (
+    query_values, document_values = (
         torch.rand(shape[:-1], device="cuda", generator=generator) for shape in (queries, documents)
     )
     if masks:
-        documents_mask = of_documents > 0.3
+        documents_mask = document_values > 0.3
         documents_mask[..., 1, :] = False
-        options["queries_mask"] = (of_queries > 0.3) * of_queries if "weights" in masks else of_queries > 0.3
+        options["queries_mask"] = (query_values > 0.3) * query_values if "weights" in masks else query_values > 0.3
         options["documents_mask"] = documents_mask.long() if "int64" in masks else documents_mask
     target: tuple = ()
     if function in (maxsim_kl_divergence, maxsim_margin_mse):
@@ -121,7 +121,7 @@ def packed(
 
 
 def of_packed_documents(function: Callable[..., Tensor], lengths: list[int], **options) -> Call:
-    """Padded queries."""
+    """A call with padded queries and packed documents."""
     call = packed(maxsim_varlen, [32] * 6, lengths)
     queries, documents = call.leaves
     options |= {"documents_cu_seqlens": call.others[1], "max_document_length": max(lengths)}
@@ -129,18 +129,18 @@ def of_packed_documents(function: Callable[..., Tensor], lengths: list[int], **o
 
 
 def soft(queries: Tensor, documents: Tensor, *bounds: Tensor, **options) -> Tensor:
-    """Of padded tokens, or with boundaries of packed ones."""
+    """Soft MaxSim of padded tokens, or of packed ones if there are boundaries."""
     return (soft_maxsim_varlen if bounds else soft_maxsim)(queries, documents, 10.0, *bounds, **options)
 
 
 def with_beta(queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = FLOAT, **options) -> Call:
-    """Soft MaxSim whose beta is learned."""
+    """Soft MaxSim with a learned beta."""
     embeddings = unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1)
     return Call(soft_maxsim, (*embeddings, torch.tensor([10.0], device="cuda")), **options)
 
 
 def chosen(*shape: int, length: int = 32) -> Tensor:
-    """Positions of the first query tokens, and of none."""
+    """Random positions of the first `length` query tokens, or -1 for none."""
     return torch.randint(-1, length, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(6))
 
 
@@ -181,7 +181,7 @@ def from_hidden(layout: str, dtype: torch.dtype = HALF) -> Call:
 
 def of_codes(**options: Any) -> Call:
     documents = residual_codes([180, 0, 40] * 20, 128, 4).to("cuda")
-    # What is compiled may be asked for a gradient, and then products are not of 8 bits.
+    # Compiled calls may need a gradient, which rules out 8-bit products.
     return Call(maxsim_residual, (unit(4, 32, 128, dtype=HALF),), documents, precision="full", **options)
 
 
@@ -275,7 +275,7 @@ CALLS = {
     "divergence in float32": lambda: padded(maxsim_kl_divergence, *IN_BATCH, temperature=0.1, dtype=FLOAT),
 }  # fmt: skip
 
-# Steps of which each sums the gradient of the documents in its own way.
+# Steps that sum the document gradient in different ways.
 STEPS = [
     ((40, 32, 128), (70, 300, 128)),
     ((200, 32, 128), (70, 300, 128)),
@@ -290,7 +290,7 @@ CALLS |= {
     for normalize in (False, True)
 }
 
-# Larger ones, of many programs, which may finish in any order.
+# Larger calls, with many programs that may finish in any order.
 MANY = ((64, 32, 128), (64, 180, 128))
 MANY_LOSSES = {"in-batch": ((128, 32, 128), (128, 180, 128)), "candidates": ((16, 32, 128), (16, 8, 300, 128))}
 LARGE_CALLS = {
@@ -304,7 +304,7 @@ LARGE_CALLS = {
     "large XTR": lambda: padded(xtr_scores, (16, 32, 128), (64, 180, 128), k=100),
     **{
         f"large Chamfer, {size}, {dtype}": partial(
-            lambda *how: Call(chamfer, (points(2000, *how), points(1700, *how, seed=1))), size, dtype
+            lambda *args: Call(chamfer, (points(2000, *args), points(1700, *args, seed=1))), size, dtype
         )
         for size, dtype in ((3, FLOAT), (64, HALF), (64, FLOAT))
     },

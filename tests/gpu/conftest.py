@@ -1,4 +1,4 @@
-"""Skip everything here without a CUDA GPU that the kernels run on."""
+"""Skip all tests in this folder without a CUDA GPU that the kernels support."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.gpu.tools import products_in
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     served = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if here not in item.path.parents:
+        if folder not in item.path.parents:
             continue
         if not served:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU of compute capability 8.0 or higher"))
-        # A process that waits for a kernel handles no signal: a thread ends it, so that this test fails, by its name.
+        # A process that waits for a kernel handles no signal, so a thread ends it, and the test fails by name.
         item.add_marker(pytest.mark.timeout(300, method="thread"))
 
 
 @pytest.fixture(autouse=True)
 def _give_memory_back() -> Iterator[None]:
-    """What a test's tensors took is there for the other processes that test on the same GPU."""
+    """Release cached memory for other processes that run tests on the same GPU."""
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -34,14 +34,14 @@ def _give_memory_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _exact_products() -> Iterator[None]:
-    """Of float32, unless a test asks for less."""
+    """Use exact float32 products, unless a test asks for less."""
     with products_in("highest"):
         yield
 
 
 @pytest.fixture(scope="session")
 def colbert_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a small ColBERT with random weights and a tokenizer of letters: needs no other package's files."""
+    """Folder of a small ColBERT with random weights and a tokenizer of letters; needs no files of other packages."""
     pytest.importorskip("pylate")
     from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
     from tokenizers.models import WordPiece

@@ -1,6 +1,8 @@
-"""The backward on a GPU: every way, layout and kind of argmax, and everything that calls it."""
+"""The backward on a GPU: every kernel, layout and kind of argmax, and all callers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = [
     ((96, 32), (1, 70, 180), 128),  # lists of several chunks
     ((64, 32), (1, 70, 180), 128),  # as many rows as one program lists, and lists longer than a part
-    ((32, 32), (1, 70, 180), 128),  # as many as are always summed by one
+    ((32, 32), (1, 70, 180), 128),  # as many rows as one program always sums
     ((16, 32), (1, 300, 180), 128),  # as many rows as one program lists of many documents
     ((3, 500), (1, 5, 1000), 128),  # long documents: other chunks
     ((1, 500), (1, 4, 2047), 128),  # as many tokens
@@ -68,11 +70,13 @@ def test_weights(normalize: bool, dtype: torch.dtype, way: str) -> None:
         packed((3, 40), lengths, 128, "skewed", [0, 25, 25, 60], dtype, "cuda", normalize),
     ):
         weighted(case).check(way)
+        if normalize:
+            weighted(replace(case, documents=3 * case.documents)).check(way, normalized=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_masked_token_that_is_not_a_number_gets_no_gradient(way: str) -> None:
-    """Nor does it change another one's: nobody chose it, or it chose nobody."""
+    """Nor does it change another token's: it is in no argmax, or has none."""
     for case in (
         dense((40, 32), (1, 60, 50), 128, "uniform", True, device="cuda"),
         dense((1, 32), (1, 3000, 50), 128, "uniform", True, device="cuda"),
@@ -142,7 +146,7 @@ def test_strides_change_nothing(way: str) -> None:
 
 
 def test_more_elements_than_32_bits_address() -> None:
-    """2.2e9 elements of documents, and as many of their gradient; the last documents are looked at."""
+    """2.2e9 elements of documents, and as many of their gradient; the last documents are checked."""
     documents = torch.zeros(1, 17_000, 1024, 128, dtype=HALF, device="cuda")
     documents[0, -3:] = unit(3, 1024, 128, dtype=HALF)
     queries = unit(4, 32, 128, dtype=HALF, seed=1)
@@ -174,13 +178,13 @@ def test_waits_for_nothing(way: str) -> None:
 def test_memory_beyond_the_gradients_is_bounded() -> None:
     """1024 x 1024 pairs of 32 x 180 tokens; the argmax takes 64 MiB and its lists may take half of that."""
     problem = dense((1024, 32), (1, 1024, 180), 128, "skewed", dtype=HALF, device="cuda")
-    taken, kept = memory_of(lambda: problem.run("lists"))
-    assert taken - kept <= 40 << 20
+    peak, gradient_bytes = memory_of(lambda: problem.run("lists"))
+    assert peak - gradient_bytes <= 40 << 20
 
 
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is called computes the gradient of the documents in this way."""
+    """Make all callers compute the document gradient with this kernel."""
     monkeypatch.setattr(tables_backward, "FEW_ROWS", WAYS[request.param])
     return request.param
 
@@ -202,9 +206,9 @@ def test_deterministic_algorithms_are_no_hindrance(way: str) -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_same_tensor_twice(normalize: bool) -> None:
     tokens = unit(16, 40, 64).requires_grad_()
-    other = tokens.detach().double().requires_grad_()
+    doubled = tokens.detach().double().requires_grad_()
     (actual,) = torch.autograd.grad(maxsim(tokens, tokens, normalize=normalize).sum(), tokens)
-    (expected,) = torch.autograd.grad(maxsim_reference(other, other, normalize=normalize).sum(), other)
+    (expected,) = torch.autograd.grad(maxsim_reference(doubled, doubled, normalize=normalize).sum(), doubled)
     assert relative_error(actual, expected) <= 1e-5
 
 
@@ -219,7 +223,7 @@ def test_compiles_into_one_graph(way: str) -> None:
     call = CALLS["plain"]()
     for function, tolerance in ((loss, {}), (scores, {"rtol": 1e-4, "atol": 1e-5})):
         compiled = torch.compile(function, fullgraph=True)
-        actual, expected = (call.gradients(each(*call.leaves)) for each in (compiled, function))
+        actual, expected = (call.gradients(step(*call.leaves)) for step in (compiled, function))
         torch.testing.assert_close(actual, expected, **tolerance)
 
 
@@ -236,7 +240,7 @@ def test_a_step_in_a_cuda_graph(way: str, documents: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_autocast_and_grad_scaler(dtype: torch.dtype) -> None:
-    """Gradients arrive in float32, scaled, and one that is not finite skips the step."""
+    """Gradients arrive in float32, scaled, and one that is not finite makes the scaler skip the step."""
     call = CALLS["plain"]()
     queries, documents = call.leaves
     scaler = torch.amp.GradScaler("cuda", init_scale=64.0)

@@ -1,4 +1,4 @@
-"""The suite of losses on a GPU, at a small size: its reference, and every system that is installed."""
+"""The benchmark suite of losses on a GPU, at a small size: its reference, and every installed system."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_every_system_computes_the_step(dtype: torch.dtype) -> None:
     result = suite.run(actual, torch.device("cuda"), dtype, Rounds(1, 2, 0), ceilings=Ceilings(1e14, 1e12))
     for row in result["rows"]:
         for name, state in row["systems"].items():
-            # Whether another package is accurate is for its row to say.
-            right = ("ok", "absent") if name.startswith(suite.OURS) else ("ok", "absent", "wrong")
-            assert state["status"] in right, f"{row['name']}, {name}: {state}"
+            # Other packages may be inaccurate, which their rows report.
+            allowed = ("ok", "absent") if name.startswith(suite.OURS) else ("ok", "absent", "wrong")
+            assert state["status"] in allowed, f"{row['name']}, {name}: {state}"
         assert row["systems"]["pylate_flash"]["status"] == "ok"
     batch, arguments = (row["systems"] for row in result["rows"])
     assert batch["pylate_flash_loop"]["status"] == "ok"

@@ -1,4 +1,4 @@
-"""The Blackwell kernel against the definition in float64, where there is such a GPU: nobody has run it yet."""
+"""The Blackwell kernel against the definition in float64, on a Blackwell GPU: it has not been run yet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_scores(case: Case) -> None:
 
 @pytest.mark.parametrize("size", [128, 256])
 def test_runs_of_many_documents_bitwise(size: int) -> None:
-    """Barriers and buffers go round many times, and the result is the same every time."""
+    """Barriers and buffers wrap around many times, and the result is the same every time."""
     queries, documents = unit(40, 32, size).bfloat16(), unit(3000, 130, size).bfloat16()
     first = kernel(queries, documents)
     for start in range(0, 3000, 500):

@@ -1,4 +1,4 @@
-"""What holds for every call: it waits for nothing, goes into a CUDA graph, repeats to the bit, and compiles once."""
+"""Every call: it does not synchronize, can be captured in a CUDA graph, is bitwise reproducible, and compiles once."""
 
 from __future__ import annotations
 
@@ -64,28 +64,28 @@ def test_the_same_bits_every_time(name: str) -> None:
 @two_gpus
 @pytest.mark.parametrize("name", CALLS)
 def test_on_another_device_than_the_current_one(name: str) -> None:
-    here = CALLS[name]().to("cuda:0")
-    there, expected = here.to("cuda:1"), here.step()
-    # The first time it is worked out, later it is repeated.
+    on_first = CALLS[name]().to("cuda:0")
+    on_second, expected = on_first.to("cuda:1"), on_first.step()
+    # The call is computed at first, and repeated from a recording later.
     for _ in range(4):
-        actual = there.step()
+        actual = on_second.step()
         assert {tensor.get_device() for tensor in actual} == {1}
         assert equal([tensor.to("cuda:0") for tensor in actual], expected)
-        assert equal(here.step(), expected)
+        assert equal(on_first.step(), expected)
 
 
 @two_gpus
 def test_threads_call_on_two_devices() -> None:
-    made = [
+    tasks = [
         CALLS[name]().to(device) for name in ("stacked", "packed", "cross entropy") for device in ("cuda:0", "cuda:1")
     ]
-    expected = [call.step() for call in made]
+    expected = [call.step() for call in tasks]
 
     def calls(index: int) -> bool:
-        return all(equal(made[index].step(), expected[index]) for _ in range(20))
+        return all(equal(tasks[index].step(), expected[index]) for _ in range(20))
 
-    with ThreadPoolExecutor(len(made)) as threads:
-        assert all(threads.map(calls, range(len(made))))
+    with ThreadPoolExecutor(len(tasks)) as threads:
+        assert all(threads.map(calls, range(len(tasks))))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "blocked"])
@@ -115,20 +115,20 @@ def test_under_activation_checkpointing(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_second_backward(name: str) -> None:
-    """The gradients of the first were given away, and may have been changed."""
+    """The caller owns the gradients of the first backward, and may have changed them."""
     call = CALLS[name]()
     if not call.learning:
         pytest.skip("there is no gradient")
     total = call().sum()
     first = torch.autograd.grad(total, call.leaves, retain_graph=True)
-    kept = [gradient.clone() for gradient in first]
+    saved = [gradient.clone() for gradient in first]
     for gradient in first:
         gradient.zero_()
-    assert equal(torch.autograd.grad(total, call.leaves, retain_graph=True), kept)
-    for actual, expected in zip(torch.autograd.grad(-2 * total, call.leaves, retain_graph=True), kept, strict=True):
+    assert equal(torch.autograd.grad(total, call.leaves, retain_graph=True), saved)
+    for actual, expected in zip(torch.autograd.grad(-2 * total, call.leaves, retain_graph=True), saved, strict=True):
         assert relative_error(actual, -2 * expected) <= 1e-2
-    (of_last,) = torch.autograd.grad(total, call.leaves[-1])
-    assert relative_error(of_last, kept[-1]) <= 1e-2
+    (grad_last,) = torch.autograd.grad(total, call.leaves[-1])
+    assert relative_error(grad_last, saved[-1]) <= 1e-2
     with pytest.raises(RuntimeError, match="a second time"):
         total.backward()
 
@@ -155,23 +155,23 @@ def test_frozen_documents_and_frozen_queries(name: str) -> None:
         assert not call().requires_grad
 
 
-# Masks and all, of one kernel: other numbers of queries and documents, and other lengths. What lists the active tokens
-# takes a block for each power of two of them. Few tokens that are left after whole tiles take a product of their own,
+# Calls of one kernel, with masks and all options: other numbers of queries and documents, and other lengths. The kernel
+# that lists active tokens has a block size per power of two. Few tokens after full tiles have a product of their own,
 # and queries that would leave too many rows empty are summed by other groups of rows, which these lengths do not need.
 FORWARD = [
     [(16, 10, 32, 180), (17, 10, 31, 180), (40, 33, 29, 185), (100, 2, 32, 256)],
     [(1, 10, 32, 180), (1, 1000, 20, 150)],
     [(3, 10, 32, 180), (4, 100, 29, 190)],
 ]
-# With gradients, of up to 2048 rows, whose argmax one program lists, and of more; many documents are shared by
-# programs, some are taken several at a time, one alone. Long lists of few documents are summed in shorter segments.
+# With gradients: up to 2048 rows, whose argmax one program lists, and more; many documents are split among programs,
+# some are processed several at a time, one alone. Long lists of few documents are summed in shorter segments.
 KNOWN = [(n_queries, n_documents, 32, 180) for n_queries in (64, 72) for n_documents in (100, 33, 1)]
 KNOWN += [(64, 20, 32, 2)]
 NEW = [(64, 101, 32, 181), (70, 33, 32, 77), (65, 1, 32, 300), (128, 20, 32, 1)]
 
 
 def forward(n_queries: int, n_documents: int, query_length: int, document_length: int) -> None:
-    # A size that no other test has, and compiles for.
+    # A size that no other test uses, so that nothing has been compiled for it.
     call = padded(maxsim, (n_queries, query_length, 112), (n_documents, document_length, 112), "weights", **EVERYTHING)
     with torch.no_grad():
         call()
@@ -181,10 +181,10 @@ def test_new_sizes_compile_nothing() -> None:
     with compilations() as compiled:
         forward(16, 10, 32, 180)
         assert compiled, "what is not noticed would not be counted"
-        for one, *others in FORWARD:
-            forward(*one)
+        for first, *rest in FORWARD:
+            forward(*first)
             before = list(compiled)
-            for shape in others:
+            for shape in rest:
                 forward(*shape)
             assert compiled == before
         for shapes in (KNOWN, NEW):
@@ -205,8 +205,8 @@ def test_new_packed_sizes_compile_nothing(candidates: bool) -> None:
             options["candidates_cu_seqlens"] = torch.linspace(0, len(lengths), n_queries + 1).long()
         packed(maxsim_varlen, [32] * n_queries, lengths, **options).step()
 
-    # Many documents are shared by programs, some are taken several at a time, one alone; short ones have tiles of
-    # their own.
+    # Many documents are split among programs, some are processed several at a time, one alone; short ones have their
+    # own tiles.
     for lengths in ([20, 300], [300], [90] * 100, [20, 5]):
         step(40, lengths)
     with compilations() as compiled:
@@ -241,7 +241,7 @@ def turned(tensor: Tensor) -> Tensor:
 
 
 def shifted(tensor: Tensor) -> Tensor:
-    """At an address that is no multiple of 16, which other kernels take, that may sum in another order."""
+    """At an address that is no multiple of 16, which takes other kernels, with another order of summation."""
     memory = torch.empty(tensor.numel() + 1, device="cuda", dtype=tensor.dtype)[1:]
     return memory.view(tensor.shape).copy_(tensor)
 
@@ -286,9 +286,9 @@ def test_strides_change_nothing(name: str, views: tuple) -> None:
 def test_any_stride_and_address(name: str) -> None:
     call = CALLS[name]()
     expected, (queries, documents) = call.step(), call.leaves
-    for of_queries, of_documents in ((Tensor.clone, shifted), (wide, Tensor.clone), (wide, shifted)):
-        views = of_queries(queries.detach()), of_documents(documents.detach())
+    for view_queries, view_documents in ((Tensor.clone, shifted), (wide, Tensor.clone), (wide, shifted)):
+        views = view_queries(queries.detach()), view_documents(documents.detach())
         call.leaves = [view.requires_grad_() for view in views]
         for _ in range(3):
-            for actual, right in zip(call.step(), expected, strict=True):
-                assert relative_error(actual, right) <= 1e-2
+            for actual, reference in zip(call.step(), expected, strict=True):
+                assert relative_error(actual, reference) <= 1e-2

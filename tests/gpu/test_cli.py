@@ -32,7 +32,7 @@ def pairs(tmp_path: Path) -> Path:
 def test_train_in_every_precision(
     loss: str, precision: str, pylate_checkpoint: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    # As many steps as a loss scaler needs that begins by leaving some out.
+    # Enough steps for a loss scaler that skips the first ones.
     result = invoke(
         *("train", "--data", pairs, "--model", pylate_checkpoint, "--output", tmp_path / "out", "--device", "cuda"),
         *("--loss", loss, "--precision", precision, "--batch-size", 4, "--lr", 1e-3, "--max-steps", 12),
@@ -49,10 +49,10 @@ def test_search_and_mining_find_what_they_find_on_a_cpu(pylate_checkpoint: Path,
     corpus.write_text(
         "".join(json.dumps({"_id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(dict.fromkeys(POSITIVES)))
     )
-    here = ("--index", tmp_path / "index")
-    succeed("index", "--data", corpus, "--model", pylate_checkpoint, *here, "--device", "cuda")
+    option = ("--index", tmp_path / "index")
+    succeed("index", "--data", corpus, "--model", pylate_checkpoint, *option, "--device", "cuda")
     results = [
-        json.loads(succeed("search", "old cats", *here, "--device", device, "--json")) for device in ("cuda", "cpu")
+        json.loads(succeed("search", "old cats", *option, "--device", device, "--json")) for device in ("cuda", "cpu")
     ]
     for on_gpu, on_cpu in zip(results[0]["results"], results[1]["results"], strict=True):
         assert on_gpu["score"] == pytest.approx(on_cpu["score"], rel=1e-3)
@@ -61,6 +61,6 @@ def test_search_and_mining_find_what_they_find_on_a_cpu(pylate_checkpoint: Path,
         model = load_model(str(pylate_checkpoint), device=device)
         scores.append(mine_hard_negatives(model, QUERIES, POSITIVES, num_negatives=3))
     assert [row["anchor"] for row in scores[0]] == [row["anchor"] for row in scores[1]] == QUERIES
-    # Scores so close that rounding may order them are few among random weights.
-    same = sum(mine == other for mine, other in zip(*scores, strict=True))
-    assert same >= len(QUERIES) - 2
+    # With random weights, few scores are so close that rounding may reorder them.
+    n_equal = sum(mine == other for mine, other in zip(*scores, strict=True))
+    assert n_equal >= len(QUERIES) - 2

@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL: gathered negatives of other lengths and batch sizes, against one GPU with the whole batch."""
+"""Two GPUs over NCCL: gathered negatives of different lengths and batch sizes, against one GPU with the whole batch."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def batch(rank: int) -> list[dict[str, Tensor]]:
 
 
 def whole() -> list[dict[str, Tensor]]:
-    """Both ranks' columns in one, padded to the longer ones' length."""
-    together = []
+    """The columns of both ranks as one batch, padded to the longer length."""
+    merged = []
     for columns in zip(*(batch(rank) for rank in range(WORLD)), strict=True):
         most = max(column["input_ids"].shape[1] for column in columns)
-        together.append(
+        merged.append(
             {
                 name: torch.cat([nn.functional.pad(c[name], (0, most - c[name].shape[1])) for c in columns])
                 for name in columns[0]
             }
         )
-    return together
+    return merged
 
 
 def value_and_gradient(kind: type, model: nn.Module, columns: list, half: bool, **arguments) -> tuple[float, Tensor]:
@@ -93,7 +93,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_two_gpus_are_one_with_the_whole_batch(ranks: list[dict], name: str, gather: str, half: bool) -> None:
     expected = value_and_gradient(getattr(losses, name), vectors(), whole(), half)
-    together = sum(results[name, gather, half][0] for results in ranks) / WORLD
-    assert together == pytest.approx(WORLD * expected[0], rel=1e-2 if half else 1e-5)
+    value = sum(results[name, gather, half][0] for results in ranks) / WORLD
+    assert value == pytest.approx(WORLD * expected[0], rel=1e-2 if half else 1e-5)
     for results in ranks:
         assert relative_error(results[name, gather, half][1], WORLD * expected[1]) <= (2e-2 if half else 1e-4)

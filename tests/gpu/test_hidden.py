@@ -28,7 +28,7 @@ SIZES = st.sampled_from([7, 24])
 def test_float32(problem: Problem, scratch: int) -> None:
     expected = problem.to(torch.float64)(maxsim_from_hidden_reference)
     gradients = problem.to(torch.float64).gradients(maxsim_from_hidden_reference)
-    # Candidates lie on the host, so as not to be waited for.
+    # Candidates are on the host, so that no call waits for them.
     on_device = on_gpu(problem, kept=("candidates_cu_seqlens",))
     with pytest.MonkeyPatch.context() as patch:
         limit_scratch(patch, scratch)
@@ -41,7 +41,7 @@ def test_float32(problem: Problem, scratch: int) -> None:
 
 
 def on_host(problem: Problem) -> Problem:
-    """The same for the definition, which does not ask how long documents are."""
+    """The same problem for the definition, on the host and without maximum lengths."""
     return Problem(
         {name: tensor.cpu() for name, tensor in problem.tensors.items()},
         {name: value.cpu() for name, value in problem.rest.items() if isinstance(value, torch.Tensor)},
@@ -69,7 +69,7 @@ def test_half(layout: str, dtype: torch.dtype, scratch: int, monkeypatch: pytest
 def few_queries(
     sizes: tuple[int, int, int, int, int, int], dtype: torch.dtype, bias: bool, masked: bool, packed: bool
 ) -> Problem:
-    """Nq, Lq, Nd, Ld, d, d_model; packed documents have 0 to Ld tokens."""
+    """`sizes` are Nq, Lq, Nd, Ld, d, d_model; packed documents have 0 to Ld tokens."""
     n_queries, query_length, n_documents, length, size, d_model = sizes
     draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     tensors = {"queries": draw(n_queries, query_length, size), "weight": draw(size, d_model) / d_model**0.5}
@@ -108,7 +108,7 @@ def few_queries(
 def test_few_queries(
     sizes: tuple, bias: bool, masked: bool, packed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One kernel projects and scores: what the scratch and the kernels of `maxsim` score, and the definition."""
+    """One kernel projects and scores; it equals projection to scratch with the `maxsim` kernels, and the definition."""
     problem = few_queries(sizes, dtype, bias, masked, packed)
     for options in ({}, {"normalize": False}, {} if packed else {"masking": "zero"}):
         call = partial(kernel, **options)
@@ -117,7 +117,7 @@ def test_few_queries(
         with monkeypatch.context() as patch:
             patch.setattr(module, "_fused", lambda *call: None)
             unfused = problem(call)
-        # Sums in another order are now and then rounded to another number.
+        # Sums in another order are sometimes rounded differently.
         scale = max(1.0, unfused.abs().max().item())
         torch.testing.assert_close(fused, unfused, rtol=1e-3, atol=2e-4 * scale)
         assert (fused - unfused).abs().mean() <= 1e-4 * scale
@@ -129,7 +129,7 @@ def test_few_queries(
 @pytest.mark.parametrize("n_queries", [1, 20])
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias", "queries"])
 def test_strided_and_shifted_tensors(name: str, n_queries: int) -> None:
-    """What lies as no copy of 16 bytes can read it, goes another way to the same scores."""
+    """Tensors that copies of 16 bytes cannot read take another path to the same scores."""
     problem = few_queries((n_queries, 32, 30, 50, 128, 256), HALF, True, False, False)
     expected = problem(kernel)
     tensor = problem.tensors[name]
@@ -186,7 +186,7 @@ def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> Non
 def test_a_mask_of_all_query_tokens_is_none(
     layout: str, masked: bool, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager, in a CUDA graph, and of any type."""
+    """Eager, in a CUDA graph, and of any dtype."""
     limit_scratch(monkeypatch, scratch)
     problem = hidden_states(layout, HALF)
     rest = {name: mask for name, mask in problem.rest.items() if masked and name == "documents_mask"}
@@ -209,7 +209,7 @@ def test_a_mask_of_all_query_tokens_is_none(
 @pytest.mark.parametrize("n_queries", [2, 16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_weights_of_query_tokens(packed: bool, n_queries: int) -> None:
-    """With few query rows by the kernel that projects and scores, and with more by one for each."""
+    """With few query rows, one kernel projects and scores; with more, one kernel does each."""
     problem = few_queries((n_queries, 32, 50, 61, 128, 768), HALF, True, True, packed)
     problem.rest["queries_mask"] = problem.rest["queries_mask"] * torch.rand(n_queries, 32, device="cuda")
     for reduction in ("sum", "mean"):
@@ -221,13 +221,13 @@ def test_weights_of_query_tokens(packed: bool, n_queries: int) -> None:
         torch.testing.assert_close(scores, expected.double(), rtol=1e-3, atol=2e-4 * expected.abs().max().item())
         gradients = exact.gradients(as_rounded(problem))
         for name, actual in problem.gradients(kernel).items():
-            # The rows that a bias's gradient is the sum of are rounded, and cancel.
+            # The gradient of a bias is a sum of rounded rows, which cancel.
             bound = 2e-2 if name == "bias" else 1e-2
             assert relative_error(actual.cpu().double(), gradients[name]) <= bound, name
 
 
 def test_the_projection_is_let_go_before_the_gradient_of_the_hidden_states() -> None:
-    """Of what a backward allocates, only that gradient is larger than the projection that the forward has kept."""
+    """Of the backward's allocations, only that gradient is larger than the projection saved by the forward."""
     hidden = torch.randn(512, 180, 768, device="cuda", dtype=HALF, requires_grad=True)
     queries, weight = torch.randn(8, 32, 128, device="cuda").bfloat16(), torch.randn(128, 768, device="cuda").bfloat16()
 
@@ -239,5 +239,5 @@ def test_the_projection_is_let_go_before_the_gradient_of_the_hidden_states() -> 
         return torch.cuda.max_memory_allocated() - before - gradient.nbytes
 
     step()
-    # The projected embeddings take 22.5 MiB, and so does their gradient, which takes their place.
+    # The projected embeddings take 22.5 MiB, and so does their gradient, which reuses their memory.
     assert step() < 8 << 20

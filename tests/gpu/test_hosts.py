@@ -1,4 +1,4 @@
-"""The scoring functions of hosts on a GPU, beside the hosts' own; skipped where a host is not installed."""
+"""Scoring functions of hosts on a GPU, against the hosts' own; skipped if a host is not installed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_scores_are_theirs(form: str, dtype: torch.dtype, mean: bool, host: Any)
     if form in ("masked", "weighted"):
         a_mask = torch.rand(queries.shape[:2], generator=generator) * 2
         a_mask = a_mask if form == "weighted" else a_mask < 1.2
-        # On the CPU: it follows the embeddings.
+        # On the CPU: the mask is moved to the device of the embeddings.
         b_mask = torch.rand(documents.shape[:2], generator=generator) < 0.7
         b_mask[1] = False
     scores = ours.maxsim(queries, documents, a_mask, b_mask, length_normalize=mean)
@@ -73,13 +73,13 @@ def test_scores_are_theirs(form: str, dtype: torch.dtype, mean: bool, host: Any)
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
 def test_a_documents_mask_of_any_type_is_what_is_not_zero(dtype: torch.dtype) -> None:
-    """It reaches the kernel as it is, and theirs by a comparison."""
+    """The kernel takes it as it is; the host's function compares it with 0."""
     queries, documents = padded(ragged(1, QUERIES, 20)), padded(ragged(2, DOCUMENTS, 90))
     values = torch.randint(0, 3, documents.shape[:2], generator=torch.Generator().manual_seed(3)).to("cuda", dtype)
     expected = ours.maxsim(queries, documents, b_mask=values != 0)
     assert torch.equal(ours.maxsim(queries, documents, b_mask=values), expected)
     if dtype.is_floating_point:
-        # No gradient flows to it, and none is refused.
+        # It gets no gradient, and may require one.
         assert torch.equal(ours.maxsim(queries, documents, b_mask=values.requires_grad_()), expected)
 
 
@@ -98,16 +98,16 @@ def test_lists_are_read_where_they_lie(name: str) -> None:
 def test_documents_elsewhere_move_block_by_block(kind: str) -> None:
     a, b = ragged(1, QUERIES, 20), ragged(2, DOCUMENTS, 90)
     expected = ours.maxsim(a, b)
-    there: list[Any] = [tokens.cpu() for tokens in b]
+    documents: list[Any] = [tokens.cpu() for tokens in b]
     if kind == "arrays":
-        there = [tokens.numpy() for tokens in there]
+        documents = [tokens.numpy() for tokens in documents]
     for chunk_elements in (None, 50 * SIZE):
-        scores = ours.maxsim(a, there, chunk_elements=chunk_elements, device="cuda")
-        # Arrays lie nowhere, so that the scores are where the queries are.
+        scores = ours.maxsim(a, documents, chunk_elements=chunk_elements, device="cuda")
+        # Arrays have no device, so scores are on that of the queries.
         assert scores.device.type == ("cpu" if kind == "tensors" else "cuda")
         assert torch.allclose(scores.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
     if kind == "tensors":
-        on_host = ours.maxsim(a, there)
+        on_host = ours.maxsim(a, documents)
         assert on_host.device.type == "cpu"
         assert torch.allclose(on_host, expected.cpu(), rtol=1e-5, atol=1e-5)
     stacked = np.stack([np.ones((5, SIZE), dtype=np.float32)] * 3)
@@ -168,18 +168,18 @@ def test_tokens_of_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         embeddings.transpose(0, 1),
     ):
         assert torch.equal(nonzero_rows(arguments), arguments.any(dim=-1))
-    for more in (embeddings[:1], embeddings[..., 1:], embeddings.flatten()):
-        both = nonzero_rows_of_both(embeddings, more)
+    for queries in (embeddings[:1], embeddings[..., 1:], embeddings.flatten()):
+        both = nonzero_rows_of_both(embeddings, queries)
         assert torch.equal(both[0], embeddings.any(dim=-1))
-        assert torch.equal(both[1], more.any(dim=-1))
+        assert torch.equal(both[1], queries.any(dim=-1))
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_zeros_of_queries_and_documents_are_found_by_one_launch(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[int] = []
-    find = kernels().nonzero_rows
+    original = kernels().nonzero_rows
     monkeypatch.setattr(
-        kernels(), "nonzero_rows", lambda *arguments: launches.append(len(arguments)) or find(*arguments)
+        kernels(), "nonzero_rows", lambda *arguments: launches.append(len(arguments)) or original(*arguments)
     )
     queries, documents = padded(ragged(1, 4, 20)), padded(ragged(2, 4, 50))
     function = scoring.maxsim_pairwise if pairs else scoring.maxsim
@@ -188,7 +188,7 @@ def test_zeros_of_queries_and_documents_are_found_by_one_launch(pairs: bool, mon
     masks = {"a_mask": queries.any(dim=-1), "b_mask": documents.any(dim=-1)}
     assert torch.equal(result, function(queries, documents, **masks))
     assert launches == [2]
-    # One that has a mask leaves the other to a launch of its own.
+    # If one side has a mask, the other has a launch of its own.
     assert torch.equal(result, function(queries, documents, a_mask=masks["a_mask"]))
     assert launches == [2, 1]
 
@@ -201,7 +201,7 @@ def test_zeros_of_colpali_compete() -> None:
 
 
 def test_nothing_waits_for_the_gpu_that_need_not() -> None:
-    """Lengths of lists are known on the host, and masks of batches are made and used on the GPU."""
+    """List lengths are known on the host, and masks of batches are computed and used on the GPU."""
     queries, documents = padded(ragged(1, QUERIES, 20)), ragged(2, DOCUMENTS, 90)
     for arguments in (documents, padded(documents)):
         ours.maxsim(queries, arguments)

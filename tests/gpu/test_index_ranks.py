@@ -33,22 +33,22 @@ def opened(folder: Path, rank: int, **options) -> Flat:
 def work(rank: int, folder: Path) -> None:
     join_gpus(rank, WORLD, folder, 60)
     queries = texts(20, 4, 32, 1)
-    said: dict = {"wanted": [opened(folder, rank).search(queries, **call) for call in CALLS]}
+    report: dict = {"wanted": [opened(folder, rank).search(queries, **call) for call in CALLS]}
     for memory in ("auto", 0):
         index = opened(folder, rank, device_memory=memory, group=dist.group.WORLD)
-        said[str(memory)] = [index.search(queries, **call) for call in CALLS]
-        said["documents"] = index._search.rows.documents
+        report[str(memory)] = [index.search(queries, **call) for call in CALLS]
+        report["documents"] = index._search.rows.documents
     dist.barrier()
     if rank == WORLD - 1:
-        (folder / f"rank-{rank}.json").write_text(json.dumps(said))
+        (folder / f"rank-{rank}.json").write_text(json.dumps(report))
         os._exit(0)
     start = time.monotonic()
     try:
         index.search(queries)
     except RuntimeError as error:
-        said |= {"error": str(error), "seconds": time.monotonic() - start}
-    (folder / f"rank-{rank}.json").write_text(json.dumps(said))
-    # The group has lost a process, and cannot be left in good order.
+        report |= {"error": str(error), "seconds": time.monotonic() - start}
+    (folder / f"rank-{rank}.json").write_text(json.dumps(report))
+    # The group has lost a process, and cannot be destroyed cleanly.
     os._exit(0)
 
 
@@ -70,9 +70,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("memory", ["auto", "0"])
 def test_two_gpus_have_the_lists_of_one(ranks: list[dict], memory: str) -> None:
-    for said in ranks:
-        assert said[memory] == said["wanted"]
-        assert 0 < said["documents"] < DOCUMENTS
+    for report in ranks:
+        assert report[memory] == report["wanted"]
+        assert 0 < report["documents"] < DOCUMENTS
 
 
 def test_a_rank_that_ends_is_an_error_of_the_others(ranks: list[dict]) -> None:

@@ -20,17 +20,17 @@ pytestmark = pytest.mark.gpu
 )
 @pytest.mark.parametrize("k", [1, 10, 100, 256, 257])
 def test_the_best_are_those_of_a_stable_sort(rows: int, columns: int, k: int) -> None:
-    """Few by a kernel, and many, or of many scores, by sorts."""
+    """A kernel serves small k; sorts serve large k, or many scores."""
     generator = torch.Generator("cuda").manual_seed(0)
     scores = torch.randint(-1000, 1000, (rows, columns), device="cuda", generator=generator) / 7
     scores[:, ::5], scores[:, 1::9], scores[0, 3], scores[0, 2] = -torch.inf, -0.0, torch.nan, torch.inf
-    wanted, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    expected, order = torch.sort(scores, dim=1, descending=True, stable=True)
     best, result = merging.k_best(scores, k)
-    torch.testing.assert_close(best, wanted[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(best, expected[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
     assert torch.equal(result, order[:, :k])
 
 
-# Nothing stays on the GPU, some, all that fits.
+# Resident rows on the GPU: none, some, or all that fit.
 MEMORY = pytest.mark.parametrize("memory", [0, 500_000, "auto"], ids=["streamed", "partly", "resident"])
 
 
@@ -42,7 +42,7 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, memory: int | str) ->
     lengths = torch.randint(0, 60, (200,), generator=generator).tolist()
     documents = [torch.randint(-1, 2, (length, 64), generator=generator).float() for length in lengths]
     queries = [torch.randint(-1, 2, (length, 64), generator=generator).float() for length in (32, 5, 17)]
-    # Shorter and longer ones than the 8 bytes that are looked at together.
+    # Ids shorter and longer than the 8 bytes that are read at once.
     ids = [f"the document of number {i}" if i % 4 == 2 else f"{i}" for i in range(len(documents))]
     Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False).add_documents(ids[:150], documents[:150])
     with (
@@ -64,7 +64,7 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, memory: int | str) ->
             assert result == cpu.search(queries, k=30, subset=subset, matches=True)
         assert gpu._search.rows.streams == (memory != "auto")
     if memory == "auto":
-        # For what is there already, no room is asked for.
+        # No memory is requested for rows that are already resident.
         with mock.patch.object(resident, "free_memory", side_effect=AssertionError):
             assert gpu(queries, k=30) == cpu(queries, k=30)
 
@@ -93,9 +93,9 @@ def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, memory: i
                     # Sums of fp8 have about 13 bits.
                     tolerance = 1e-3 if dtype == "fp8" else 1e-5
                     assert result["score"] == pytest.approx(scores[result["id"]], rel=tolerance, abs=tolerance)
-        one, expected = gpu(queries[:1], 200, ids[20:180])[0], index(queries[:1], 200, ids[20:180])[0]
-        assert {result["id"] for result in one} == {result["id"] for result in expected}
-        assert [result["score"] for result in one] == pytest.approx(
+        hits, expected = gpu(queries[:1], 200, ids[20:180])[0], index(queries[:1], 200, ids[20:180])[0]
+        assert {result["id"] for result in hits} == {result["id"] for result in expected}
+        assert [result["score"] for result in hits] == pytest.approx(
             [result["score"] for result in expected], rel=tolerance, abs=tolerance
         )
         assert gpu._search.rows.streams == (memory != "auto")
@@ -115,12 +115,12 @@ def test_a_search_of_one_query_that_is_repeated_equals_the_cpu(tmp_path: Path, d
             index.add_documents(ids[first:last], documents[first:last]).remove_documents([ids[first + 3]])
         for query in queries:
             for k in (10, 100):
-                asked = query.cuda() if k == 100 else query
-                for actual, expected in zip(gpu([asked], k)[0], cpu([query], k)[0], strict=True):
+                gpu_query = query.cuda() if k == 100 else query
+                for actual, expected in zip(gpu([gpu_query], k)[0], cpu([query], k)[0], strict=True):
                     assert (
                         actual == expected if dtype != "int8" else actual["score"] == pytest.approx(expected["score"])
                     )
-        assert any(callable(known) for known in gpu._search._graphs._known.values())
+        assert any(callable(entry) for entry in gpu._search._graphs._known.values())
     broken = torch.full((32, 64), torch.nan)
     with pytest.raises(ValueError, match=r"queries_embeddings\[0\] holds NaN"):
         gpu([broken])
@@ -139,18 +139,18 @@ def test_a_search_of_codes_that_is_repeated_finds_the_same(dtype: str, size: int
     for first, last in ((0, 150), (150, 200)):
         index.add_documents(ids[first:last], documents[first:last]).remove_documents([ids[first + 3]])
         for query in queries:
-            for one in (query, query.cuda()):
-                results = [index([one], 30) for _ in range(6)]
+            for variant in (query, query.cuda()):
+                results = [index([variant], 30) for _ in range(6)]
                 assert all(again == results[0] for again in results)
-        captured = {key[1][0] for key, known in index._search._graphs._known.items() if callable(known)}
-        # What a graph would keep copies of is computed as ever: codes that are no whole words, and long queries.
+        captured = {key[1][0] for key, entry in index._search._graphs._known.items() if callable(entry)}
+        # Queries whose graph would keep copies are not captured: of codes that are not whole words, and long ones.
         assert captured == ({32, 5, 100} if size * index._search.layout.nbits % 32 == 0 else set())
 
 
 @pytest.mark.parametrize("dtype", ["residual4", "residual2"])
 @pytest.mark.parametrize("size", [64, 40])
 def test_subsets_of_codes_score_what_they_score_among_all(tmp_path: Path, dtype: str, size: int) -> None:
-    """Where they lie, or gathered if they are no whole words, with what few queries may be rounded to."""
+    """Codes are read in place, or gathered if they are not whole words, with the rounding that few queries allow."""
     generator = torch.Generator().manual_seed(0)
     documents, queries = (
         [torch.nn.functional.normalize(torch.randn(n, size, generator=generator), dim=1) for n in lengths]
@@ -161,9 +161,9 @@ def test_subsets_of_codes_score_what_they_score_among_all(tmp_path: Path, dtype:
     gpu = Flat(tmp_path, "index", device="cuda", show_progress=False).remove_documents(["4", "33"])
     cpu = Flat(tmp_path, "index", device="cpu", show_progress=False)
     for subset in ([ids[:50], [], ids[100:], ["9", "3", "9"]], [ids[:7]] * 4):
-        for result, among, query in zip(gpu(queries, 200, subset), subset, queries, strict=True):
+        for result, allowed, query in zip(gpu(queries, 200, subset), subset, queries, strict=True):
             scores = {hit["id"]: hit["score"] for hit in cpu([query], 200)[0]}
-            assert {hit["id"] for hit in result} == set(among) & scores.keys()
+            assert {hit["id"] for hit in result} == set(allowed) & scores.keys()
             for hit in result:
                 assert hit["score"] == pytest.approx(scores[hit["id"]], rel=2e-3, abs=2e-3)
 

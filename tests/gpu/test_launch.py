@@ -1,4 +1,4 @@
-"""A launch by what a first launch leaves does what a launch by Triton does: Triton's C function, where it is known."""
+"""Later launches of a compiled kernel, by Triton's C function where it is known, equal launches by Triton."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def _scale_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """target[i] = FACTOR * source[stride * i] + step, + weights[i] if there are any."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = FACTOR * tl.load(source_ptr + at * stride + offset_stride - 1, mask=at < n) + step
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = FACTOR * tl.load(source_ptr + offsets * stride + offset_stride - 1, mask=offsets < n) + step
     if weights_ptr is not None and NAME == "weighted":
-        value += tl.load(weights_ptr + at, mask=at < n)
-    tl.store(target_ptr + at, value, mask=at < n)
+        value += tl.load(weights_ptr + offsets, mask=offsets < n)
+    tl.store(target_ptr + offsets, value, mask=offsets < n)
 
 
 @triton.jit(do_not_specialize=["n", "steps"])
 def _late_kernel(source_ptr, target_ptr, n, steps, BLOCK: tl.constexpr):
     """target[i] = source[i] + 1, written some time after the programs began."""
     wait_for_previous_kernel()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source_ptr + at, mask=at < n)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source_ptr + offsets, mask=offsets < n)
     spent = value
     for _ in tl.range(0, steps):
         spent = tl.sqrt(spent * spent + 1.0)
-    tl.store(target_ptr + at, value + tl.where(spent < 0.0, 2.0, 1.0), mask=at < n)
+    tl.store(target_ptr + offsets, value + tl.where(spent < 0.0, 2.0, 1.0), mask=offsets < n)
 
 
 _SIZE = 100
@@ -53,7 +53,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 def scale(kernel: launch.Kernel, tensors: Tensors) -> None:
-    # A stride of 1 and a name are constants to Triton, which its C function is given nevertheless.
+    # A stride of 1 and a name are constants to Triton, but its C function still takes them.
     name = "plain" if tensors[1] is None else "weighted"
     kernel((2, 1, 1), tensors, (_SIZE, _STEP), (16, 1), (3.0, name, 64), (1, 1, None))
 
@@ -88,7 +88,7 @@ def test_equals_a_launch_by_triton(weighted: bool, tensors) -> None:
     assert ways(kernel) == [WAY]
     scale(kernel, (source, weights, target.zero_()))
     assert torch.equal(target, by_triton)
-    # An address that is no multiple of 16, which another kernel is compiled for.
+    # For an address that is no multiple of 16, another kernel is compiled.
     shifted = torch.empty(source.numel() + 1, device="cuda")[1:].copy_(source)
     for _ in range(2):
         scale(kernel, (shifted, weights, target.zero_()))
@@ -127,7 +127,7 @@ def test_scratch_in_the_memory_of_a_tensor(tensors) -> None:
 
 @pytest.mark.parametrize("in_a_graph", [False, True])
 def test_what_starts_early_reads_what_the_kernel_before_it_wrote(in_a_graph: bool) -> None:
-    """Each is a short kernel behind a long one, both of few programs, so that it has room to start at once."""
+    """Short kernels follow long ones, all with few programs, so that they have room to start at once."""
     size, n_launches = 4096, 6
     late = launch.Kernel(_late_kernel, follows=True)
     source, *regions, target = torch.zeros(n_launches + 1, size, device="cuda")
@@ -149,7 +149,7 @@ def test_what_starts_early_reads_what_the_kernel_before_it_wrote(in_a_graph: boo
 
 @pytest.fixture
 def heard() -> Iterator[list[str]]:
-    """What Triton tells a hook before it launches, as it tells a profiler."""
+    """Kernel names that Triton passes to a hook before a launch, as it does to a profiler."""
     names: list[str] = []
 
     def hook(metadata) -> None:
@@ -164,7 +164,7 @@ def test_hooks_are_heard(tensors, request: pytest.FixtureRequest) -> None:
     kernel = launch.Kernel(_scale_kernel)
     scale(kernel, tensors)
     queries = torch.randn(8, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    # Warm: from here on, what is not told would be launched directly.
+    # Warm: from here on, launches that do not call hooks would go to the C function.
     for _ in range(2):
         maxsim(queries, queries).sum().backward()
     names = request.getfixturevalue("heard")
@@ -177,10 +177,10 @@ def test_hooks_are_heard(tensors, request: pytest.FixtureRequest) -> None:
 
 def test_launches_on_the_current_stream(tensors) -> None:
     source, weights, target = tensors
-    known, new = launch.Kernel(_scale_kernel), launch.Kernel(_scale_kernel)
-    scale(known, tensors)
+    warm, new = launch.Kernel(_scale_kernel), launch.Kernel(_scale_kernel)
+    scale(warm, tensors)
     stream = torch.cuda.Stream()
-    for kernel in (known, new):
+    for kernel in (warm, new):
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             # A launch on another stream would not wait for the source to change.
@@ -219,6 +219,6 @@ def test_each_device_has_its_own_function() -> None:
             with torch.cuda.device(device):
                 scores = maxsim(*leaves)
             result = torch.autograd.grad(scores.square().sum(), leaves)
-            # While another device is the current one.
-            others = torch.autograd.grad(maxsim(*leaves).square().sum(), leaves)
-            assert equal(result, others)
+            # With another current device.
+            gradients = torch.autograd.grad(maxsim(*leaves).square().sum(), leaves)
+            assert equal(result, gradients)

@@ -1,4 +1,4 @@
-"""Long embeddings, which the Hopper kernel takes in blocks, against the definition in float64 on the same inputs."""
+"""Long embeddings, which the Hopper kernel processes in blocks, against the definition in float64."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0"),
 ]
-# Of several blocks, a last one with padding, several sums of blocks, and a last sum of one block with padding.
+# Several blocks, a last block with padding, several sums of blocks, and a last sum of one block with padding.
 SIZES = [392, 512, 1024, 1048, 2048, 3080, 4096]
-# A tile of rows with room, several of them, queries whose rows end within one, and rows that are sums by themselves.
+# A partly filled tile of rows, several tiles, queries whose rows end within a tile, and rows that are sums themselves.
 QUERIES = [(1, 32), (3, 32), (32, 32), (5, 77), (1, 129), (70, 1)]
-# Tokens of documents: none, one, a product of half a tile, a whole one, one more, two, two and a half.
+# Document lengths: none, one, a product of half a tile, a full tile, one more, two tiles, two and a half.
 LENGTHS = [256, 0, 1, 128, 129, 257, 512, 640, 0, 3, 70]
 
 
 def assert_close(actual: Tensor, expected: Tensor, size: int) -> None:
-    """Within 2e-6 of the largest score, or of five standard deviations of a random similarity, where sums cancel."""
+    """Within 2e-6 of the largest score, or of five standard deviations of a random similarity if sums cancel."""
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=1, keepdim=True)
     divided = largest.clamp(min=5 / size**0.5)
     torch.testing.assert_close(actual.double() / divided, expected / divided, rtol=0.0, atol=2e-6, equal_nan=True)
 
 
 def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
-    """The same bits each time, and those of the definition."""
+    """Check that scores are reproducible, and equal the definition's."""
     plan = explain(queries, documents, **{k: v for k, v in options.items() if k != "empty_score"}).forward
     assert (plan.kernel, plan.config.blocks.split) == ("hopper", True)
     actual = maxsim(queries, documents, **options)
@@ -74,13 +74,13 @@ def test_masks_and_norms(dtype: torch.dtype, size: int, masking: str, normalize:
 @pytest.mark.parametrize("normalize", [False, True])
 def test_packed(n_queries: int, query_length: int, size: int, normalize: bool) -> None:
     bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    of_queries = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
+    query_bounds = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
     queries = unit(n_queries * query_length, size, dtype=HALF, seed=1)
     documents = unit(int(bounds[-1]), size, dtype=HALF)
     options = {"normalize": normalize, "empty_score": -2.0}
     options |= {"max_query_length": query_length, "max_document_length": max(LENGTHS)}
-    result = maxsim_varlen(queries, documents, of_queries, bounds, **options)
-    double = queries.double(), documents.double(), of_queries, bounds
+    result = maxsim_varlen(queries, documents, query_bounds, bounds, **options)
+    double = queries.double(), documents.double(), query_bounds, bounds
     assert_close(result, maxsim_varlen(*double, **options, implementation="blocked"), size)
     assert (result[:, bounds.diff() == 0] == -2.0).all()
 
@@ -108,7 +108,7 @@ def test_bits_of_documents_by_themselves(
     monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
     alone = maxsim(queries, documents, **options, empty_score=-2.0)
     repeated.forget()
-    # One query that is no stream is another kernel's.
+    # Without a stream, another kernel serves one query.
     if n_queries > 1 or not streamed:
         assert torch.equal(actual, alone)
     else:
@@ -120,7 +120,7 @@ def test_bits_of_documents_by_themselves(
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("length", [9, 180])
 def test_short_queries(size: int, query_length: int, own: bool, length: int) -> None:
-    """One query, or some with documents of their own, padded, masked and packed."""
+    """One query, or several with their own documents, padded, masked and packed."""
     groups, n_documents = 3 if own else 1, 90_000 // length
     queries = unit(groups, query_length, size, dtype=HALF, seed=1)
     documents = unit(*((groups,) if own else ()), n_documents, length, size, dtype=HALF)
@@ -134,19 +134,19 @@ def test_short_queries(size: int, query_length: int, own: bool, length: int) -> 
         assert_close(actual, expected, size)
     if not own:
         bounds = torch.arange(n_documents + 1, device="cuda", dtype=torch.int32) * length
-        of_queries = torch.tensor([0, query_length], device="cuda", dtype=torch.int32)
-        told = {"max_query_length": query_length, "max_document_length": length}
-        packed = queries[0], documents.flatten(0, 1), of_queries, bounds
-        assert_close(maxsim_varlen(*packed, **told), maxsim(queries.double(), documents.double()), size)
+        query_bounds = torch.tensor([0, query_length], device="cuda", dtype=torch.int32)
+        max_lengths = {"max_query_length": query_length, "max_document_length": length}
+        packed = queries[0], documents.flatten(0, 1), query_bounds, bounds
+        assert_close(maxsim_varlen(*packed, **max_lengths), maxsim(queries.double(), documents.double()), size)
 
 
 @pytest.mark.parametrize("size", [392, 2048])
 def test_lists(size: int) -> None:
-    """Documents are read where they lie."""
+    """Documents are read in place."""
     queries = [unit(length, size, dtype=HALF, seed=length) for length in (32, 20, 31, 7)]
     documents = [unit(length, size, dtype=HALF, seed=100 + length) for length in LENGTHS]
     result = maxsim_ragged(queries, documents)
-    doubled = [[each.double() for each in some] for some in (queries, documents)]
+    doubled = [[tensor.double() for tensor in side] for side in (queries, documents)]
     assert_close(result, maxsim_ragged(*doubled, implementation="blocked"), size)
 
 
@@ -154,9 +154,9 @@ def test_lists(size: int) -> None:
 @pytest.mark.parametrize("length", [100, 256, 300, 1100])
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients(size: int, length: int, masked: bool) -> None:
-    """All sums are exact in every type: the first of equal tokens has the gradient, and only its type rounds it."""
+    """All sums are exact in every dtype: the first of equal tokens has the gradient, rounded only by its dtype."""
     queries, documents = exact(8, 40, size, dtype=HALF), exact(20, length, size, dtype=HALF, seed=1)
-    # Of many tokens that are equal, one in every part of a tile.
+    # Many equal tokens, one in every part of a tile.
     documents[:, length // 2 :] = documents[:, : length - length // 2]
     mask = random_mask((20, length)) if masked else None
     upstream = exact(8, 20, dtype=torch.float32, seed=3)
@@ -165,8 +165,8 @@ def test_gradients(size: int, length: int, masked: bool) -> None:
         inputs = [tensor.to(dtype).requires_grad_() for tensor in (queries, documents)]
         scores = maxsim(*inputs, documents_mask=mask, implementation=implementation)
         actual.append((scores, *torch.autograd.grad(scores, inputs, upstream.to(scores.dtype))))
-    for ours, right in zip(*actual, strict=True):
-        assert torch.equal(ours, right.to(ours.dtype))
+    for ours, reference in zip(*actual, strict=True):
+        assert torch.equal(ours, reference.to(ours.dtype))
 
 
 def test_where_query_rows_begin_anywhere() -> None:

@@ -1,4 +1,4 @@
-"""The losses on a GPU, at once and in chunks of queries: against their definition in float64, and what calls them."""
+"""Losses on a GPU, at once and in chunks of queries: against their definition in float64, and their callers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def problem(
     draw=unit,
     **options,
 ) -> LossCase:
-    """With masks, no token of the last query and of the last documents is active."""
+    """A case whose last query and last documents have no active token, if there are masks."""
     loss, labelled = KINDS.get(kind, (kind, True))
     options = ({} if loss == "margin MSE" else {"temperature": 0.1}) | options
     embeddings = (draw(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate((queries, documents)))
@@ -129,10 +129,10 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(queries, documents, scori
 
 def test_the_same_tensor_twice() -> None:
     tokens = unit(16, 32, 64, dtype=HALF).requires_grad_()
-    other = tokens.detach().double().requires_grad_()
+    doubled = tokens.detach().double().requires_grad_()
     (actual,) = torch.autograd.grad(maxsim_cross_entropy(tokens, tokens, temperature=10.0), tokens)
-    expected = cross_entropy_reference(maxsim_reference(other, other), temperature=10.0)
-    assert relative_error(actual, torch.autograd.grad(expected, other)[0]) <= 1e-2
+    expected = cross_entropy_reference(maxsim_reference(doubled, doubled), temperature=10.0)
+    assert relative_error(actual, torch.autograd.grad(expected, doubled)[0]) <= 1e-2
 
 
 def test_a_label_out_of_range_is_not_a_number() -> None:
@@ -153,15 +153,15 @@ def test_not_a_number_is_seen() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_autocast_and_grad_scaler(dtype: torch.dtype) -> None:
-    """A scale that float16 would lose the gradients without."""
+    """With a loss scale, without which float16 would lose the gradients."""
     case = problem("in order", (256, 32, 64), (256, 50, 64), dtype=FLOAT, temperature=100.0)
     leaves, scaler = case.leaves(), torch.amp.GradScaler("cuda", init_scale=2.0**16)
     with torch.autocast("cuda", dtype=dtype):
         loss = case.loss_of(leaves)
         assert is_one_operator(case)
     scaler.scale(loss).backward()
-    others = [leaf.detach().to(dtype).double().requires_grad_() for leaf in leaves]
-    for leaf, reference in zip(leaves, torch.autograd.grad(case.definition(others) * 2.0**16, others), strict=True):
+    doubled = [leaf.detach().to(dtype).double().requires_grad_() for leaf in leaves]
+    for leaf, reference in zip(leaves, torch.autograd.grad(case.definition(doubled) * 2.0**16, doubled), strict=True):
         assert relative_error(leaf.grad, reference) <= 1e-2
 
 
@@ -195,7 +195,7 @@ def test_bad_input_is_an_error_each_time() -> None:
 
 # In chunks
 
-# Of the last, more query rows than one program lists, and lists that are summed in parts.
+# The last case has more query rows than one program lists, and lists that are summed in parts.
 CHUNKED = [
     ((23, 4, 32), (29, 9, 32)),
     ((70, 32, 128), (90, 180, 128)),
@@ -205,14 +205,14 @@ CHUNKED = [
 LOSSES = ("cross entropy", "symmetric", "divergence", "margin MSE")
 
 
-def in_chunks(loss: str, queries: tuple[int, ...], documents: tuple[int, ...], **how) -> LossCase:
-    """With a temperature that is learned; scores are multiples of 1/64."""
+def in_chunks(loss: str, queries: tuple[int, ...], documents: tuple[int, ...], **kwargs) -> LossCase:
+    """A case with a learned temperature; scores are multiples of 1/64."""
     if loss == "symmetric" and len(documents) == 4:
         pytest.skip("no other query meets a query's own documents")
     options: dict = {} if loss == "margin MSE" else {"temperature": torch.tensor(queries[1] / 50, device="cuda")}
     if loss == "divergence":
         options |= {"teacher_temperature": 2.0, "normalize_scores": True}
-    case = problem("cross entropy" if loss == "symmetric" else loss, queries, documents, **how, **options)
+    case = problem("cross entropy" if loss == "symmetric" else loss, queries, documents, **kwargs, **options)
     if case.loss == "cross entropy":
         exclude = random_mask((queries[0], documents[-3]), 0.25).scatter_(1, case.target.unsqueeze(1), False)
         case.options.update(exclude=exclude, margin=-0.3, symmetric=loss == "symmetric")
@@ -220,7 +220,7 @@ def in_chunks(loss: str, queries: tuple[int, ...], documents: tuple[int, ...], *
 
 
 def budget(queries: tuple[int, ...], documents: tuple[int, ...], number: int) -> int:
-    """Scratch of about so many queries."""
+    """Scratch bytes of about `number` queries."""
     return number * documents[-3] * (8 + 3 * queries[1])
 
 
@@ -259,18 +259,18 @@ def test_the_definition_whatever_the_chunks(queries, documents, loss: str, dtype
 @pytest.mark.parametrize(("queries", "documents"), CHUNKED[:3])
 def test_masks_and_options_in_chunks(queries, documents, loss: str, scoring: dict) -> None:
     generator = torch.Generator("cuda").manual_seed(5)
-    of_documents = torch.rand(documents[:-1], device="cuda", generator=generator) > 0.3
-    of_documents[..., -1, :] = False
+    active = torch.rand(documents[:-1], device="cuda", generator=generator) > 0.3
+    active[..., -1, :] = False
     weights = torch.rand(queries[:-1], device="cuda", generator=generator)
     case = in_chunks(loss, queries, documents, scoring=scoring, dtype=FLOAT)
-    masks = {"queries_mask": weights * (weights > 0.3), "documents_mask": of_documents}
+    masks = {"queries_mask": weights * (weights > 0.3), "documents_mask": active}
     case = replace(case, case=replace(case.case, **masks))
     chunked = case.run(max_scratch_bytes=budget(queries, documents, 5))
-    whole = case.run()
-    for actual, reference in zip(chunked[:3], whole[:3], strict=True):
+    at_once = case.run()
+    for actual, reference in zip(chunked[:3], at_once[:3], strict=True):
         assert relative_error(actual, reference) <= 3e-6
-    # Of a temperature, terms of about 1 that may cancel.
-    for actual, reference in zip(chunked[3:], whole[3:], strict=True):
+    # Gradients of a temperature have terms of about 1 that may cancel.
+    for actual, reference in zip(chunked[3:], at_once[3:], strict=True):
         torch.testing.assert_close(actual, reference, rtol=3e-6, atol=1e-6)
 
 
@@ -289,13 +289,13 @@ def test_packed_documents(dtype: torch.dtype, loss: str) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 def test_statistics(dtype: torch.dtype) -> None:
-    """The same without a gradient, for which float32 goes to another kernel, that rounds otherwise."""
+    """Also without a gradient, where another kernel serves float32, which rounds differently."""
     queries, documents = unit(60, 32, 64, dtype=dtype).requires_grad_(), unit(70, 50, 64, dtype=dtype, seed=1)
     exclude = random_mask((60, 70), 0.2)
     exclude.fill_diagonal_(False)
     scores = maxsim_reference(queries.detach().double(), documents.double())
-    others = scores.masked_fill(exclude | torch.eye(60, 70, dtype=torch.bool, device="cuda"), -torch.inf).amax(1)
-    expected = (scores.diagonal() > others).double().mean(), scores.diagonal().mean(), others.mean()
+    negatives = scores.masked_fill(exclude | torch.eye(60, 70, dtype=torch.bool, device="cuda"), -torch.inf).amax(1)
+    expected = (scores.diagonal() > negatives).double().mean(), scores.diagonal().mean(), negatives.mean()
     for scratch in (None, 70 * 104 * 7):
         options = {"exclude": exclude, "with_statistics": True, "max_scratch_bytes": scratch}
         loss, statistics = maxsim_cross_entropy(queries, documents, **options)
@@ -314,7 +314,7 @@ def test_statistics(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("margin", [None, -0.5])
 @pytest.mark.parametrize("shape", [(32, 32), (20, 60), (1, 1), (5, 5), (2, 1000), (40, 60)], ids=str)
 def test_few_scores_give_the_same_bits(shape: tuple[int, int], margin: float | None, symmetric: bool) -> None:
-    """What one program computes, but of the last; a single document leaves no hardest negative."""
+    """One program computes all but the last shape; a single document leaves no hardest negative."""
     leaves = unit(shape[0], 32, 128).requires_grad_(), unit(shape[1], 20, 128, seed=1).requires_grad_()
     temperature = torch.tensor(0.7, device="cuda", requires_grad=True)
     options = {"temperature": temperature, "symmetric": symmetric, "margin": margin, "with_statistics": True}
@@ -336,29 +336,28 @@ def peak(batch: int, **options) -> tuple[int, int]:
 
 
 def test_memory_is_linear_in_the_batch() -> None:
-    """The argmax of all 4096 would take 1 GiB. Here there are the gradients, the scratch, and a float32 sum of
-    documents.
+    """The argmax of all 4096 would take 1 GiB; here are the gradients, scratch, and a float32 sum of documents.
 
-    The allocator rounds what it gives out, by less than 2 MiB for each of some twenty tensors.
+    The allocator rounds up allocations, by less than 2 MiB for each of some twenty tensors.
     """
     scratch, slack = 64 << 20, 40 << 20
     for batch in (2048, 4096):
-        taken, gradients = peak(batch, max_scratch_bytes=scratch)
-        of_documents = batch * 180 * 64 * 2
-        # While chunks add up, the gradient of the documents in their type is not there; at the end, no scratch is.
-        assert taken <= gradients + max(2 * of_documents, of_documents + scratch) + slack
+        peak_bytes, gradients = peak(batch, max_scratch_bytes=scratch)
+        document_bytes = batch * 180 * 64 * 2
+        # While chunks add up, the documents' gradient is in float32 alone; at the end, there is no scratch.
+        assert peak_bytes <= gradients + max(2 * document_bytes, document_bytes + scratch) + slack
 
 
 def test_one_chunk_takes_no_sum_in_float32() -> None:
-    taken, gradients = peak(1024)
+    peak_bytes, gradients = peak(1024)
     # The argmax and half as much of lists, scores and their gradient; 1024 documents in float32 would be 45 MiB more.
     chunk = 1024 * 1024 * (32 * 2 * 3 // 2 + 2 * 4)
     assert chunk < CHUNK_SCRATCH
-    assert taken <= gradients + chunk + (8 << 20)
+    assert peak_bytes <= gradients + chunk + (8 << 20)
 
 
 def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
-    """In chunks as in one; a gradient of 1e-7 would be 0 or rounded to one digit in float16."""
+    """In chunks and in one; a gradient of 1e-7 would be 0 or rounded to one digit in float16."""
     case = problem("in order", (64, 32, 64), (64, 50, 64), dtype=torch.float16, temperature=1000.0)
     leaves, wide = case.leaves(), case.doubled().leaves()
     expected = torch.autograd.grad(case.definition(wide) * 2.0**16, wide)

@@ -1,4 +1,4 @@
-"""Masks, weights and empty documents in every kernel of the forward, on a GPU."""
+"""Masks, weights and empty documents in every forward kernel, on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ops.mask_checks import (
 
 pytestmark = pytest.mark.gpu
 
-# Kernel, queries, documents, type.
+# Kernel, queries, documents, dtype.
 PADDED = [
     ("single", (1, 32, 128), (50, 70, 128), HALF),
     ("single", (1, 50, 512), (9, 70, 512), FLOAT),
@@ -39,10 +39,10 @@ PADDED = [
     ("hopper", (4, 150, 64), (4, 5, 70, 64), HALF),
     ("hopper", (16, 32, 128), (50, 70, 128), FLOAT),
     ("hopper", (3, 300, 64), (12, 70, 64), FLOAT),
-    ("hopper", (16, 32, 130), (20, 70, 130), FLOAT),  # taken apart before
+    ("hopper", (16, 32, 130), (20, 70, 130), FLOAT),  # split into float16 parts before the kernel
     ("hopper", (3, 300, 66), (12, 70, 66), FLOAT),
 ]
-# Kernel, whether documents are in segments, lengths of queries and of documents, candidates, type.
+# Kernel, whether documents are in segments, lengths of queries and of documents, candidates, dtype.
 SHORT, LONG = [40, 0, 3, 90, 0, 17], [40, 0, 9000, 90, 0, 17, 5000]
 PACKED = [
     ("single", False, [32], SHORT, None, HALF),
@@ -86,9 +86,9 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(padded: tuple, options: d
 
 def test_integers_other_than_zero_count_as_one() -> None:
     case = case_of("hopper", (3, 32, 128), (50, 70, 128), HALF)
-    many = replace(case, queries_mask=case.queries_mask * 3, documents_mask=case.documents_mask * -7)
-    assert torch.equal(kernel(*many.tensors, **many.keywords), kernel(*case.tensors, **case.keywords))
-    assert equal(gradients(kernel, many), gradients(kernel, case))
+    scaled = replace(case, queries_mask=case.queries_mask * 3, documents_mask=case.documents_mask * -7)
+    assert torch.equal(kernel(*scaled.tensors, **scaled.keywords), kernel(*case.tensors, **case.keywords))
+    assert equal(gradients(kernel, scaled), gradients(kernel, case))
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -117,12 +117,12 @@ def test_empty_score(padded: tuple, with_queries_mask: bool, masking: str, reduc
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("name", "in_segments", "query_lengths", "lengths", "candidates", "dtype"), PACKED)
 def test_packed(name, in_segments, query_lengths, lengths, candidates, dtype, normalize: bool, reduction: str) -> None:
-    """Of embeddings of any norm."""
+    """Embeddings of different norms."""
     arguments = packed_of(
         [unit(n, 64, dtype=dtype, seed=i) * (0.5 + i % 3) for i, n in enumerate(query_lengths)],
         [unit(n, 64, dtype=dtype, seed=99 + i) * (0.5 + i % 4) for i, n in enumerate(lengths)],
     )
-    owned = None if candidates is None else torch.tensor(candidates)
-    options = {"candidates_cu_seqlens": owned, "normalize": normalize, "reduction": reduction}
+    candidate_bounds = None if candidates is None else torch.tensor(candidates)
+    options = {"candidates_cu_seqlens": candidate_bounds, "normalize": normalize, "reduction": reduction}
     function = partial(maxsim_varlen, implementation="triton")
     check_plan(check_packed(function, arguments, options, rtol=4e-6, atol=4e-6), name, in_segments)

@@ -48,7 +48,7 @@ def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return maxsim(*tensors, **options, implementation="triton")
 
 
-# Of the steps' many maxima in float32, some are so close to the next that its rounding decides.
+# `STEPS` have no float32: of their many maxima, some are so close to the next that its rounding decides.
 @pytest.mark.parametrize(
     ("shapes", "normalize", "dtype"), [*product(SHAPES, [False], DTYPES), *product(STEPS, [False, True], DTYPES[:2])]
 )
@@ -92,13 +92,13 @@ def test_argmax_is_the_first_of_the_best_tokens(size: int, n_queries: int, docum
     generator = torch.Generator("cuda").manual_seed(size)
     queries = torch.randint(0, 3, (n_queries, 32, size), device="cuda", generator=generator)
     documents = torch.randint(lowest, lowest + 7, (30, document_length, size), device="cuda", generator=generator)
-    # Documents that differ in their first elements only, so that similarities are few.
+    # Documents differ in their first elements only, so that there are few different similarities.
     documents[:, :, 2:] = lowest + 3
     similarities = torch.einsum("qsd,ntd->nqst", queries.double(), documents.double())
     tensors = Tensors(queries.bfloat16(), documents.bfloat16())
     scores, argmax = compute(tensors, Options(implementation="triton"), True)
     assert argmax is not None
-    # The first of equals: argmax of the GPU may return any.
+    # The first of equal values; torch's argmax on a GPU may return any of them.
     first = (similarities == similarities.amax(-1, keepdim=True)).cpu().int().argmax(-1)
     assert torch.equal(argmax.cpu().long(), first.flatten(1))
     torch.testing.assert_close(scores.double(), similarities.amax(-1).sum(-1).T, rtol=2e-6, atol=0)
@@ -150,7 +150,7 @@ def test_more_pairs_than_a_grid_axis_holds() -> None:
 
 @pytest.mark.parametrize("n_queries", [1, 4])
 def test_more_elements_than_32_bits_address(n_queries: int) -> None:
-    """2.2e9 elements of documents; the last ones are looked at."""
+    """2.2e9 elements of documents; the last ones are checked."""
     documents = torch.zeros(17_000, 1024, 128, dtype=HALF, device="cuda")
     documents[-3:] = unit(3, 1024, 128, dtype=HALF)
     queries = unit(n_queries, 32, 128, dtype=HALF, seed=1)

@@ -1,4 +1,4 @@
-"""Kept tokens on a GPU: the right ones, found without waiting for it."""
+"""Tokens selected by a mask, on a GPU: the right ones, without a synchronization."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.gpu.tools import no_waiting, unit
 pytestmark = pytest.mark.gpu
 
 
-# The last has more tokens than one block of a scan.
+# The last case has more tokens than one block of a scan.
 @pytest.mark.parametrize(("texts", "length"), [(1, 1), (5, 9), (64, 180), (3000, 180)])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_kept_tokens_are_those_of_the_mask_in_order(texts: int, length: int, share: float) -> None:
     generator = torch.Generator("cuda").manual_seed(texts)
-    kept = torch.rand(texts, length, device="cuda", generator=generator) < share
+    mask = torch.rand(texts, length, device="cuda", generator=generator) < share
     values = unit(texts, length, 32, dtype=torch.bfloat16)
-    expected, total = values[kept], int(kept.sum())
-    kept_tokens(values, kept, total)
+    expected, total = values[mask], int(mask.sum())
+    kept_tokens(values, mask, total)
     with no_waiting():
-        actual = kept_tokens(values, kept, total)
+        actual = kept_tokens(values, mask, total)
     assert torch.equal(actual, expected)
 
 

@@ -12,7 +12,7 @@ from tests.ops.drawn import OPERATIONS, Call
 
 pytestmark = pytest.mark.gpu
 
-# Limits of what is drawn of each. Soft scores, codes and 8 bits have bounds of their own, and tests.
+# Limits of drawn cases, by operation. Soft scores, codes and 8 bits have their own bounds and tests.
 DRAWN = {
     "in-batch": {"max_batch": 7, "max_length": 200, "sizes": SIZES},
     "pairs": {"max_batch": 7, "max_length": 200, "sizes": SIZES},
@@ -22,7 +22,7 @@ DRAWN = {
     "XTR": {"max_length": 100},
     "Chamfer": {"max_length": 200},
 }
-# Lists have their candidates on the host.
+# Calls with lists have their candidates on the host.
 KEPT = {"ragged": ("candidates_cu_seqlens",)}
 
 

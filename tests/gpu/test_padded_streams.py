@@ -16,15 +16,15 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0"),
 ]
-# Documents: many short ones, lengths at, up to and past a boundary of eight columns and of 64, and long ones; so many
-# that 96 query rows are enough for them to be a stream, but where they are alike.
+# Documents and their length: short, at, below and above a multiple of eight columns and of 64, and long; so many that
+# they are a stream for 96 query rows, unless they have equal lengths.
 SHAPES = [(100_000, 1), (14_000, 7), (1500, 64), (1500, 65), (520, 180), (93, 1000)]
 MASKS = ["none", "prefixes", "scattered", "prefixes and scattered", "few of all tokens"]
 QUERIES = [(32, 32), (3, 32), (5, 77)]
 
 
 def mask_of(name: str, documents: int, length: int) -> Tensor | None:
-    """Some documents have no active token, and some all."""
+    """A mask with no active token in some documents, and all in others."""
     if name == "none":
         return None
     lengths = (torch.arange(documents, device="cuda") * 37 % (length + 2) - 1).clamp(min=0)
@@ -44,10 +44,10 @@ def mask_of(name: str, documents: int, length: int) -> Tensor | None:
 @pytest.mark.parametrize(("size", "dtype"), [(128, HALF), (16, torch.float16), (96, torch.float16), (384, HALF)])
 @pytest.mark.parametrize(("n_queries", "query_length"), QUERIES)
 def test_scores(name: str, shape: tuple[int, int], size: int, dtype, n_queries: int, query_length: int) -> None:
-    """The same bits each time, those of the definition within rounding, and a NaN in the scores of its document."""
+    """Scores are reproducible, equal the definition's within rounding, and are NaN for a document with NaN."""
     mask, documents = mask_of(name, *shape), unit(*shape, size, dtype=dtype)
     queries = unit(n_queries, query_length, size, dtype=dtype, seed=1)
-    # Similarities of all signs, and below 0 only.
+    # Similarities of both signs, and negative ones only.
     documents[::3] = -queries[0].sum(dim=0) / query_length
     documents[len(documents) // 2, 0, 3] = torch.nan
     if mask is not None or n_queries == 32:
@@ -57,7 +57,7 @@ def test_scores(name: str, shape: tuple[int, int], size: int, dtype, n_queries: 
     for _ in range(10):
         torch.testing.assert_close(maxsim(queries, documents, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     expected = maxsim(queries.double(), documents.double(), **options, implementation="blocked")
-    # Similarities of 1, about, may cancel.
+    # Similarities of about 1 may cancel.
     torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
 
 
@@ -69,7 +69,7 @@ def test_scores(name: str, shape: tuple[int, int], size: int, dtype, n_queries: 
 def test_bits_of_documents_by_themselves(
     name: str, shape: tuple[int, int], grouped: bool, normalize: bool, weights: bool, masking: str, monkeypatch
 ) -> None:
-    """So equal documents have equal scores, whichever kernel serves a call."""
+    """Equal documents have equal scores, whichever kernel serves a call."""
     n_queries, query_length = (6, 130) if grouped else (24, 40)
     queries, mask = unit(n_queries, query_length, 128, dtype=HALF, seed=1), mask_of(name, *shape)
     documents = unit(*shape, 128, dtype=HALF)
@@ -99,7 +99,7 @@ def test_bits_of_documents_by_themselves(
 def test_quantized(precision: str, name: str, shape: tuple[int, int], size: int, normalize: bool, masking: str) -> None:
     queries, documents = unit(8, 32, size, dtype=HALF, seed=1), quantize(unit(*shape, size), precision)
     options = {"documents_mask": mask_of(name, *shape), "normalize": normalize, "masking": masking}
-    # Alike, of 64 and of 180 tokens, they fill whole tiles.
+    # Unmasked documents of 64 and of 180 tokens fill whole tiles.
     alike = options["documents_mask"] is None and shape[1] in (64, 180)
     assert explain(queries, documents, **options).forward.config.stream != alike
     options["empty_score"] = -2.0

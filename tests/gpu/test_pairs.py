@@ -17,16 +17,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0"),
 ]
-# One query, tiles of 64, 128 and 256 rows, several of them, and queries whose rows end within one.
+# One query, tiles of 64, 128 and 256 rows, several tiles, and queries whose rows end within a tile.
 QUERIES = [(1, 32), (3, 32), (5, 77), (70, 1), (32, 32)]
-# Of two elements for each lane of a warp, and of four, with padding and without.
+# Two or four elements per lane of a warp, with and without padding.
 SIZES = [4, 40, 64, 100, 128]
 
 
 def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
-    """The same bits each time, and those of the definition, within what 22 bits leave of the largest score."""
-    asked = {name: value for name, value in options.items() if name != "empty_score"}
-    assert explain(queries, documents, **asked).forward.config.pairs
+    """Check that scores are reproducible, and equal the definition's within 22 bits of the largest score."""
+    plan_options = {name: value for name, value in options.items() if name != "empty_score"}
+    assert explain(queries, documents, **plan_options).forward.config.pairs
     actual = maxsim(queries, documents, **options)
     for _ in range(10):
         torch.testing.assert_close(maxsim(queries, documents, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
@@ -43,22 +43,22 @@ def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
 def test_packed(lengths: list[int], size: int, n_queries: int, query_length: int, normalize: bool) -> None:
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     documents, queries = unit(max(1, int(bounds[-1])), size), unit(n_queries * query_length, size, seed=1)
-    # Similarities of all signs, and below 0 only.
+    # Similarities of both signs, and negative ones only.
     documents[::3] = -queries[: len(documents[::3])].sum(dim=0) / query_length
     documents[len(documents) // 2, 3] = torch.nan
-    of_queries = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
+    query_bounds = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
     options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": max(1, *lengths)}
-    named = {"queries_cu_seqlens": of_queries, "documents_cu_seqlens": bounds}
-    # One query takes norms from the tokens that it multiplies, by another kernel.
-    assert explain(queries, documents, **named, **options).forward.config.pairs == (n_queries > 1 or not normalize)
+    cu_seqlens = {"queries_cu_seqlens": query_bounds, "documents_cu_seqlens": bounds}
+    # With one query, another kernel serves `normalize`, with norms from the tokens that it multiplies.
+    assert explain(queries, documents, **cu_seqlens, **options).forward.config.pairs == (n_queries > 1 or not normalize)
     options["empty_score"] = -2.0
-    actual = maxsim_varlen(queries, documents, of_queries, bounds, **options)
+    actual = maxsim_varlen(queries, documents, query_bounds, bounds, **options)
     for _ in range(20):
-        again = maxsim_varlen(queries, documents, of_queries, bounds, **options)
+        again = maxsim_varlen(queries, documents, query_bounds, bounds, **options)
         torch.testing.assert_close(again, actual, rtol=0.0, atol=0.0, equal_nan=True)
-    double = queries.double(), documents.double(), of_queries, bounds
+    double = queries.double(), documents.double(), query_bounds, bounds
     expected = maxsim_varlen(*double, **options, implementation="blocked")
-    # Similarities of the largest norm, about, may cancel.
+    # Similarities of about the largest norm may cancel.
     largest = documents.double().norm(dim=1).nan_to_num(0.0).max().clamp(min=1.0).item()
     atol = query_length * largest * 2**-21
     torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=atol, equal_nan=True)
@@ -91,16 +91,16 @@ def test_of_any_scale(size: int, scale: str, normalize: bool) -> None:
 @pytest.mark.parametrize("n_queries", [1, 3, 32])
 def test_bits_do_not_depend_on_other_documents(size: int, n_queries: int) -> None:
     queries, documents = unit(n_queries, 32, size, seed=1), unit(400, 5, size)
-    others = documents.clone()
-    others[1::2] *= 1e20
-    others[3::8] = torch.inf
-    assert torch.equal(maxsim(queries, others)[:, ::2], maxsim(queries, documents)[:, ::2])
+    changed = documents.clone()
+    changed[1::2] *= 1e20
+    changed[3::8] = torch.inf
+    assert torch.equal(maxsim(queries, changed)[:, ::2], maxsim(queries, documents)[:, ::2])
 
 
 @pytest.mark.parametrize("size", [48, 128])
 @pytest.mark.parametrize(("n_queries", "query_length"), [(1, 32), (1, 80), (3, 32), (32, 32)])
 def test_bits_do_not_depend_on_the_number_of_documents(size: int, n_queries: int, query_length: int) -> None:
-    """As where an index is scored block by block."""
+    """As when an index is scored block by block."""
     queries, documents = unit(n_queries, query_length, size, seed=1), unit(4000, 50, size)
     scores = maxsim(queries, documents)
     for first, last in ((0, 1), (1, 8), (1000, 1300), (8, 4000)):
@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_the_number_of_documents(size: int, n_queries: int
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("infinite", ["queries", "documents", "both"])
 def test_infinities(size: int, infinite: str) -> None:
-    """Products with 0 and sums of both signs are NaN, and all others as infinite as in the definition."""
+    """Products with 0 and sums of both signs are NaN; all other scores are as infinite as in the definition."""
     assert_scores(*with_infinities(infinite, size))
 
 
@@ -121,7 +121,7 @@ def test_infinities(size: int, infinite: str) -> None:
 def test_where_products_may_be_of_tf32(
     size: int, n_queries: int, query_length: int, normalize: bool, masking: str | None
 ) -> None:
-    """Both elements of a product have 11 bits, and a score depends on no other document."""
+    """Both operands of a product have 11 bits, and a score does not depend on other documents."""
     queries, documents = unit(n_queries, query_length, size, seed=1), unit(700, 90, size)
     scales = 10.0 ** torch.randint(-15, 15, (700, 90, 1), device="cuda") if normalize else 1.0
     options: dict[str, Any] = {"normalize": normalize}

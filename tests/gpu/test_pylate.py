@@ -1,4 +1,4 @@
-"""PyLate on a GPU: the losses, the reranker, the index and the trainer through the kernels, beside PyLate's own."""
+"""PyLate on a GPU: losses, reranker, index and trainer with the kernels, against PyLate's own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def units(lengths: list[int], seed: int = 0) -> list[Tensor]:
 
 
 def assert_same(actual: list, expected: list) -> None:
-    """The same results of every query, in the same order."""
+    """Check that every query has the same results, in the same order."""
     assert [[r["id"] for r in own] for own in actual] == [[r["id"] for r in own] for own in expected]
     for mine, theirs in zip(actual, expected, strict=True):
         np.testing.assert_allclose([r["score"] for r in mine], [r["score"] for r in theirs], rtol=1e-5)
@@ -145,7 +145,7 @@ def test_index_of_hidden_states_equals_that_of_embeddings(
 def test_rerank_equals_pylate(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     queries = units([32] * 20)
-    # More than what is copied in one piece.
+    # More than is copied at once.
     documents = [units(random.integers(40, 180, 50).tolist(), seed) for seed in range(20)]
     ids = [[f"{i}-{j}" for j in range(50)] for i in range(20)]
     arrays = [query.numpy() for query in queries], [[document.numpy() for document in own] for own in documents]

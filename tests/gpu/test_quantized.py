@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def close(actual: Tensor, expected: Tensor, precision: str, quantize_queries: bool) -> None:
-    """Tensor cores sum products of fp8 with about 13 bits, and those of other types exactly enough."""
+    """Compare scores: tensor cores sum products of fp8 with about 13 bits, and others accurately enough."""
     tolerance = 1e-3 if precision == "fp8" and quantize_queries else 2e-6
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -48,7 +48,7 @@ def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_packed_rows_with_scales_between_them(precision: str) -> None:
-    """As an index keeps them, of documents of all lengths, some of them empty."""
+    """As in an index, with documents of all lengths, some of them empty."""
     lengths = torch.tensor([(37 * index) % 301 for index in range(2000)])
     bounds = torch.tensor([0, *lengths.cumsum(0)], device="cuda")
     packed, query = quantize(unit(int(bounds[-1]), 128, seed=1), precision), unit(32, 128, dtype=torch.bfloat16)
@@ -57,11 +57,11 @@ def test_packed_rows_with_scales_between_them(precision: str) -> None:
     numbers[:, 0], offsets = packed.scales, None
     if packed.offsets is not None:
         numbers[:, 1], offsets = packed.offsets, numbers[:, 1]
-    between = QuantizedEmbeddings(rows[:, 16:].view(packed.values.dtype), numbers[:, 0], offsets)
+    interleaved = QuantizedEmbeddings(rows[:, 16:].view(packed.values.dtype), numbers[:, 0], offsets)
     call = query, torch.tensor([0, 32], device="cuda"), bounds
     result = maxsim_varlen(call[0], packed, *call[1:], empty_score=-3.0)
     close(result, maxsim_quantized_reference(call[0], packed, *call[1:], empty_score=-3.0), precision, True)
-    assert torch.equal(maxsim_varlen(call[0], between, *call[1:], empty_score=-3.0), result)
+    assert torch.equal(maxsim_varlen(call[0], interleaved, *call[1:], empty_score=-3.0), result)
 
 
 @pytest.mark.parametrize("quantize_queries", [False, True])
@@ -98,7 +98,7 @@ def test_real_shapes_and_the_same_bits_again(
     [(1, 32, 128), (1, 60, 128), (1, 7, 48), (1, 32, 96), (1, 20, 160), (1, 32, 256), (1, 64, 64), (20, 9, 112)],
 )
 def test_short_queries(shape: tuple[int, ...], precision: str) -> None:
-    """A query and many documents, or as many of its own, in rows of every width."""
+    """One query and many documents, or as many candidates per query, in rows of every width."""
     queries, own = unit(*shape, dtype=torch.bfloat16), (shape[0], 350) if shape[0] > 1 else (7000,)
     documents = quantize(unit(*own, 90, shape[-1], seed=1), precision)
     served = "stacked" if precision == "fp8" and shape[1] > 32 else "short"
@@ -106,7 +106,7 @@ def test_short_queries(shape: tuple[int, ...], precision: str) -> None:
     if CAPABILITY[0] == 9 and precision != "uint8" and long:
         served = "hopper"
     assert explain(queries, documents).forward.kernel == served
-    queries_mask, documents_mask = (torch.rand(of, device="cuda") for of in (shape[:2], documents.values.shape[:-1]))
+    queries_mask, documents_mask = (torch.rand(s, device="cuda") for s in (shape[:2], documents.values.shape[:-1]))
     for options in (
         {},
         {"normalize": True, "queries_mask": queries_mask},
@@ -140,9 +140,9 @@ def test_a_stream_of_documents(precision: str, size: int, n_queries: int) -> Non
     documents, bounds = pack([unit(index % 141, size, seed=index) for index in range(600)])
     queries, query_bounds = pack(list(unit(n_queries, 32, size, dtype=torch.bfloat16)))
     call = queries, quantize(documents, precision, cu_seqlens=bounds), query_bounds, bounds
-    named = {"queries_cu_seqlens": query_bounds, "documents_cu_seqlens": bounds}
+    cu_seqlens = {"queries_cu_seqlens": query_bounds, "documents_cu_seqlens": bounds}
     longest = {"max_query_length": 32, "max_document_length": 140}
-    assert explain(*call[:2], **named, **longest).forward.config.stream
+    assert explain(*call[:2], **cu_seqlens, **longest).forward.config.stream
     result = maxsim_varlen(*call, **longest, implementation="triton")
     close(result, maxsim_quantized_reference(*call), precision, True)
 
@@ -170,8 +170,8 @@ def test_a_saved_file(precision: str, tmp_path) -> None:
 
 def test_memory_is_that_of_scores_and_queries() -> None:
     queries, documents = unit(32, 32, 128, dtype=torch.bfloat16), quantize(unit(2000, 180, 128, seed=1))
-    taken, _ = memory_of(lambda: maxsim(queries, documents))
-    assert taken < 2 * 4 * 32 * 2000 + 2 * queries.nbytes
+    peak, _ = memory_of(lambda: maxsim(queries, documents))
+    assert peak < 2 * 4 * 32 * 2000 + 2 * queries.nbytes
 
 
 hopper_only = pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
@@ -196,10 +196,10 @@ def test_hopper(
     shape: tuple[int, int], length: int, size: int, precision: str, masked: bool, weighted: bool, normalize: bool,
     masking: str,
 ) -> None:  # fmt: skip
-    """Every option, tails of every length, parts without rows; and a document of no active token."""
+    """Every option, tails of every length, parts without rows, and a document without active tokens."""
     queries, documents = unit(*shape, size, dtype=torch.bfloat16), unit(20, length, size, seed=1)
     if precision != "fp8":
-        # Of the last queries, all similarities are negative. (Sums of fp8 are so inexact that more would cancel.)
+        # The last queries have negative similarities only. (Sums of fp8 are so inexact that more would cancel.)
         queries -= torch.linspace(0, 0.1, len(queries), device="cuda").to(queries.dtype)[:, None, None]
         documents += 0.1
     documents, options = quantize(documents, precision), {"normalize": normalize, "masking": masking}
@@ -216,17 +216,17 @@ def test_hopper(
 @pytest.mark.parametrize("length", [64, 129, 300, 1024])
 @pytest.mark.parametrize("size", [32, 96, 128, 256])
 def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, length: int, monkeypatch) -> None:
-    """Of queries of one token, whose score is one maximum: int8 products lose nothing, and the rest is rounded alike.
+    """The score of a query of one token is one maximum: int8 products are exact, and the rest is rounded the same.
 
     Longer queries are summed in another order.
     """
     queries = torch.randn(500, 1, size, device="cuda", dtype=torch.bfloat16)
-    # Large and small ones, and tokens of which all similarities are negative.
+    # Large and small queries, and tokens whose similarities are all negative.
     queries *= torch.logspace(-6, 6, 500, device="cuda")[:, None, None].to(queries.dtype)
     values = torch.randint(-127, 128, (30, length, size), device="cuda", dtype=torch.int8)
     queries[::3] = -queries[::3].abs()
     values[::2] = values[::2].abs()
-    # The largest sums that there are, of both signs.
+    # The largest possible sums, of both signs.
     queries[3], queries[4], values[4, 0] = -1.0, 1.0, 127
     scales = torch.logspace(-9, 9, 30 * length, device="cuda").view(30, length)[:, torch.randperm(length)]
     scales[5, 0], scales[6, :] = torch.nan, 0.0
@@ -242,7 +242,7 @@ def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, lengt
             expected = maxsim(queries, documents, **options, implementation="triton")
         torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0, equal_nan=True)
         assert actual[:, 5].isnan().all()
-        # Every document has a masked token, which is worth 0 then.
+        # Every document has a masked token, which counts as 0 then.
         assert (actual < 0.0).any() == ("masking" not in options)
 
 
@@ -254,7 +254,7 @@ def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, lengt
 def test_hopper_quantizes_rows_in_registers_to_the_bit(
     shape: tuple[int, int], size: int, dtype: torch.dtype, precision: str, normalize: bool, monkeypatch
 ) -> None:
-    """As a launch before it does, rows of tiny, infinite and NaN elements too."""
+    """As a separate launch before it does, rows with tiny, infinite and NaN elements included."""
     queries = torch.randn(*shape, size, device="cuda")
     queries *= torch.logspace(-42, 30, shape[0], device="cuda")[:, None, None]
     queries = queries.to(dtype)
@@ -264,7 +264,7 @@ def test_hopper_quantizes_rows_in_registers_to_the_bit(
     repeated.forget()
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 0)
     again = by_hopper(queries, documents, normalize=normalize)
-    # Squares of fp8 are added up in another order; those of integers lose nothing.
+    # Squares of fp8 are added up in another order; those of integers are exact.
     rounding = 1e-6 if normalize and precision == "fp8" else 0.0
     torch.testing.assert_close(result, again, rtol=rounding, atol=0.0, equal_nan=True)
 
@@ -273,7 +273,7 @@ def test_hopper_quantizes_rows_in_registers_to_the_bit(
 @pytest.mark.parametrize("longest", [9000, 190])
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
 def test_hopper_of_packed_documents_and_candidates(precision: str, longest: int) -> None:
-    """Long ones one by one, and short ones as one stream."""
+    """Long documents are scored one by one, short ones as one stream."""
     lengths = [180, 0, longest, 7, 64, 65, 128, 129] * 40
     documents, bounds = pack([unit(length, 96, seed=index) for index, length in enumerate(lengths)])
     queries = unit(9, 77, 96, dtype=torch.bfloat16)
@@ -296,7 +296,7 @@ def test_hopper_of_packed_documents_and_candidates(precision: str, longest: int)
 @hopper_only
 @pytest.mark.parametrize("size", [32, 128, 192, 256])
 def test_hopper_of_the_largest_sums_of_affine_tokens(size: int) -> None:
-    """All values 0 or 255, of either sign, more tiles than are copied ahead, and a scale that is NaN."""
+    """All values 0 or 255, of either sign, more tiles than are prefetched, and a scale that is NaN."""
     queries = torch.ones(100, 1, size, dtype=torch.bfloat16, device="cuda")
     queries[::2] = -1.0
     values = torch.randint(0, 256, (30, 2000, size), device="cuda", dtype=torch.uint8)

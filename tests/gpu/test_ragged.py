@@ -1,4 +1,4 @@
-"""Documents that kernels read where they lie, on a GPU: the bits of the packed ones, and the definition."""
+"""Kernels that read documents in place, on a GPU: bitwise equal to packed documents, and to the definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The units of the offsets of every call whose documents were read where they lie."""
+    """The offset unit of every call that read its documents in place."""
     results: list[int] = []
     compute = ragged.compute
 
@@ -28,7 +28,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def lists(lengths: list[int], size: int, dtype: torch.dtype, shift: int = 0) -> list[torch.Tensor]:
-    """Tensors of these lengths, each in memory of its own, `shift` elements after where that begins."""
+    """Tensors of these lengths, each in its own memory, `shift` elements past its start."""
     values = [unit(length, size, dtype=dtype, seed=index) for index, length in enumerate(lengths)]
     return [torch.cat([t.new_zeros(shift), t.flatten()])[shift:].view(t.shape) for t in values]
 
@@ -46,7 +46,7 @@ def test_lists_are_looked_at_beside_the_kernels(recorded: bool) -> None:
             sequences_of("values", [*values, values[0].cpu()])
         with pytest.raises(TypeError, match="values must have one dtype"):
             sequences_of("values", [*values, values[0].half()])
-        # Columns as rows are copied first.
+        # Transposed tensors are copied first.
         assert sequences_of("values", [*values, values[2][:128].T]).known_addresses is None
 
 
@@ -57,7 +57,7 @@ def test_lists_are_looked_at_beside_the_kernels(recorded: bool) -> None:
 def test_the_bits_are_those_of_packed_documents(
     n_queries: int, longest: int, dtype: torch.dtype, shift: int, units: list[int]
 ) -> None:
-    """By each kernel, whole and in segments; where nothing is aligned, by the one that takes such addresses."""
+    """With every kernel, whole and in segments; unaligned documents use the kernel that takes any address."""
     queries = lists([32] * n_queries, 128, dtype)
     documents = lists([180, 0, longest, 7, 64] * 40, 128, dtype, shift)
     (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
@@ -82,12 +82,12 @@ def test_pairs_and_candidates(units: list[int]) -> None:
 
 
 def test_documents_on_the_host_go_to_the_gpu_in_one_copy() -> None:
-    """Tensors and arrays; with a gradient, it flows back to the host."""
+    """Tensors and arrays; a gradient flows back to the host."""
     queries = lists([32, 7], 128, torch.float32)
     documents = [t.cpu() for t in lists([180, 0, 33], 128, torch.float32)]
     expected = maxsim_ragged(queries, [t.cuda() for t in documents])
-    for others in (documents, [t.numpy() for t in documents]):
-        actual = maxsim_ragged(queries, others)
+    for sources in (documents, [t.numpy() for t in documents]):
+        actual = maxsim_ragged(queries, sources)
         assert actual.is_cuda
         torch.testing.assert_close(actual, expected)
     documents[0].requires_grad_()
@@ -124,8 +124,8 @@ def test_explain_says_where_they_are_read() -> None:
     explanation = explain(queries, documents)
     assert explanation.implementation == "triton"
     assert explanation.lists == "read where they lie"
-    there = explain(queries, [t.cpu() for t in documents])
-    assert there.lists == "packed, because they lie on another device than the queries"
-    assert there.forward is not None
+    on_host = explain(queries, [t.cpu() for t in documents])
+    assert on_host.lists == "packed, because they lie on another device than the queries"
+    assert on_host.forward is not None
     assert explanation.forward is not None
-    assert there.forward.kernel == explanation.forward.kernel
+    assert on_host.forward.kernel == explanation.forward.kernel

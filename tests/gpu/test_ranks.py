@@ -1,5 +1,4 @@
-"""Two GPUs over NCCL: what a loss learns is the same on both, a training run that is stopped goes on, and an index is
-built as by one."""
+"""Two GPUs over NCCL: a loss learns the same on both, stopped training resumes, and an index equals that of one GPU."""
 
 from __future__ import annotations
 
@@ -70,20 +69,20 @@ def test_a_run_of_two_that_is_stopped_ends_as_if_it_were_not(
 ) -> None:
     options = ["--batch-size", 2, "--epochs", 3, "--lr", 1e-3, "--loss", "contrastive", "--device", "cuda"]
 
-    def run(name: str, *more: str, **how) -> tuple:
-        command = ["train", "--data", pairs, "--model", pylate_checkpoint, "--output", tmp_path / name, *options, *more]
-        return tuple(by_ranks(tmp_path, [str(argument) for argument in command], method="spawn", **how))
+    def run(name: str, *rest: str, **kwargs) -> tuple:
+        command = ["train", "--data", pairs, "--model", pylate_checkpoint, "--output", tmp_path / name, *options, *rest]
+        return tuple(by_ranks(tmp_path, [str(argument) for argument in command], method="spawn", **kwargs))
 
     codes, _, notes = run("whole")
     assert codes == (0, 0), notes
     codes, _, notes = run("out", signalled=(1,))
     assert codes == (128 + 15,) * WORLD, notes
-    codes, said, notes = run("out", "--resume")
+    codes, outputs, notes = run("out", "--resume")
     assert codes == (0, 0), notes
-    assert " steps are done" in said[0]
-    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
-    assert whole.keys() == resumed.keys()
-    for name, tensor in whole.items():
+    assert " steps are done" in outputs[0]
+    expected, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert expected.keys() == resumed.keys()
+    for name, tensor in expected.items():
         torch.testing.assert_close(resumed[name], tensor)
 
 
@@ -92,20 +91,20 @@ def test_two_gpus_build_the_index_of_one(failure: str | None, pylate_checkpoint:
     corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(45)))
     build = ["index", "build", "--data", corpus, "--model", pylate_checkpoint, "--batch-size", 1, "--device", "cuda"]
     build = [*map(str, build), "--index"]
-    said = build_by_two(tmp_path, [*build, str(tmp_path / "index")], failure, method="spawn")
+    outputs = build_by_two(tmp_path, [*build, str(tmp_path / "index")], failure, method="spawn")
     if failure is None:
-        assert [code for code, *_ in said] == [0, 0], said
+        assert [code for code, *_ in outputs] == [0, 0], outputs
     else:
-        # The second has said nothing if it has just ended.
-        first = said[0]
+        # The second process has no output if it has just ended.
+        first = outputs[0]
         assert first[0] == 2
         assert first[2].strip().splitlines()[-1].startswith("pylate-flash: "), first[2]
-        # What was added stays, and one process goes on.
+        # Added documents stay, and one process continues.
         assert 0 < len(ids_in(tmp_path / "index")) < 45
         succeed(*build, tmp_path / "index")
     succeed(*build, tmp_path / "one")
     ids = ids_in(tmp_path / "one")
     assert ids_in(tmp_path / "index") == ids == [f"d{i}" for i in range(45)]
-    actual, whole = (Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one"))
-    for document, expected in zip(actual, whole, strict=True):
+    actual, rows = (Flat(tmp_path, name, device="cpu").get_documents_embeddings([ids])[0] for name in ("index", "one"))
+    for document, expected in zip(actual, rows, strict=True):
         torch.testing.assert_close(document, expected, atol=1e-3, rtol=0)

@@ -1,4 +1,4 @@
-"""Calls that are repeated from what earlier ones of their signature recorded, on a GPU: streams, graphs, threads."""
+"""Calls repeated from recordings of earlier calls with the same signature, on a GPU: streams, graphs, threads."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_every_operation(name: str, with_gradient: bool, autocast: bool) -> None
     repeated.forget()
     arguments = [torch.randn(2, 3, 4, device="cuda", requires_grad=with_gradient) for _ in range(4)]
     output = [results(queries) for queries in arguments]
-    for queries, of_queries in zip(arguments, output, strict=True):
-        assert equal(of_queries, anew(lambda queries=queries: results(queries)))
+    for queries, actual in zip(arguments, output, strict=True):
+        assert equal(actual, anew(lambda queries=queries: results(queries)))
 
 
 def embeddings() -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +52,7 @@ def embeddings() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_other_streams() -> None:
-    """What is repeated runs on the stream that is current, and what it allocates is that stream's."""
+    """Repeated calls run on the current stream, and their allocations belong to that stream."""
     queries, documents, mask = embeddings()
     expected = anew(lambda: maxsim(queries, documents, documents_mask=mask))
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_threads() -> None:
 
 @pytest.mark.parametrize("implementation", ["triton", "blocked"])
 def test_boundaries_are_looked_at_anew(implementation: str) -> None:
-    """Plain torch reads them on the host, which cannot be repeated."""
+    """Plain torch reads them on the host, so its calls cannot be repeated."""
     queries, documents = unit(2 * 8, 16), unit(60, 16, seed=1)
     bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="cuda")
     for cut in (5, 30, 10, 40, 20):
@@ -128,13 +128,13 @@ def repeats() -> int:
 
 
 def test_boundaries_on_the_host_are_looked_at_and_the_call_is_repeated() -> None:
-    """Documents of other lengths each time, as many, and of as many tokens in all."""
+    """Different lengths each time, with the same number of documents and of tokens in total."""
     queries, documents = unit(4 * 32, 128, dtype=torch.bfloat16), unit(1600, 128, dtype=torch.bfloat16, seed=1)
     bounds, candidates = torch.arange(5, dtype=torch.int32) * 32, torch.tensor([0, 4, 9, 9, 16], dtype=torch.int32)
     repeated.forget()
     with torch.no_grad():
         for seed in range(4):
-            # The longest ones are planned for alike.
+            # The maximum lengths have the same plan.
             longest, generator = 600 - seed, torch.Generator().manual_seed(seed)
             cuts = torch.randint(longest, 1500, (13,), generator=generator).sort().values.tolist()
             offsets = torch.tensor([0, longest, *cuts, 1500, 1600], dtype=torch.int32)
@@ -152,7 +152,7 @@ def test_boundaries_on_the_host_are_looked_at_and_the_call_is_repeated() -> None
         maxsim_varlen(queries, documents, bounds, offsets.flip(0), candidates_cu_seqlens=candidates)
 
 
-# Every kernel of packed documents: the Hopper one and the single one; `short`; float32 as pairs, and taken apart.
+# Every kernel for packed documents: Hopper, single and `short`; float32 as pairs, and split into parts.
 TOTALS = {
     "many queries": (8, 128, torch.bfloat16, (60, 180), 250),
     "long embeddings": (8, 768, torch.bfloat16, (60, 180), 250),
@@ -166,7 +166,7 @@ TOTALS = {
 
 @pytest.mark.parametrize("case", TOTALS)
 def test_packed_totals_share_what_is_repeated(case: str) -> None:
-    """Totals that are planned for alike, of other lengths each time."""
+    """Totals with the same plan, with different lengths each time."""
     n_queries, size, dtype, (shortest, longest), number = TOTALS[case]
     queries = unit(n_queries * 32, size, dtype=dtype)
     bounds = torch.arange(n_queries + 1, device="cuda") * 32

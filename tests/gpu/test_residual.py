@@ -57,7 +57,7 @@ def test_half_gradient(dtype: torch.dtype, with_candidates: bool) -> None:
         options["candidates"] = torch.randint(-1, 80, (8, 50), device="cuda")
     actual = residual_gradient(by_kernels, queries, documents, options).double()
     expected = residual_gradient(maxsim_residual_reference, queries, documents, options).double()
-    # Of two tokens with nearly the same similarity, float32 may prefer the other one.
+    # Of two tokens with nearly the same similarity, float32 may choose the other one.
     assert torch.nn.functional.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) >= 0.9999
 
 
@@ -121,7 +121,7 @@ def test_nan_and_a_long_document() -> None:
 
 
 def of_embeddings(queries: Tensor, documents: ResidualCodes, longest: int) -> Tensor:
-    """Scores of the documents, decompressed."""
+    """Scores of the decompressed documents."""
     length = queries.shape[1]
     bounds = torch.arange(len(queries) + 1, device="cuda", dtype=torch.int32) * length
     return maxsim_varlen(
@@ -137,10 +137,10 @@ def of_embeddings(queries: Tensor, documents: ResidualCodes, longest: int) -> Te
 def test_decompressed_where_they_are_copied(
     nbits: int, size: int, dtype: torch.dtype, codec_dtype: torch.dtype
 ) -> None:
-    """Of a few queries, scores are those of embeddings, wherever the codes lie in memory.
+    """With a few queries, scores equal those of embeddings, wherever the codes are in memory.
 
-    They are the same to the bit where embeddings are rounded to the type of the queries. Where they need not be, and
-    centroids are float16, an embedding is rounded to that, twice, and a scale is.
+    They are bitwise equal if embeddings are rounded to the dtype of the queries. If they need not be, and centroids are
+    float16, embeddings (twice) and scales are rounded to float16.
     """
     tails = [0, 0, 1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 300, 0]
     eights = [0] * 70 + [8, 7, 9, 64, 63, 65, 56, 72, 128, 1, 0, 0] * 40 + [0] * 70
@@ -175,9 +175,9 @@ def test_decompressed_where_they_are_copied(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_of_any_size_meet_float16_centroids(dtype: torch.dtype) -> None:
-    """Rows from the smallest to the largest numbers, of zeros, infinities and NaN."""
+    """Rows of the smallest and the largest numbers, of zeros, infinities and NaN."""
     documents = residual_codes([(37 * index) % 301 for index in range(500)], 128, 4).to("cuda")
-    # Tokens of no length, whose scales no number of 16 bits holds.
+    # Tokens of norm 0, whose scales do not fit into 16 bits.
     documents.residuals[:200] = 0
     documents.bucket_weights[0] = 0
     documents.centroids[documents.codes[:200].unique()] = 0
@@ -192,7 +192,7 @@ def test_queries_of_any_size_meet_float16_centroids(dtype: torch.dtype) -> None:
     actual, exact = maxsim_residual(queries, documents).double(), of_embeddings(queries.double(), documents, 300)
     for own, expected in zip(actual, exact, strict=True):
         largest = expected[expected.isfinite()].abs().max() if expected.isfinite().any() else 0.0
-        # Each of 32 similarities by two roundings; infinities only have their sign.
+        # Two roundings of each of 32 similarities; infinities only keep their sign.
         torch.testing.assert_close(own, expected, rtol=0, atol=32 * 2**-10 * float(largest), equal_nan=True)
 
 
@@ -206,13 +206,13 @@ def shifted_in_memory(tensor: Tensor) -> Tensor:
 def test_blocks_of_documents_decompressed_to_memory(
     nbits: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores are those of embeddings, to the bit, and those of blocks the same."""
+    """Scores are bitwise equal to those of embeddings, and so are those of blocks."""
     documents = residual_codes([(37 * index) % 301 for index in range(300)], size, nbits).to("cuda")
     queries = unit(65, 32, size, dtype=dtype)
     expected = of_embeddings(queries, documents, 300)
     assert torch.equal(by_kernels(queries, documents), expected)
     monkeypatch.setattr(tables, "RESIDUAL_SCRATCH", 1 << 20)
-    # Calls that are repeated without being worked out again would meet the boundaries of the first.
+    # Calls repeated from a recording would use the boundaries of the first call.
     for _ in range(4):
         assert torch.equal(by_kernels(queries, documents), expected)
     assert torch.equal(

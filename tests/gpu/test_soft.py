@@ -1,4 +1,4 @@
-"""The kernels of soft MaxSim on a GPU against the definition in float64, on the same, already rounded, inputs."""
+"""Soft MaxSim kernels on a GPU against the definition in float64, on the same, already rounded, inputs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ varlen_kernel = functools.partial(soft_maxsim_varlen, implementation="triton")
 
 
 def check(case: Case, beta: float) -> None:
-    """Scores, and gradients both ways."""
+    """Check scores, and gradients by their error and their direction."""
     exact = case.queries.dtype == torch.float32
     expected = soft_maxsim_reference(*case.doubled().tensors, beta, **case.keywords)
     scores = kernel(*case.tensors, beta, **case.keywords)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
     expected = soft_gradients(soft_maxsim_reference, case.doubled(), beta)
-    # Every score falls as beta rises: this is the sum of beta's gradients without signs.
+    # Every score decreases with beta, so this is the sum of the absolute gradients of beta.
     learned = torch.tensor(beta, dtype=torch.float64, device="cuda", requires_grad=True)
     total = soft_maxsim_reference(*case.doubled().tensors, learned, **case.keywords).sum()
     slope = torch.autograd.grad(total, learned, materialize_grads=True)[0].abs().item()
@@ -91,7 +91,7 @@ def test_packed_tokens(dtype: torch.dtype, normalize: bool, candidates: Tensor |
     + [(size, length) for size in (64, 96, 256, 320) for length in (96, 191)],
 )
 def test_what_is_left_after_whole_tiles(size: int, length: int) -> None:
-    """Of padded documents by a product of its own, in every width; under a mask, other numbers of tokens are left."""
+    """The tail of padded documents has its own product, in every width; under a mask, tails are different."""
     queries, documents = (unit(9, n, size, dtype=HALF, seed=n) for n in (70, length))
     masks = [random_mask((9, n)) for n in (70, length)]
     masks[1][3] = False
@@ -107,13 +107,13 @@ def test_what_is_left_after_whole_tiles(size: int, length: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_logarithms_of_sums(dtype: torch.dtype) -> None:
-    """Which the gradient is made from: of every row and document, in both layouts."""
+    """The gradient is computed from them, for every row and document, in both layouts."""
     queries, documents = unit(4, 100, 128, dtype=dtype), unit(4, 3, 150, 128, dtype=dtype, seed=1)
-    for of_documents, similarities in (
+    for scored, similarities in (
         (documents[:, 0], torch.einsum("qsd,ntd->nqst", queries.double(), documents[:, 0].double())),
         (documents, torch.einsum("qsd,qntd->qnst", queries.double(), documents.double())),
     ):
-        tensors, beta = Tensors(queries, of_documents), torch.tensor(10.0, device="cuda")
+        tensors, beta = Tensors(queries, scored), torch.tensor(10.0, device="cuda")
         _, lse = torch.ops.pylate_flash.soft_maxsim_forward(beta, *tensors, *Options(implementation="triton"))
         expected = torch.logsumexp(10.0 * similarities, dim=-1).view(lse.shape)
         torch.testing.assert_close(lse.double(), expected, rtol=2e-6, atol=2e-6)
@@ -121,11 +121,11 @@ def test_logarithms_of_sums(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_packed_documents_of_all_lengths(dtype: torch.dtype) -> None:
-    """Shared out by their tokens, many to a program and one to many; some are empty."""
+    """Split among programs by tokens, many documents per program or many programs per document; some are empty."""
     lengths = torch.randint(0, 300, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     queries = [unit(32, 128, dtype=dtype, seed=seed) for seed in range(5)]
-    for of_documents in (lengths, [0, 5000, 0, 1, 7000, 64]):
-        documents = [unit(length, 128, dtype=dtype, seed=length) for length in of_documents]
+    for document_lengths in (lengths, [0, 5000, 0, 1, 7000, 64]):
+        documents = [unit(length, 128, dtype=dtype, seed=length) for length in document_lengths]
         arguments = packed_of(queries, documents)
         options = {"candidates_cu_seqlens": None, "empty_score": -5.0}
         expected = varlen_reference(*(t.double() for t in arguments[:2]), 10.0, *arguments[2:], **options)
@@ -136,7 +136,7 @@ def test_packed_documents_of_all_lengths(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("length", [40, 128, 150])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
-    """What is not finite stays in its document, wherever in a tile it is."""
+    """Values that are not finite stay in their document, wherever in a tile they are."""
     queries, documents = unit(3, 70, 128, dtype=dtype).abs() + 0.01, unit(8, length, 128, dtype=dtype, seed=1)
     documents[0, length - 1, 1] = torch.nan
     documents[1, 2, 0] = torch.inf
@@ -155,7 +155,7 @@ def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
 
 
 def test_exponents_that_grow_from_tile_to_tile() -> None:
-    """Every tile's largest is larger than those before it, or smaller: sums are rescaled, or stay."""
+    """Every tile's maximum is larger than all before it, or smaller: sums are rescaled, or not."""
     queries, documents = unit(2, 64, 128, dtype=HALF), unit(2, 64 * 5 + 20, 128, dtype=HALF, seed=1)
     scale = torch.linspace(0.1, 8.0, documents.shape[1], device="cuda")
     for scales in (scale, scale.flip(0)):
@@ -166,7 +166,7 @@ def test_exponents_that_grow_from_tile_to_tile() -> None:
 
 
 def test_float16_holds_the_gradient_of_a_loss_that_was_scaled() -> None:
-    """Before it is summed, and where it fits the result: probabilities times 65536 are no float16."""
+    """Before it is summed, and where the result fits: probabilities times 65536 do not fit into float16."""
     queries, documents = unit(4, 32, 128, dtype=torch.float16), unit(5, 180, 128, dtype=torch.float16, seed=1)
     queries.requires_grad_()
     documents.requires_grad_()
@@ -190,5 +190,5 @@ def test_memory_does_not_hold_the_similarities() -> None:
     beta = torch.tensor(10.0, device="cuda", requires_grad=True)
     grad = torch.ones(64, 64, device="cuda")
     leaves = queries, documents, beta
-    taken, kept = memory_of(lambda: torch.autograd.grad(kernel(*leaves), leaves, grad))
-    assert taken - kept <= 64 << 20
+    peak, result_bytes = memory_of(lambda: torch.autograd.grad(kernel(*leaves), leaves, grad))
+    assert peak - result_bytes <= 64 << 20

@@ -14,7 +14,7 @@ from tests.ops.cases import Case, check_definition
 
 pytestmark = pytest.mark.gpu
 
-# Queries, documents, tokens chosen, and type.
+# Queries, documents, number of chosen tokens, and dtype.
 SHAPES = [
     ((1, 32, 128), (1000, 300, 128), 16, HALF),
     ((1, 1024, 128), (40, 1024, 128), 128, HALF),

@@ -1,4 +1,4 @@
-"""The loss classes of sentence-transformers, and the suite `hosts`, on a GPU, beside the host's own."""
+"""Loss classes for sentence-transformers, and the suite `hosts`, on a GPU, against the host's own."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def value_and_gradients(loss: Any, model: Any, columns: list, labels: Any) -> tu
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_the_hosts(case: str, encoder: Any, texts: Any) -> None:  # noqa: F811
-    """The host's in float64; and half of it, by autocast, goes the same way."""
+    """Against the host's in float64; under autocast, half precision has the same direction."""
     from sentence_transformers.multi_vector_encoder import losses as host
 
     from pylate_flash.hosts.sentence_transformers import losses

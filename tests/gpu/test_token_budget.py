@@ -1,4 +1,4 @@
-"""The mini-batch found by trial, in a process that may have little memory: it meets the end of it, and then trains."""
+"""The token budget found by trial, in a process with little memory: the trial runs out of it, then training fits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.hosts.conftest import texts, tiny_encoder_path  # noqa: F401  (fixtur
 
 pytestmark = pytest.mark.gpu
 
-# What the process may have beyond what it holds when the test begins.
+# Memory that the process may take beyond what it holds when the test begins.
 BYTES = 512 << 20
 PAIRS = 2048
 
 
 @pytest.fixture
 def model(colbert_path: str) -> Iterator[Any]:
-    """PyLate's."""
+    """A PyLate model, in a process with little memory."""
     from pylate_flash import models
 
     result = models.ColBERT(colbert_path, device="cuda", document_length=100, scorer="pylate_flash").train()
@@ -32,7 +32,7 @@ def model(colbert_path: str) -> Iterator[Any]:
 
 
 def columns(model: Any, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Pairs of random letters, a token each; some documents have all the tokens that one may have."""
+    """Pairs of random letters, one token each; some documents have as many tokens as the model takes."""
     random = torch.Generator().manual_seed(seed)
     batch = []
     for most in (20, 120):
@@ -46,9 +46,9 @@ def train(model: Any, loss: Any, half: bool, batches: list[list[dict]]) -> list[
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     values = []
     for batch in batches:
-        there = [{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in column.items()} for column in batch]
+        features = [{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in column.items()} for column in batch]
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
-            value = loss(there)
+            value = loss(features)
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -57,8 +57,8 @@ def train(model: Any, loss: Any, half: bool, batches: list[list[dict]]) -> list[
 
 
 def found_budget(model: Any, loss: Any, most: int, length: int, dtype: torch.dtype | None = None) -> int:
-    """It leaves everything as if nothing had been tried."""
-    # What libraries keep from their first call on.
+    """Find the budget, and check that the trial leaves no memory, random state or gradients behind."""
+    # Libraries keep memory from their first call on.
     assert largest_token_budget(loss, 4, dtype) == 4 * length
     before, state = allocated(), torch.cuda.get_rng_state()
     budget = largest_token_budget(loss, most, dtype)
@@ -85,7 +85,7 @@ def test_the_budget_found_is_the_end_of_memory_and_trains(model: Any, half: bool
 
 
 def test_the_limit_of_the_process_counts(model: Any) -> None:
-    """Not the memory of the GPU, of which a tenth is more than this process may have."""
+    """Not the memory of the GPU, a tenth of which is more than this process may have."""
     from pylate_flash import losses
 
     _, total = torch.cuda.mem_get_info()

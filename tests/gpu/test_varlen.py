@@ -32,7 +32,7 @@ LONG = [70, 9000, 0, 300, 40_000, 1] + [180] * 200
 )
 @pytest.mark.parametrize("normalize", [False, True])
 def test_with_long_documents(query_lengths, candidates, normalize: bool, dtype: torch.dtype) -> None:
-    """A document of 40000 tokens is split into segments, more of them than one processor sees."""
+    """A document of 40000 tokens is split into segments, more of them than one SM processes."""
     arguments = packed_of(
         [unit(length, 64, dtype=dtype, seed=i) for i, length in enumerate(query_lengths)],
         [unit(length, 64, dtype=dtype, seed=i) for i, length in enumerate(LONG)],
@@ -47,7 +47,7 @@ def test_with_long_documents(query_lengths, candidates, normalize: bool, dtype: 
         assert relative_error(gradient, reference) <= (1e-5 if dtype == FLOAT else 1e-2)
     double = [tokens.double() for tokens in arguments[:2]]
     exact, longest_query = maxsim_varlen(*double, *arguments[2:], **options).double(), max(query_lengths)
-    # Where its length is not told, several queries have it scored whole.
+    # If its length is not passed, it is not split for several queries.
     for longest in (None, 40_000):
         scores = varlen_kernel(*arguments, **options, max_query_length=longest_query, max_document_length=longest)
         torch.testing.assert_close(scores.double(), exact, rtol=2e-6, atol=2e-6)
@@ -73,17 +73,17 @@ def test_ties_and_nan_across_segments() -> None:
 @pytest.mark.parametrize(("size", "query_length"), [(128, 32), (96, 32), (64, 60), (48, 7), (256, 16), (128, 60)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_one_query_and_many_short_documents(dtype: torch.dtype, size: int, query_length: int) -> None:
-    """They are walked as one row, and on Hopper as one stream where the query takes too many registers."""
+    """Documents are walked as one row, and on Hopper as one stream if the query takes too many registers."""
     lengths = [(37 * index) % 45 for index in range(6000)]
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     documents, query = unit(int(bounds[-1]), size, dtype=dtype), unit(query_length, size, dtype=dtype, seed=1)
     documents[100, 3] = torch.nan
     call = query, documents, torch.tensor([0, query_length], device="cuda"), bounds
     options = {"max_query_length": query_length, "max_document_length": 44, "empty_score": -2.0}
-    named = dict(zip(("queries_cu_seqlens", "documents_cu_seqlens"), call[2:], strict=True))
+    cu_seqlens = dict(zip(("queries_cu_seqlens", "documents_cu_seqlens"), call[2:], strict=True))
     longest = {name: options[name] for name in ("max_query_length", "max_document_length")}
     kernel = "short" if query_length * size <= 4096 else "hopper" if CAPABILITY[0] == 9 else "single"
-    assert explain(*call[:2], **named, **longest).forward.kernel == kernel
+    assert explain(*call[:2], **cu_seqlens, **longest).forward.kernel == kernel
     actual = varlen_kernel(*call, **options)
     for _ in range(20):
         torch.testing.assert_close(varlen_kernel(*call, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
@@ -102,7 +102,7 @@ def test_of_many_documents_equals_padded_ones() -> None:
     torch.testing.assert_close(result, maxsim(queries, padded, documents_mask=mask), rtol=2e-6, atol=2e-6)
 
 
-# Of no length, at the beginning, the end and in rows of them; up to, at and past a boundary of eight tokens and of 64.
+# Empty documents at the start, at the end and in runs; ends before, at and past multiples of 8 tokens and of 64.
 STREAMS = {
     "every length": [index % 141 for index in range(600)],
     "few": [0, 0, 1, 0],
@@ -122,25 +122,25 @@ STREAMS = {
 @pytest.mark.parametrize(("n_queries", "query_length"), [(32, 32), (3, 32), (5, 77), (70, 1), (2, 128)])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_stream_of_documents(lengths, size: int, dtype, n_queries: int, query_length: int, normalize: bool) -> None:
-    """The same bits each time, those of the definition within rounding, and a NaN in the scores of its document."""
+    """Scores are reproducible, equal the definition's within rounding, and are NaN for a document with NaN."""
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     documents = unit(max(1, int(bounds[-1])), size, dtype=dtype)
     queries = unit(n_queries * query_length, size, dtype=dtype, seed=1)
-    # Similarities of all signs, and below 0 only.
+    # Similarities of both signs, and negative ones only.
     documents[::3] = -queries[: len(documents[::3])].sum(dim=0) / query_length
     documents[len(documents) // 2, 3] = torch.nan
     queries_bounds = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
     call, longest = (queries, documents, queries_bounds, bounds), max(1, *lengths)
     options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": longest}
-    named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
-    assert explain(*call[:2], **named, **options).forward.config.stream
+    cu_seqlens = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
+    assert explain(*call[:2], **cu_seqlens, **options).forward.config.stream
     options["empty_score"] = -2.0
     actual = varlen_kernel(*call, **options)
     for _ in range(20):
         torch.testing.assert_close(varlen_kernel(*call, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
     double = queries.double(), documents.double(), queries_bounds, bounds
     expected = maxsim_varlen(*double, **options, implementation="blocked")
-    # Similarities of 1, about, may cancel.
+    # Similarities of about 1 may cancel.
     torch.testing.assert_close(actual.double(), expected, rtol=0.0, atol=query_length * 2**-20, equal_nan=True)
     assert (actual[:, bounds.diff() == 0] == -2.0).all()
 
@@ -152,18 +152,18 @@ def test_a_stream_of_documents(lengths, size: int, dtype, n_queries: int, query_
 def test_a_stream_has_the_bits_of_documents_by_themselves(
     lengths, n_queries: int, query_length: int, normalize: bool, monkeypatch
 ) -> None:
-    """So equal documents have equal scores, whichever block of a search they are in."""
+    """Equal documents have equal scores, whichever block of a search they are in."""
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     documents = unit(max(1, int(bounds[-1])), 128, dtype=HALF)
     queries = unit(n_queries * query_length, 128, dtype=HALF, seed=1)
     queries_bounds = torch.arange(n_queries + 1, device="cuda", dtype=torch.int32) * query_length
     call = queries, documents, queries_bounds, bounds
     options = {"normalize": normalize, "max_query_length": query_length, "max_document_length": max(1, *lengths)}
-    named = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
+    cu_seqlens = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
     result = varlen_kernel(*call, **options)
     repeated.forget()
     monkeypatch.setattr(plan, "is_streamed", lambda *_: False)
-    forward = explain(*call[:2], **named, **options).forward
+    forward = explain(*call[:2], **cu_seqlens, **options).forward
     assert (forward.kernel, forward.config.stream) == ("hopper", False)
     alone = varlen_kernel(*call, **options)
     repeated.forget()

@@ -15,7 +15,7 @@ from tests.ops.xtr_cases import check_scores_and_gradients
 
 pytestmark = pytest.mark.gpu
 
-# Queries, documents, k and type.
+# Queries, documents, k and dtype.
 SHAPES = [
     ((16, 32, 128), (60, 180, 128), 256, HALF),
     ((16, 32, 128), (60, 180, 128), 256, FLOAT),
@@ -37,7 +37,7 @@ def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
 @pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
 @pytest.mark.parametrize(("queries", "documents", "k", "dtype"), SHAPES)
 def test_shapes_with_many_ties(queries, documents, k: int, dtype: torch.dtype, normalizer: str) -> None:
-    """Multiples of 1/4, whose products and sums are exact: which of thousands of equal tokens are retrieved counts."""
+    """Multiples of 1/4, with exact products and sums: it matters which of thousands of equal tokens are retrieved."""
     embeddings = [exact(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate((queries, documents))]
     for masked in (False, True):
         masks = [random_mask(e.shape[:2], 0.8) if masked else None for e in embeddings]
@@ -51,11 +51,11 @@ def test_shapes_with_many_ties(queries, documents, k: int, dtype: torch.dtype, n
 def test_exactly_k_tokens_are_retrieved(
     queries, documents, k: int, dtype: torch.dtype, precision: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All steps of a search see the same bits: of any row, k tokens reach the threshold that it found."""
+    """All steps of a search see the same bits: in every row, exactly k tokens reach its threshold."""
     if way != "as planned":
-        # Few places, of which some rows take too many; none.
-        few = plan_operations.Collection(-(-documents[0] // 2), 2, 2, 1024)
-        collection = few if way == "no room" else plan_operations.Collection(0, 0, 0, 0)
+        # Few slots, too few for some rows; or none.
+        small = plan_operations.Collection(-(-documents[0] // 2), 2, 2, 1024)
+        collection = small if way == "no room" else plan_operations.Collection(0, 0, 0, 0)
         monkeypatch.setattr(plan_operations, "_collection", lambda *sizes: collection)
     with products_in(precision):
         tensors = Tensors(unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1))
@@ -73,14 +73,14 @@ def test_exactly_k_tokens_are_retrieved(
     above, equal = counts.sum(dim=1, dtype=torch.int64)
     assert torch.equal(torch.where(tallied, above + n_equal, above + equal), torch.full_like(above, k))
     assert (equal[tallied] > n_equal[tallied]).all()
-    # A document's best reaches the threshold where one of its tokens does.
+    # A document's maximum reaches the threshold if one of its tokens does.
     thresholds = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
     assert torch.equal(result.best >= thresholds, counts.sum(dim=0) > 0)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 def test_unit_vectors(dtype: torch.dtype) -> None:
-    """A token on the other side of a threshold, by the last bit, moves one of thousands of scores."""
+    """A token that the last bit moves across a threshold changes one of thousands of scores."""
     case = Case(
         unit(32, 32, 128, dtype=dtype), unit(100, 180, 128, dtype=dtype, seed=1), None, None,
         {"k": 256, "normalizer": "positive"},
@@ -90,8 +90,8 @@ def test_unit_vectors(dtype: torch.dtype) -> None:
         expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
     assert relative_error(actual, expected) <= 1e-3
     assert ((actual - expected).abs() <= 2e-6 * expected.abs()).double().mean() >= 0.99
-    for gradient, right in zip(gradients(kernel, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
-        assert relative_error(gradient, right) <= 1e-2
+    for gradient, double in zip(gradients(kernel, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
+        assert relative_error(gradient, double) <= 1e-2
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -121,5 +121,5 @@ def test_a_few_queries_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -
 def test_a_step_takes_a_fifth_of_the_similarities() -> None:
     queries, documents = unit(128, 32, 128, dtype=HALF), unit(256, 180, 128, dtype=HALF, seed=1)
     case = Case(queries, documents, None, None, {"k": 256})
-    taken, kept = memory_of(lambda: gradients(kernel, case))
-    assert taken - kept <= 4 * 128 * 32 * 256 * 180 / 5
+    peak, result_bytes = memory_of(lambda: gradients(kernel, case))
+    assert peak - result_bytes <= 4 * 128 * 32 * 256 * 180 / 5

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: embeddings, what a call is watched for, and its results against a definition."""
+"""Helpers of the GPU tests: embeddings, checks of a call, and comparisons with a definition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unit(*shape: int, dtype: torch.dtype = FLOAT, seed: int = 0) -> Tensor:
 
 
 def exact(*shape: int, dtype: torch.dtype, seed: int = 0, parts: int = 4, most: int = 3) -> Tensor:
-    """Multiples of 1 / parts, of which products and sums are exact in every type: no rounding chooses a winner."""
+    """Multiples of 1 / parts, whose products and sums are exact in every dtype: rounding never chooses a winner."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return (torch.randint(-most, most + 1, shape, generator=generator, device="cuda") / parts).to(dtype)
 
@@ -45,13 +45,13 @@ def random_mask(shape: tuple[int, ...], share: float = 0.7, seed: int = 2) -> Te
 
 
 def packed_of(queries: list[Tensor], documents: list[Tensor]) -> tuple[Tensor, ...]:
-    """The tokens of both, and the boundaries of both."""
+    """The packed tokens of both, and the boundaries of both."""
     (queries_values, queries_bounds), (documents_values, documents_bounds) = pack(queries), pack(documents)
     return queries_values, documents_values, queries_bounds, documents_bounds
 
 
 def on_gpu(value: Any, kept: tuple[str, ...] = ()) -> Any:
-    """A case there, with all tensors in it but those of these names."""
+    """Move a case to the GPU, with all its tensors except those named in `kept`."""
     if isinstance(value, (Tensor, TensorContainer)):
         return value.to("cuda")
     if isinstance(value, (tuple, list)):
@@ -64,24 +64,24 @@ def on_gpu(value: Any, kept: tuple[str, ...] = ()) -> Any:
 
 
 def equal(actual: Any, expected: Any) -> bool:
-    """Whether tensors, or None, are the same to the bit."""
+    """Whether tensors, or None, are bitwise equal."""
     return all(a is b is None or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def check_large(function: Callable[..., Tensor], definition: Callable[..., Tensor], case: Case) -> None:
-    """As `check_definition`, but scores are compared as a whole, and gradients have one direction too."""
+    """Like `check_definition`, but scores are compared as a whole, and gradients by their direction too."""
     with torch.no_grad():
         scores = function(*case.tensors, **case.keywords)
         assert relative_error(scores, definition(*case.doubled().tensors, **case.keywords)) <= 2e-6
-    for gradient, right in zip(gradients(function, case), gradients(definition, case.doubled()), strict=True):
+    for gradient, reference in zip(gradients(function, case), gradients(definition, case.doubled()), strict=True):
         assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, right) <= gradient_tolerance(gradient.dtype)
-        assert F.cosine_similarity(gradient.double().flatten(), right.flatten(), dim=0) >= 0.9999
+        assert relative_error(gradient, reference) <= gradient_tolerance(gradient.dtype)
+        assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
 
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """What waits for the GPU in this block is an error."""
+    """Make any synchronization with the GPU an error."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -92,7 +92,7 @@ def no_waiting() -> Iterator[None]:
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """What Triton compiles, a binary found on disk included."""
+    """Names of what Triton compiles, including binaries found on disk."""
     from triton import knobs
 
     compiled: list[str] = []
@@ -105,7 +105,7 @@ def compilations() -> Iterator[list[str]]:
 
 @contextmanager
 def products_in(precision: str) -> Iterator[None]:
-    """With products of float32 of this precision."""
+    """Set the precision of float32 matrix products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -124,7 +124,7 @@ def on_another_stream(step: Callable[[], Any]) -> Any:
 
 
 def captured(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """What a step that has run returns from a CUDA graph, and what replays that."""
+    """Capture a step that has run in a CUDA graph; returns its result and the function that replays it."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -133,25 +133,25 @@ def captured(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 def allocated() -> int:
-    """The bytes that tensors take, without those of earlier tests that wait for the garbage collection."""
+    """Bytes that tensors take, without garbage of earlier tests."""
     gc.collect()
     return torch.cuda.memory_allocated()
 
 
 def memory_of(step: Callable[[], Any]) -> tuple[int, int]:
-    """The bytes that a step takes at its peak when it runs again, and those of the tensors that it returns."""
+    """Bytes that a step takes at its peak when it runs again, and bytes of the tensors that it returns."""
     step()
     torch.cuda.synchronize()
     before = allocated()
     torch.cuda.reset_peak_memory_stats()
     result = step()
-    taken = torch.cuda.max_memory_allocated() - before
-    return taken, sum(tensor.nbytes for tensor in (result if isinstance(result, tuple) else (result,)))
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak, sum(tensor.nbytes for tensor in (result if isinstance(result, tuple) else (result,)))
 
 
 @contextmanager
 def memory_limit(nbytes: int) -> Iterator[None]:
-    """While this process may have so many bytes beyond what it holds."""
+    """Limit this process to `nbytes` beyond what it holds."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
@@ -165,7 +165,7 @@ def of_scale(scale: str, size: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """8 queries of 32 tokens and 300 documents of 70 in float32: "large", "small", or "of each token" or "element"."""
     queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
     if scale == "large":
-        # Squares, of which norms are made, stay in float32's range.
+        # Squares, which norms are computed from, stay in float32's range.
         return queries * 1e4, documents * (1e15 if normalize else 1e30)
     if scale == "small":
         return queries * 1e-6, documents * 1e-30
@@ -176,7 +176,7 @@ def of_scale(scale: str, size: int, normalize: bool) -> tuple[Tensor, Tensor]:
 
 
 def with_infinities(infinite: str, size: int) -> tuple[Tensor, Tensor]:
-    """As many, with infinite elements of "queries", "documents" or "both": some meet a 0, or each other."""
+    """As many, with infinite elements in "queries", "documents" or "both"; some meet a 0, or each other."""
     queries, documents = torch.randn(8, 32, size, device="cuda"), torch.randn(300, 70, size, device="cuda")
     if infinite != "documents":
         queries[2, 3, 7], queries[4, 1, 2] = torch.inf, -torch.inf

@@ -1,4 +1,4 @@
-"""A tiny multi-vector model of sentence-transformers, made here: no model hub, and no weights out of a package."""
+"""A tiny multi-vector model of sentence-transformers, built here, without a model hub or weights from a package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORDS = [
     "blue", "old", "new", "big", "small", "runs", "sleeps", "sings",
 ]  # fmt: skip
 
-# What needs a host is in files of its own, which cannot be imported without it.
+# Tests that need the host are in files that cannot be imported without it.
 collect_ignore_glob = [] if HOSTS["sentence-transformers"].is_there() else ["test_st_*.py"]
 
 

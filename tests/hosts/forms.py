@@ -1,7 +1,7 @@
 """Every form in which sentence-transformers' scoring functions take queries and documents, drawn by hypothesis.
 
-Numbers are multiples of 1/8, small enough that float32 holds every product and every sum exactly: whoever computes with
-them, in whatever order, gets the same score to the last bit.
+Numbers are multiples of 1/8, small enough that float32 holds every product and every sum exactly: any implementation,
+summing in any order, gets bitwise the same score.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS = (
 
 
 class Form(NamedTuple):
-    """One side of a call: what is given as `a` or `b`, and its mask."""
+    """One side of a call: the embeddings passed as `a` or `b`, and their mask."""
 
     embeddings: Any
     mask: Any
@@ -34,7 +34,7 @@ def numbers(seed, *shape):
 
 @st.composite
 def forms(draw, n_items, size, weights, kinds=KINDS):
-    """A form of `n_items` items; of queries, masks may hold `weights`."""
+    """Draw a form of `n_items` items; with `weights`, as for queries, masks may hold weights."""
     kind, seed = draw(st.sampled_from(kinds)), draw(st.integers(0, 2**20))
     lengths = draw(
         st.lists(st.integers(0 if "list" in kind or kind == "arrays" else 1, 5), min_size=n_items, max_size=n_items)

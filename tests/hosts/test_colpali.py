@@ -1,4 +1,4 @@
-"""hosts.colpali against colpali-engine's own MaxSim; what needs that library is skipped where it cannot be imported."""
+"""hosts.colpali against colpali-engine's own MaxSim; tests that need it are skipped where it cannot be imported."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HOST = "colpali-engine"
 
 
 def without_padding(gradient, embeddings):
-    """The gradient of what is no padding.
+    """The gradient with padded tokens zeroed.
 
-    All similarities of a padded token are equal. Its gradient, which theirs shares out among the equals and ours gives
-    to the first, ends at the model's mask.
+    All similarities of a padded token tie. Its gradient, which theirs splits among the ties and ours gives to the
+    first, ends at the model's mask.
     """
     return gradient.masked_fill(~embeddings.any(dim=-1, keepdim=True), 0.0)
 
@@ -38,7 +38,7 @@ QUERIES, DOCUMENTS, CANDIDATES = batch(1, 4, 5, 16), batch(2, 6, 9, 16), batch(3
 
 @pytest.fixture(scope="module")
 def host():
-    """The host, with what of it is used here."""
+    """The host, with the modules that are used here."""
     if not HOSTS[HOST].is_there():
         pytest.skip("colpali-engine is not installed, or too old to have utils.maxsim")
     import colpali_engine.loss.late_interaction_losses
@@ -57,7 +57,7 @@ def routes_are_released(monkeypatch):
 
 @pytest.mark.parametrize(("name", "documents"), [("maxsim_inbatch", DOCUMENTS), ("maxsim_kd", CANDIDATES)])
 def test_padded_tokens_compete_at_0(name, documents):
-    """By the definition without masks, and not by the one that leaves zeros out."""
+    """As in the definition without masks, and not in the one that masks zeros."""
     queries, documents = -QUERIES.abs(), documents.abs()
     scores = getattr(ours, name)(queries, documents)
     expected = maxsim_reference(queries.double(), documents.double())
@@ -105,9 +105,9 @@ LOSSES = (
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, filters, normalizes, tau, host, monkeypatch):
-    """Over their options, against theirs in float64; a filter of negatives writes into the scores.
+    """All options, against the host in float64; the filter of negatives writes into the scores.
 
-    In a smooth maximum, of a `tau`, padded tokens of documents are terms of the sum, and those of queries count.
+    In a smooth maximum, with a `tau`, padded document tokens are terms of the sum, and padded query tokens count.
     """
     smooth = {} if tau is None else {"use_smooth_max": True, "tau": tau}
     options = {"normalize_scores": normalizes, "pos_aware_negative_filtering": filters}
@@ -132,7 +132,7 @@ def test_losses(name, filters, normalizes, tau, host, monkeypatch):
     assert not calls
     with registered(HOST):
         actual = value_and_gradients(torch.float32)
-    # The smooth maximum over the negatives of each query is theirs.
+    # The smooth maximum over the negatives of each query runs the host's code.
     assert calls == ([maxsim] if tau is None and "Negative" in name else []) + [soft_maxsim if tau else maxsim]
     for mine, theirs in zip(actual, expected, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()

@@ -1,4 +1,4 @@
-"""mteb's evaluation, offline, of a model that both libraries load, by whichever is here."""
+"""mteb's evaluation, offline, of a model that both libraries load, by whichever is installed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def model(checkpoint):
-    """A raw model of the library that is here."""
+    """A raw model of the installed library."""
     if HOSTS["sentence-transformers"].is_there():
         from sentence_transformers import MultiVectorEncoder
 
@@ -60,7 +60,7 @@ def model(checkpoint):
 
 @pytest.fixture
 def wrapper(checkpoint):
-    """mteb's own wrapper of it."""
+    """mteb's own wrapper of the model."""
     if HOSTS["sentence-transformers"].is_there():
         return MultiVectorWrapper(checkpoint, device="cpu")
     wrapped = MultiVectorModel(checkpoint, device="cpu")
@@ -70,7 +70,7 @@ def wrapper(checkpoint):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many documents were encoded, and how often an index was searched."""
+    """The number of encoded documents, and of searches of an index."""
     counts = Counter()
     result = Flat.__call__
 
@@ -99,7 +99,7 @@ def calls(monkeypatch):
 
 
 class SearchByTorch:
-    """All similarities, their maxima, and the sums of these."""
+    """Exact search by all similarities, their maxima, and the sums of these."""
 
     mteb_model_meta = ModelMeta.create_empty()
 
@@ -114,9 +114,9 @@ class SearchByTorch:
     def search(self, queries, *, top_k, top_ranked=None, **kwargs):
         results = {}
         for id_, query in zip(queries["id"], encode(self.model, list(queries["text"]), is_query=True), strict=True):
-            of_query = torch.as_tensor(query)
+            embedding = torch.as_tensor(query)
             result = [
-                (float((of_query @ document.T).amax(dim=1).sum()), name)
+                (float((embedding @ document.T).amax(dim=1).sum()), name)
                 for name, document in zip(self.ids, self.documents, strict=True)
                 if top_ranked is None or name in top_ranked.get(id_, ())
             ]
@@ -173,7 +173,7 @@ def test_the_wrappers_are_mtebs_own_again_afterwards(model, wrapper, calls):
         pylate_flash.unregister()
     assert [(cls.index.__code__, cls.search.__code__) for cls in classes] == before
     if HOSTS["sentence-transformers"].is_there():
-        # Which needs no approximate index, whose numbers may be others.
+        # It needs no approximate index, whose metrics may differ.
         task = local_task({"default": small_collection()})
         assert_equal(metrics(wrapper, task), metrics(search(model), task))
         assert calls["searches"] == 1
@@ -254,7 +254,7 @@ def test_in_memory_a_model_that_learns_encodes_anew(model, calls):
     with torch.no_grad():
         next(iter(model[1].parameters())).neg_()
     assert_equal(metrics(ours, task), metrics(SearchByTorch(model), task))
-    # mteb keeps results by name and revision, and those of other weights are others.
+    # mteb caches results by name and revision, and those of other weights differ.
     assert re.fullmatch("[0-9a-f]{40}", before[1])
     assert ours.mteb_model_meta.revision != before[1]
 

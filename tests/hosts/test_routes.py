@@ -1,4 +1,4 @@
-"""Routes: functions that run other code for a while, on a host made here."""
+"""Routes: functions that temporarily run other code, on an artificial host."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_hosts_own_code_runs_where_somebody_watches_it(host, monkeypatch):
 
 def test_a_call_that_is_under_way_when_the_routes_are_released(host, monkeypatch):
     class Watched:
-        """Released between the question whose helper this is and the answer, as another thread may do it."""
+        """Releases the routes while the call checks whose helper this is, as another thread may do."""
 
         @property
         def __module__(self):
@@ -210,7 +210,7 @@ def test_a_host_that_is_not_installed_names_the_extra(monkeypatch):
 
 
 def test_a_mere_folder_is_no_host(tmp_path, monkeypatch):
-    """As a clone in the working directory is, which Python imports as a package of nothing."""
+    """Such as a clone in the working directory, which Python imports as an empty namespace package."""
     (tmp_path / "folder_of_this_name").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     result = host_of("folder_of_this_name", monkeypatch)

@@ -1,4 +1,4 @@
-"""`pylate-flash` with sentence-transformers 6: it trains what the host trains, and nothing is lost on the way."""
+"""`pylate-flash` with sentence-transformers 6: it trains what the host trains, and loses nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(path, **columns):
 
 
 def trained_by_the_host(folder, rows, loss, output, **arguments):
-    """By its own trainer, its own losses and its own scores, with the prompts that its `encode` puts before texts."""
+    """Train with the host's own trainer, losses and scores, and the prompts that its `encode` prepends to texts."""
     model = MultiVectorEncoder(str(folder), device="cpu")
     texts = [name for name in rows.column_names if name != "scores"]
     MultiVectorEncoderTrainer(
@@ -60,7 +60,7 @@ def trained_by_the_host(folder, rows, loss, output, **arguments):
             max_steps=STEPS,
             per_device_train_batch_size=BATCH,
             learning_rate=1e-3,
-            # As `train` has it in so few steps.
+            # As `train` sets it for so few steps.
             warmup_steps=0,
             seed=7,
             use_cpu=True,
@@ -77,7 +77,7 @@ def trained_by_the_host(folder, rows, loss, output, **arguments):
 
 def embeddings(model):
     results = [*encode(model, QUERIES, is_query=True), *encode(model, POSITIVES, is_query=False)]
-    return torch.cat([torch.as_tensor(one) for one in results])
+    return torch.cat([torch.as_tensor(result) for result in results])
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path, pairs, t
     ],
 )
 def test_lengths_of_queries(expansion, kwargs, query, tiny_encoder, tmp_path):
-    """As they are set up, and as many tokens as are read; given again, they change nothing, as an index needs it."""
+    """The configured length, and the number of tokens read; set again, they change nothing, as an index needs."""
     tiny_encoder.max_seq_length = 64
     tiny_encoder[0].query_expansion = expansion
     tiny_encoder.save_pretrained(str(tmp_path))

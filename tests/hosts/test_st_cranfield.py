@@ -30,7 +30,7 @@ def model(minilm_path, tmp_path):
     )
     bert = BertModel(config)
     with torch.no_grad():
-        # So that equal words have about equal embeddings wherever they stand, and some of what is relevant is found.
+        # Equal words get nearly equal embeddings at any position, so that some relevant documents are retrieved.
         bert.embeddings.position_embeddings.weight.zero_()
     bert.save_pretrained(tmp_path / "bert")
     AutoTokenizer.from_pretrained(minilm_path).save_pretrained(tmp_path / "bert")
@@ -51,7 +51,7 @@ def test_the_metrics_are_equal_to_four_decimals(cranfield, model):
         queries,
         {document["id"]: document["text"] for document in documents},
         relevant,
-        # Several chunks, so that what they find is merged.
+        # Several chunks, so that their results are merged.
         corpus_chunk_size=500,
         write_csv=False,
     )

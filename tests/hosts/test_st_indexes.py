@@ -1,4 +1,4 @@
-"""`indexes.Flat` with a MultiVectorEncoder: what it finds, and which models may search it."""
+"""`indexes.Flat` with a MultiVectorEncoder: its results, and which models may search it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_finds_what_the_models_similarity_ranks_first(convert_to_numpy, index
     expected = scores.sort(dim=1, descending=True, stable=True)
     for actual, best, order in zip(index(queries, k=7), expected.values, expected.indices, strict=True):
         assert [result["score"] for result in actual] == pytest.approx(best[:7].tolist(), rel=1e-5)
-        # Texts may be there twice, and what scores the same may come in any order.
+        # Texts may occur twice, and ties may come in any order.
         assert {result["id"] for result in actual if result["score"] > best[6] + 1e-4} <= {f"d{i}" for i in order[:7]}
 
 
@@ -52,15 +52,15 @@ def test_another_model_is_refused(index, tiny_encoder, tiny_encoder_path, tmp_pa
 
 
 def test_kept_hidden_states_find_what_embeddings_find(index, tiny_encoder, texts, tmp_path):
-    """Of the tokens that are scored, in the order given; and with another projection, its embeddings' results."""
+    """Of scored tokens only, in input order; with another projection, the results are those of its embeddings."""
     documents, queries = texts(1, 40), tiny_encoder.encode_query(texts(2, 6))
     states = encode_hidden_states(tiny_encoder, documents, batch_size=7)
     for state, embedding in zip(states, tiny_encoder.encode_document(documents), strict=True):
         projected = torch.nn.functional.normalize(torch.from_numpy(state) @ tiny_encoder[1].linear.weight.T, dim=-1)
         torch.testing.assert_close(projected, embedding)
-    of_states = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=tiny_encoder)
-    of_states.add_documents([f"d{i}" for i in range(40)], states)
-    for actual, expected in zip(of_states(queries, k=5), index(queries, k=5), strict=True):
+    states_index = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=tiny_encoder)
+    states_index.add_documents([f"d{i}" for i in range(40)], states)
+    for actual, expected in zip(states_index(queries, k=5), index(queries, k=5), strict=True):
         assert [result["score"] for result in actual] == pytest.approx(
             [result["score"] for result in expected], rel=1e-5
         )

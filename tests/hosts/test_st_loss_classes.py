@@ -1,4 +1,4 @@
-"""hosts.sentence_transformers.losses: its classes against the host's, and what they take beyond them."""
+"""hosts.sentence_transformers.losses: its classes against the host's, and their additional options."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MEAN_SCORES = {
 
 @pytest.fixture
 def step(tiny_encoder):
-    """A loss of the host's, or ours, of the tiny model: its value and gradients."""
+    """Value and gradients of a loss, the host's or ours, on the tiny model."""
 
     def of(module, name, features, labels=None, **arguments):
         return value_and_gradients(getattr(module, name)(tiny_encoder, **arguments), tiny_encoder, features, labels)
@@ -80,20 +80,20 @@ def test_values_and_gradients_are_the_hosts(case, tiny_encoder, texts):
 
 @pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
 def test_a_loss_is_one_operation(name, count, n_labels, tiny_encoder, texts, monkeypatch):
-    """Whose similarities no function of the host computes; of the cached loss, of packed documents."""
-    asked: list[dict[str, Any]] = []
+    """No function of the host computes its similarities; the cached loss takes packed documents."""
+    recorded: list[dict[str, Any]] = []
     for operation in ("maxsim_cross_entropy", "maxsim_kl_divergence", "maxsim_margin_mse"):
         own = getattr(contrast, operation)
 
         def call(*arguments, _own=own, **options):
-            asked.append(options)
+            recorded.append(options)
             return _own(*arguments, **options)
 
         monkeypatch.setattr(contrast, operation, call)
     loss = getattr(losses, name)(tiny_encoder)
     monkeypatch.setattr(loss, "similarity_fct", MEAN_SCORES[name])
     loss(columns(tiny_encoder, texts, count), labels_of(n_labels))
-    (options,) = asked
+    (options,) = recorded
     assert (options["reduction"], options["empty_score"]) == ("mean", -1e9)
     assert ("documents_cu_seqlens" in options) == (name == CACHED)
 
@@ -101,7 +101,7 @@ def test_a_loss_is_one_operation(name, count, n_labels, tiny_encoder, texts, mon
 @pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
 @pytest.mark.parametrize("prefix", ["", "mean_"])
 def test_scores_of_another_loss_are_called(prefix, name, count, n_labels, tiny_encoder):
-    """Candidates' or pairs' scores are none of a batch: what they make of one is the host's to say."""
+    """Scores of candidates or pairs are not those of a batch: their result for a batch is left to the host."""
     for module in (scoring, ours):
         own = MEAN_SCORES[name].__name__.removeprefix("mean_")
         for scores in ("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise"):
@@ -141,7 +141,7 @@ def test_the_cached_loss_sorts_texts_and_cuts_padding(arguments, expansion, tiny
     hook = tiny_encoder.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0]["input_ids"].shape)))
     assert_close(step(losses, CACHED, features, **arguments), expected)
     hook.remove()
-    # Every text twice, in forwards of no more texts, or tokens with their padding, than were asked for.
+    # Every text is encoded twice, in forwards of at most the requested texts, or tokens with padding.
     assert sum(rows for rows, _ in shapes) == 2 * 3 * 7
     if "mini_batch_size" in arguments:
         assert max(rows for rows, _ in shapes) == 2
@@ -160,7 +160,7 @@ def test_which_tokens_are_scored_is_known_before_the_forward(task, tiny_encoder,
     expected = tiny_encoder(dict(features), task=task)["attention_mask"].bool()
     assert torch.equal(actual, expected)
     assert not torch.equal(actual, features["attention_mask"].bool())
-    # Not of what has no texts beside each other, nor where a module makes other tokens.
+    # Not known where texts are not rows of a batch, nor where a module changes the tokens.
     for other in ({"modality": "image"}, {"cu_seq_lens_q": torch.arange(7)}, {"pixel_values": torch.zeros(3, 2)}):
         assert scored_tokens(tiny_encoder, {**features, "task": task, **other}) is None
     tiny_encoder.append(HierarchicalTokenPooling(2))
@@ -168,7 +168,7 @@ def test_which_tokens_are_scored_is_known_before_the_forward(task, tiny_encoder,
 
 
 def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder, texts, step):
-    """Which asks for the loss of embeddings, whose options are this package's."""
+    """The host's code calls the loss of embeddings, which has this package's options."""
     features = columns(tiny_encoder, texts, 2)
     tiny_encoder.append(HierarchicalTokenPooling(2))
     assert_close(*(step(kind, CACHED, features, mini_batch_size=2) for kind in (losses, host)))
@@ -183,7 +183,7 @@ def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder, texts, s
 
 
 def excluded(columns):
-    """Something that is different for every query and document."""
+    """An exclusion mask that differs for every query and document."""
     size = len(columns[0]["input_ids"])
     out = torch.arange(size).unsqueeze(1) * 7 + torch.arange(size * (len(columns) - 1)) * 3
     return (out % 5 == 0) & (torch.arange(size).unsqueeze(1) != torch.arange(size * (len(columns) - 1)))
@@ -202,7 +202,7 @@ def excluded(columns):
     ids=["margin", "margin of 0", "negative margin", "exclude", "symmetric"],
 )
 def test_options_are_those_of_the_definition(name, options, tiny_encoder, texts, step):
-    # So long that the cached loss changes their order.
+    # Long enough that the cached loss reorders them.
     features = [tiny_encoder.preprocess(texts(seed, 5, 30)) for seed in (20, 21, 22)]
     scale = options.get("scale", 1.0)
 
@@ -257,12 +257,12 @@ def test_duplicates(tiny_encoder):
     st.lists(st.tuples(st.text("ab", max_size=3), st.text("ab", max_size=3)), min_size=1, max_size=7), st.integers(0, 2)
 )
 def test_duplicates_are_texts_of_the_same_tokens(pairs, padding):
-    """Whatever stands where nothing is attended to, and however long the columns are."""
+    """Whatever the ids at masked positions, and the lengths of the columns."""
 
     def column(texts, longest):
-        mask = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
+        mask = torch.tensor([[position < len(text) for position in range(longest)] for text in texts])
         ids = torch.tensor(
-            [[ord(text[place]) if place < len(text) else 7 for place in range(longest)] for text in texts]
+            [[ord(text[position]) if position < len(text) else 7 for position in range(longest)] for text in texts]
         )
         return {"input_ids": ids, "attention_mask": mask.long()}
 
@@ -312,7 +312,7 @@ def test_cached_texts_keep_their_dropout(tiny_encoder, texts):
 
 
 def test_documents_without_tokens(tiny_encoder, step):
-    """The skiplist takes all: such a document scores -1e9, and its query, if it is the right one, learns nothing."""
+    """All tokens are skipped: such a document scores -1e9, and if it is the positive, its query learns nothing."""
     tiny_encoder[3].skiplist_tasks = ["document"]
     tiny_encoder[3].skiplist_words = [".", "[CLS]", "[SEP]"]
     tiny_encoder[3].resolve_with_tokenizer(tiny_encoder.tokenizer)
@@ -346,7 +346,7 @@ def test_a_fused_projection_changes_nothing(name, count, n_labels, form, tiny_en
     model = MultiVectorEncoder(modules=FORMS[form](list(tiny_encoder.children())), device="cpu")
     features, labels = columns(model, texts, count), labels_of(n_labels)
     if form == "not normalised":
-        # Whose scores are as large as the hidden states.
+        # Scores are as large as the hidden states then.
         with torch.no_grad():
             model[1].linear.weight.mul_(0.1)
     expected = value_and_gradients(getattr(host, name)(model), model, features, labels)
@@ -448,7 +448,7 @@ def test_columns_and_labels_that_cannot_be(tiny_encoder, texts):
 
 
 def test_the_hosts_trainer(tiny_encoder, texts, tmp_path):
-    """Two steps each give the very same model, with the host's loss and with this one."""
+    """Two steps give the same model with the host's loss and with this one."""
     data = Dataset.from_dict({"query": texts(1, 8, 4), "positive": texts(2, 8), "negative": texts(3, 8)})
     path, weights = str(tmp_path / "model"), []
     tiny_encoder.save_pretrained(path)

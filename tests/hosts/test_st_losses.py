@@ -1,4 +1,4 @@
-"""The four multi-vector losses while registered: values and gradients of parameters are those without."""
+"""The four multi-vector losses while registered: values and parameter gradients equal the host's own."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_cached_loss_gathers_by_the_hosts_own_function(rank, monkeypatch):
     ]
     masks = [[chunk.new_ones(chunk.shape[:2], dtype=torch.bool) for chunk in column] for column in embeddings]
     monkeypatch.setattr(
-        cached_host, "all_gather_padded", lambda *both, with_grad: [torch.cat([one, one]) for one in both]
+        cached_host, "all_gather_padded", lambda *tensors, with_grad: [torch.cat([t, t]) for t in tensors]
     )
     monkeypatch.setattr(cached_host, "get_rank", lambda: rank)
     with registered(HOST):
@@ -134,7 +134,7 @@ def test_a_document_without_tokens(tiny_encoder, texts):
         assert_close(*results)
 
 
-# What of this package gathers, as the host does with batches of one size.
+# Losses of this package that gather, as the host does with batches of one size.
 GATHERED = {
     "in-batch": (IN_BATCH, {}),
     "in-batch, ring": (IN_BATCH, {"gather": "ring"}),
@@ -144,7 +144,7 @@ GATHERED = {
     "fused": (IN_BATCH, {"fuse_projection": True}),
     "margin": (CACHED, {"margin": 0.1}),
 }
-# Also of batches that differ in size, with one rank that has a single query, in the last.
+# Batches of equal and of unequal sizes; with the latter, one rank has a single query.
 TEXTS = [("equal", [3, 3]), ("unequal", [5, 1])]
 
 
@@ -154,7 +154,7 @@ def batches(texts, sizes):
 
 
 def work(rank, path, folder, inputs):
-    """What each process does; the results go to a file, to be compared by the tests."""
+    """The work of each process, which saves its results to a file for the tests."""
     torch.set_num_threads(1)
     os.environ.update(HF_HUB_OFFLINE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
@@ -170,7 +170,7 @@ def work(rank, path, folder, inputs):
         for case, (name, arguments) in GATHERED.items():
             loss = getattr(loss_classes, name)(model, gather_across_devices=True, **arguments)
             results[case, sizes] = value_and_gradients(loss, model, batch, None)
-    # BERT's pooler leads nowhere, for which DDP would wait.
+    # BERT's pooler does not reach the loss, and DDP would wait for its gradients.
     model[0].auto_model.pooler.requires_grad_(False)
     wrapped = DistributedDataParallel(model, broadcast_buffers=False)
     cached = loss_classes.CachedMultiVectorMultipleNegativesRankingLoss
@@ -212,12 +212,12 @@ def test_gathered_by_the_classes_as_by_the_host(case, ranks):
 @pytest.mark.parametrize("sizes", [name for name, _ in TEXTS])
 @pytest.mark.parametrize("case", GATHERED)
 def test_the_ranks_together_are_one_large_batch(case, sizes, ranks, tiny_encoder, texts):
-    """Of each rank's value and gradients, the mean is that of one process with all texts."""
+    """The mean of the ranks' values and gradients is that of one process with all texts."""
     name, arguments = GATHERED[case]
-    whole = [sum(parts, []) for parts in zip(*batches(texts, dict(TEXTS)[sizes]), strict=True)]
+    merged = [sum(parts, []) for parts in zip(*batches(texts, dict(TEXTS)[sizes]), strict=True)]
     arguments = {name: value for name, value in arguments.items() if name != "gather"}
     loss = getattr(loss_classes, name)(tiny_encoder, **arguments)
-    features = [tiny_encoder.preprocess(column) for column in whole]
+    features = [tiny_encoder.preprocess(column) for column in merged]
     expected = value_and_gradients(loss, tiny_encoder, features, None)
     actual = [results[case, sizes] for results in ranks]
     value, gradients = (sum(parts) / WORLD for parts in zip(*actual, strict=True))

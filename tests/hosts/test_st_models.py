@@ -1,4 +1,4 @@
-"""The flag of hosts.sentence_transformers.models, and what loads and saves it."""
+"""The `scorer` flag of hosts.sentence_transformers.models, and how it is loaded and saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pylate_flash.hosts import SENTENCE_TRANSFORMERS
 from pylate_flash.hosts.sentence_transformers.models import MultiVectorEncoder
 
 CONFIG = "config_sentence_transformers.json"
-# float16 sums of the host round every similarity, which ours do not.
+# The host's float16 sums round every similarity; ours do not.
 QUERIES = torch.nn.functional.normalize(
     torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)), dim=-1
 ).half()
@@ -65,7 +65,7 @@ def test_saved_and_loaded_with_and_without_this_package(tiny_encoder_path, texts
     assert type(plain) is sentence_transformers.MultiVectorEncoder
     for mine, theirs in zip(model.encode_query(texts(1, 3)), plain.encode_query(texts(1, 3)), strict=True):
         assert torch.equal(mine, theirs)
-    # Nothing of this package is named in the modules, which the host would have to import.
+    # The modules name nothing of this package, which the host would have to import.
     assert "pylate_flash" not in (tmp_path / "modules.json").read_text()
 
 

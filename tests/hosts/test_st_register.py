@@ -1,4 +1,4 @@
-"""register("sentence-transformers"): what runs fused, that references bound before do too, and the exact way back."""
+"""register("sentence-transformers"): what runs fused, references bound before included, and exact restoration."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ def with_default(a, b, scorer=maxsim):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The operations that this package was asked for."""
+    """Records the calls of this package's operations."""
     from pylate_flash.hosts.sentence_transformers import scoring
     from pylate_flash.training import contrast
 
-    asked: list[str] = []
+    recorded: list[str] = []
 
     def spy(module, name):
         function = getattr(module, name)
 
         @functools.wraps(function)
         def call(*arguments, **options):
-            asked.append(name)
+            recorded.append(name)
             return function(*arguments, **options)
 
         monkeypatch.setattr(module, name, call)
 
     spy(scoring, "scores_of_arguments")
     spy(contrast, "maxsim_cross_entropy")
-    return asked
+    return recorded
 
 
 def host_state():
@@ -86,7 +86,7 @@ def host_state():
 
 @pytest.fixture(autouse=True)
 def unchanged_host():
-    """Each test begins with the host as it is, and has to leave it so."""
+    """Each test must leave the host unchanged."""
     before = host_state()
     yield
     after = host_state()

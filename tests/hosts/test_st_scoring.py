@@ -118,7 +118,7 @@ def test_the_operation_on_lists_serves_them(name):
         # A list of one is a list.
         assert_same(getattr(ours, name)(a[:1], b[:1]), getattr(their_similarity, name)(a[:1], b[:1]))
         assert served.call_count == 3
-        # Another device, a mask, and what has to be brought to one type, are packed; mistakes have the host's names.
+        # Lists with a mask or of mixed dtypes, or for another device, are packed; errors name the host's arguments.
         getattr(ours, name)(a, b, b_mask=torch.ones(2, 5))
         assert served.call_count == 3
         mixed = [b[0].half(), b[1]]
@@ -151,7 +151,7 @@ def test_scores_of_losses_are_theirs_to_the_bit(data, n_queries, n_documents, si
     st.integers(0, 2**20), st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]), st.booleans()
 )
 def test_scores_are_accurate(seed, dtype, ragged):
-    """Against their own in float64, on the same rounded numbers."""
+    """Compared with the host's own in float64, on the same rounded numbers."""
     a, b = unit(seed, 3, 9, 24).to(dtype), unit(seed + 1, 5, 17, 24).to(dtype)
     if ragged:
         a, b = [a[0], a[1, :4]], [b[0, :3], b[1], b[2, :1]]
@@ -196,7 +196,7 @@ def test_gradients(name, form):
         weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         # In place, as losses may.
         scores.mul_(weights).sum().backward()
-        return [one.grad.double() for side in sides for one in (side if isinstance(side, list) else [side])]
+        return [tensor.grad.double() for side in sides for tensor in (side if isinstance(side, list) else [side])]
 
     actual = gradients(getattr(ours, name), torch.float32)
     expected = gradients(getattr(FUNCTIONS[name], name), torch.float64)
@@ -207,13 +207,13 @@ def test_gradients(name, form):
 def test_documents_without_tokens_score_minus_1e9(caplog):
     query, documents = torch.ones(1, 2, 3), torch.ones(2, 4, 3)
     documents[1] = 0
-    # transformers' own, which says a thing once.
+    # transformers' logging, which logs each message once.
     logging.Logger.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert ours.maxsim(query, documents)[0].tolist() == [6.0, -1e9]
     assert "a document has no token" in caplog.text
     assert ours.maxsim([torch.ones(2, 3)], [torch.ones(1, 3), torch.ones(0, 3)])[0].tolist() == [6.0, -1e9]
-    # Divided by the query's tokens, as everything is.
+    # Divided by the number of query tokens, like all scores.
     assert ours.mean_maxsim(query, documents)[0].tolist() == [3.0, -5e8]
     assert ours.maxsim_pairwise([torch.ones(2, 3)], [torch.ones(0, 3)]).tolist() == [-1e9]
     assert ours.colbert_kd_scores(query, documents.unsqueeze(0))[0].tolist() == [6.0, -1e9]
@@ -249,13 +249,13 @@ def test_top_k_of_numpy_and_its_errors():
     for top_k in (2.0, np.float32(2), "2"):
         with pytest.raises(TypeError, match=f"top_k must be a positive integer, got {type(top_k).__name__}"):
             ours.xtr_scores(queries, documents, top_k=top_k)
-    # Of XTR's scores, a mask of one group serves no others there, nor here.
+    # XTR's scores do not broadcast the mask of one group, neither there nor here.
     with pytest.raises(ValueError, match=r"documents_mask must have shape \[3, 2, 5\], got \[1, 2, 5\]"):
         ours.xtr_scores(queries, documents, documents_mask=torch.ones(1, 2, 5))
 
 
 def test_means_do_not_depend_on_chunks():
-    """A mask of a padded list may say that padding counts, also beyond the longest of a chunk."""
+    """A mask of a padded list may count padding, also beyond the longest item of a chunk."""
     a, b = [numbers(seed, length, 4) for seed, length in enumerate((4, 1, 2))], [numbers(9, 3, 4)] * 3
     mask = torch.ones(3, 4)
     for options in ({}, {"chunk_elements": 1}):
@@ -271,7 +271,7 @@ def test_what_is_copied_at_once_is_bounded():
     assert (result[0][0], result[-1][1]) == (0, 6)
     for start, stop in result:
         assert stop == start + 1 or sum(map(len, documents[start:stop])) * 4 <= 16
-    # What lies where it is scored is not copied, and goes in one call.
+    # Tensors on the device that scores them are not copied, and take one call.
     assert operands.blocks([operands.side("b", torch.ones(6, 5, 4))], torch.device("cpu"), 1) == [(0, 6)]
 
 

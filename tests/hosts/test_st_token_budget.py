@@ -1,4 +1,4 @@
-"""The largest mini-batch of a `MultiVectorEncoder` that fits, on a model that says when it does not."""
+"""The largest mini-batch of a `MultiVectorEncoder` that fits, on a model that raises when it does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loss(tiny_encoder):
 def test_full_documents_are_encoded_and_the_way_back_is_gone(length, loss, monkeypatch):
     model, shapes, forward = loss.model, [], Transformer.forward
     model[0].document_length = length
-    # As many as BERT has positions for, where nothing else limits them.
+    # The number of BERT's positions, where nothing else limits the length.
     tokens = length or 64
 
     def limited(self, features, **kwargs):
@@ -27,7 +27,7 @@ def test_full_documents_are_encoded_and_the_way_back_is_gone(length, loss, monke
         assert kwargs.get("task", "document") == "document"
         assert features["attention_mask"].sum() == features["attention_mask"].numel() - 1
         assert features["input_ids"].unique().numel() > 10
-        # As from the second mini-batch of a step on.
+        # As in the second and later mini-batches of a step.
         assert all(parameter.grad is not None for parameter in model.parameters())
         assert model.training
         assert torch.is_autocast_enabled("cpu")
@@ -40,14 +40,14 @@ def test_full_documents_are_encoded_and_the_way_back_is_gone(length, loss, monke
     before = torch.get_rng_state()
     assert largest_token_budget(loss, 64, torch.bfloat16) == 12 * tokens
     assert shapes == [(texts, tokens) for texts in (1, 2, 4, 8, 16, 12)]
-    # As if nothing had been tried.
+    # The trials leave no trace.
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_texts_that_cannot_be_sorted_are_refused(loss):
-    """What makes other tokens of them, as pooling does, is encoded by the host's code, which counts no padding."""
+    """A model that changes tokens, as pooling does, is encoded by the host's code, which counts no padding."""
     loss.model.append(torch.nn.Identity())
     with pytest.raises(ValueError, match="cannot be sorted by length"):
         largest_token_budget(loss, 8)

@@ -1,4 +1,4 @@
-"""hosts.sentence_transformers.trainer: a scale that is learned, on one rank and on two, and through a checkpoint."""
+"""hosts.sentence_transformers.trainer: a learned scale, on one rank and on two, and through a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def arguments(folder, **overrides):
 
 
 def learned(path, rows, args, start, **options):
-    """Train a scale that begins at `start`, from a checkpoint in `options` if there is one; it, then the weights."""
+    """Train a scale from `start`, or from a checkpoint in `options`; return it, followed by the weights."""
     checkpoint = options.pop("checkpoint", None)
     model = MultiVectorEncoder(path, device="cpu")
     scale = nn.Parameter(torch.tensor([start]))
@@ -43,17 +43,17 @@ def learned(path, rows, args, start, **options):
 
 def test_resuming_goes_on_with_the_scale(tiny_encoder_path, rows, tmp_path):
     args = arguments(tmp_path, max_steps=4, learning_rate=0.01, save_strategy="steps", save_steps=2)
-    whole = learned(tiny_encoder_path, rows, args, 5.0)
-    assert abs(whole[0].item() - 5.0) > 0.001
+    uninterrupted = learned(tiny_encoder_path, rows, args, 5.0)
+    assert abs(uninterrupted[0].item() - 5.0) > 0.001
     saved = load_file(tmp_path / "checkpoint-4" / "losses.safetensors")
     assert saved.keys() == {"scale"}
-    assert torch.equal(saved["scale"], whole[:1])
+    assert torch.equal(saved["scale"], uninterrupted[:1])
     resumed = learned(tiny_encoder_path, rows, args, 5.0, checkpoint=str(tmp_path / "checkpoint-2"))
-    assert torch.equal(resumed, whole)
+    assert torch.equal(resumed, uninterrupted)
 
 
 def test_columns_that_are_no_texts_are_trained_with(tiny_encoder, rows, tmp_path):
-    """Images, which have neither ids nor a mask, and no tokens to be counted before the model has made them."""
+    """Images have neither ids nor a mask, and no tokens to count before the model's forward."""
 
     class OfImages(nn.Module):
         def __init__(self, model):
@@ -81,9 +81,9 @@ def test_columns_that_are_no_texts_are_trained_with(tiny_encoder, rows, tmp_path
 
 
 def work(rank, path, folder, rows):
-    """What each process does; the results go to a file, to be compared by the tests."""
+    """The work of each process, which saves its results to a file for the tests."""
     torch.set_num_threads(1)
-    # What torchrun would set: the trainer finds its place in the group below by these.
+    # As set by torchrun: by these the trainer finds its rank in the group below.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", HF_HUB_OFFLINE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
@@ -105,7 +105,7 @@ def work(rank, path, folder, rows):
 
 
 def test_on_two_ranks_the_scale_is_that_of_one_process(tiny_encoder_path, rows, tmp_path):
-    """It begins as the first rank's. And losses of which one would wait for the other are refused there."""
+    """It starts as the first rank's. Losses of which one would wait for the other are refused on two ranks."""
     run_ranks(work, (tiny_encoder_path, tmp_path, rows), WORLD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
     assert torch.equal(first, second)

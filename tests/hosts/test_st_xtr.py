@@ -35,7 +35,7 @@ def test_values_and_gradients_are_theirs(name, seed, groups, per_group, query_le
         queries, documents = queries.abs(), -documents.abs()
     elif kind != "none":
         generator = torch.Generator().manual_seed(seed)
-        # Tokens of zeros, to which all others are equally similar, are out.
+        # Tokens of zeros, to which all others are equally similar, are masked.
         on = torch.rand(groups, query_length, generator=generator) * queries.any(-1)
         masks = {
             "queries_mask": on if kind == "weights" else on > 0.3,
@@ -53,7 +53,7 @@ def test_values_and_gradients_are_theirs(name, seed, groups, per_group, query_le
 
 
 def test_all_of_its_functions_and_classes_follow():
-    """Half embeddings tell who scores: its own code rounds their similarities."""
+    """Half-precision embeddings tell which code scores: the host's own rounds their similarities."""
     queries, documents = unit(0, 6, 3, 8).half(), unit(1, 6, 2, 9, 8).half()
     calls = {
         **{name: (getattr(theirs, name), getattr(ours, name)) for name in NAMES[:2]},
@@ -73,17 +73,17 @@ def test_all_of_its_functions_and_classes_follow():
 def test_what_else_it_takes():
     queries, documents = unit(2, 3, 4, 5), unit(3, 3, 2, 6, 5)
     expected = theirs.xtr_scores(queries, documents, top_k=5)
-    for given_queries, given_documents in ((queries.numpy(), documents.numpy()), (list(queries), list(documents))):
-        actual = ours.xtr_scores(given_queries, given_documents, top_k=5, chunk_elements=10)
+    for q, d in ((queries.numpy(), documents.numpy()), (list(queries), list(documents))):
+        actual = ours.xtr_scores(q, d, top_k=5, chunk_elements=10)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     integers = (queries * 50).to(torch.int8), (documents * 50).to(torch.int8)
     torch.testing.assert_close(ours.xtr_scores(*integers, top_k=10**4), theirs.xtr_scores(*integers, top_k=10**4))
-    # No query at all.
+    # Without queries.
     for name in NAMES:
         nothing = queries[:0], documents[:0, :1] if name == "xtr_scores_pairwise" else documents[:0]
         actual, right = (getattr(module, name)(*nothing, top_k=5) for module in (ours, theirs))
         assert actual.shape == right.shape
-    # Weights that learn are left to its own code, which has a gradient for them.
+    # Learned weights are left to the host's code, which has a gradient for them.
     weights = torch.rand(3, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(ours.xtr_scores(queries, documents, weights, top_k=5).sum(), weights)
     assert gradient.any()

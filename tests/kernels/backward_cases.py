@@ -11,12 +11,14 @@ from torch import Tensor
 
 from pylate_flash.kernels import plan_backward, tables_backward
 from pylate_flash.kernels.backward import maxsim_backward
+from pylate_flash.kernels.rows import Norms
+from pylate_flash.ops.norms import inverse_norms
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.ops.cases import relative_error
 
-# How the query rows choose: any token; half of them 5 % of the tokens; all of them one token; or no token at all.
+# Argmax of the query rows: uniform; half of them on 5 % of the tokens; all on one token; or none at all.
 KINDS = ("uniform", "skewed", "one token", "none")
-# The ways to the gradient of the documents, and the most rows for which the argmax is compared that makes each of them.
+# Kernels of the document gradient, each with the value of `FEW_ROWS` that selects it.
 WAYS = {"lists": 0, "compare_argmax": 1 << 31}
 
 
@@ -31,13 +33,13 @@ class Case:
     normalize: bool = False
     cu_seqlens: Tensor | None = None
     candidates: Tensor | None = None
-    # Of the queries' tokens; the argmax of those of weight 0 is -1.
+    # Weights of query tokens; those of weight 0 have an argmax of -1.
     weights: Tensor | None = None
 
     @property
     def tensors(self) -> Tensors:
         documents = self.documents
-        # Those that all queries meet.
+        # Shared by all queries.
         if documents.dim() == 4 and documents.shape[0] == 1:
             documents = documents[0]
         return Tensors(self.queries, documents, self.weights, None, None, self.cu_seqlens, self.candidates)
@@ -48,21 +50,32 @@ class Case:
         return problem_of(self.tensors, Options(max_document_length=longest, normalize=self.normalize))
 
     def run(
-        self, way: str | None = None, queries: bool = True, documents: bool = True
+        self, way: str | None = None, queries: bool = True, documents: bool = True, normalized: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Both gradients, that of the documents by one of `WAYS`, or the one that is chosen for the problem."""
+        """Return both gradients; `way` is the kernel of the document gradient, None leaves the choice to the plan.
+
+        With `normalized`, embeddings are normalised before, and their norms are passed.
+        """
+        tensors, norms = self.tensors, None
+        if normalized:
+            queries_norms, documents_norms = inverse_norms(tensors.queries), inverse_norms(tensors.documents)
+            norms = Norms(queries_norms, documents_norms)
+            tensors = tensors._replace(
+                queries=(tensors.queries * queries_norms.unsqueeze(-1)).to(tensors.queries.dtype),
+                documents=(tensors.documents * documents_norms.unsqueeze(-1)).to(tensors.documents.dtype),
+            )
         with pytest.MonkeyPatch.context() as patch:
             if way is not None:
                 patch.setattr(tables_backward, "FEW_ROWS", WAYS[way])
                 assert plan_backward.backward_plan(self.problem).kernel == way
-            of_queries, of_documents = maxsim_backward(
-                self.problem, self.tensors, self.grad_scores, self.argmax, queries, documents
+            grad_queries, grad_documents = maxsim_backward(
+                self.problem, tensors, self.grad_scores, self.argmax, queries, documents, norms, normalized
             )
-        for result, arguments in ((of_queries, self.queries), (of_documents, self.tensors.documents)):
+        for result, arguments in ((grad_queries, self.queries), (grad_documents, self.tensors.documents)):
             assert result is None or (
                 result.is_contiguous() and result.shape == arguments.shape and result.dtype == arguments.dtype
             )
-        return of_queries, None if of_documents is None else of_documents.view(self.documents.shape)
+        return grad_queries, None if grad_documents is None else grad_documents.view(self.documents.shape)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The gradients by autograd in float64, one document at a time."""
@@ -94,8 +107,8 @@ class Case:
             total = total + (rows * tokens[flat][argmax[won].long()]).sum()
         return torch.autograd.grad(total, (queries, documents))
 
-    def check(self, way: str | None = None, tolerance: float | None = None) -> None:
-        for actual, expected in zip(self.run(way), self.expected(), strict=True):
+    def check(self, way: str | None = None, tolerance: float | None = None, normalized: bool = False) -> None:
+        for actual, expected in zip(self.run(way, normalized=normalized), self.expected(), strict=True):
             assert actual is not None
             assert actual.dtype == self.queries.dtype
             assert actual.shape == expected.shape
@@ -106,7 +119,7 @@ class Case:
 
 
 def choose(kind: str, shape: tuple[int, ...], length: int, generator: torch.Generator) -> Tensor:
-    """Argmax of `shape`; but for "none", about 5 % of the rows have none."""
+    """Argmax of `shape`; except for "none", about 5 % of the rows have none."""
     device = generator.device
     if kind == "none" or length == 0:
         return torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -155,7 +168,7 @@ def packed(
     device: str = "cpu",
     normalize: bool = False,
 ) -> Case:
-    """`queries` are (Nq, Lq), `lengths` those of the documents, `candidates` their boundaries by query."""
+    """`queries` are (Nq, Lq), `lengths` the document lengths, `candidates` the cu_seqlens of documents per query."""
     generator = torch.Generator(device).manual_seed(0)
     n_queries, query_length = queries
     rows = query_length if candidates is not None else n_queries * query_length
@@ -172,7 +185,7 @@ def packed(
 
 
 def weighted(case: Case) -> Case:
-    """The same with weights of the queries' tokens from 0 to 3, about a tenth of them 0."""
+    """The case with query token weights from 0 to 3, about a tenth of them 0."""
     generator = torch.Generator(case.queries.device).manual_seed(1)
     weights = 3 * torch.rand(case.queries.shape[:2], generator=generator, device=case.queries.device)
     weights[torch.rand(weights.shape, generator=generator, device=weights.device) < 0.1] = 0

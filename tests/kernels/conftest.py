@@ -7,6 +7,6 @@ from pylate_flash.kernels import tables
 
 @pytest.fixture(params=[80, 90, 100, 120])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A compute capability, which every choice of a kernel and a tile takes for that of the device."""
+    """A compute capability, reported to the choice of kernels and tiles as that of the device."""
     monkeypatch.setattr(tables, "architecture", lambda device: (request.param // 10, 132))
     return request.param

@@ -1,6 +1,6 @@
-"""Compile kernels for a GPU that is not here, with the arguments of a real launch.
+"""Compile kernels for a GPU that is not present, with the arguments of a real launch.
 
-A launch function runs up to the launch, which is recorded, and compiled for the target instead.
+A launch function runs up to the launch, which is recorded and compiled for the target instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TYPES = {
     torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.uint16: "*u16",
     torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-# Shared memory that one block may take, in bytes, by compute capability.
+# Maximum shared memory per thread block in bytes, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 class Launch:
-    """What a kernel is launched with, and its compilation for a target."""
+    """The arguments of one kernel launch, and its compilation for a target."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Launch:
         self.options = dict(zip(("num_warps", "num_stages", "maxnreg"), warps, strict=True))
 
     def specialization(self) -> tuple[dict, dict, dict]:
-        """What Triton compiles it for: types of arguments, constants, and what is known of numbers."""
+        """What Triton specializes the kernel on: argument types, constants, and attributes of integers and pointers."""
         signature, constants, attributes = {}, {}, {}
         for index, (parameter, value) in enumerate(zip(self.kernel.function.params, self.arguments, strict=True)):
             name = parameter.name
@@ -80,10 +80,10 @@ class Launch:
         return signature, constants, attributes
 
     def compile(self, capability: int) -> Any:
-        """Compiled for a compute capability such as 90."""
+        """Compile for a compute capability such as 90."""
         signature, constants, attributes = self.specialization()
         function = self.kernel.function
-        # As Triton writes them for those who hear of what is compiled.
+        # Triton serializes constants like this for its compilation listeners.
         json.dumps([str(value) if type(value).__name__ == "dtype" else value for value in constants.values()])
         language = GluonASTSource if function.is_gluon() else ASTSource
         source = language(function, signature, constants, attributes)
@@ -99,7 +99,7 @@ class Launch:
             compiled = triton.compile(
                 source, target=target, options=self.options | {"launch_pdl": overlaps, "enable_fp_fusion": True}
             )
-        # Programs that start early wait for what they read; older devices know neither.
+        # Kernels launched with PDL wait before they read their inputs; older devices support neither.
         assert ("griddepcontrol.wait" in compiled.asm["ptx"]) is overlaps
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared <= SHARED_MEMORY[capability]
@@ -108,7 +108,7 @@ class Launch:
 
 @contextmanager
 def recorded() -> Iterator[dict[str, list[Launch]]]:
-    """The launches of a while, none of which runs, by the names of their kernels: "stacked" of `_stacked_kernel`."""
+    """Record launches instead of running them, by kernel name: "stacked" for `_stacked_kernel`."""
     if triton.knobs.runtime.interpret:
         pytest.skip("the interpreter compiles nothing")
     launches: dict[str, list[Launch]] = {}
@@ -123,12 +123,12 @@ def recorded() -> Iterator[dict[str, list[Launch]]]:
 
 
 def compiled(call: Callable[[], object], names: str, capability: int) -> dict[str, Any]:
-    """Compile what `call` launches last of each kernel, by name: of the kernels of these names, and of no others.
+    """Compile the last launch of each kernel in `call`, and check that it launches exactly the kernels `names`.
 
-    But for that which adds up the sums of scores, where these have several.
+    The kernel that adds up partial sums of scores is launched as well, where there are several of these.
     """
     with recorded() as launches:
         call()
     assert set(launches) - {"sums"} == set(names.split())
     assert all(launch.arguments[2] > 1 for launch in launches.get("sums", []))
-    return {name: of_kernel[-1].compile(capability) for name, of_kernel in launches.items()}
+    return {name: kernel_launches[-1].compile(capability) for name, kernel_launches in launches.items()}

@@ -1,6 +1,6 @@
-"""Every kernel of the forward compiles for compute capability 8.0, 9.0, 10.0 and 12.0, without a GPU.
+"""Every forward kernel compiles for compute capability 8.0, 9.0, 10.0 and 12.0, without a GPU.
 
-Those of the backward, the losses and other operations are in files of their own.
+The kernels of the backward, the losses and other operations have test files of their own.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def inputs(
     candidates: list[int] | None = None,
 ) -> Tensors:
     """Tensors of these shapes, with masks of these types; documents [T, d] are packed."""
-    of_queries, of_documents = (
+    query_mask, document_mask = (
         None if mask is None else torch.ones(shape[:-1], dtype=mask)
         for shape, mask in zip((queries, documents), masks, strict=True)
     )
     bounds = PACKED if len(documents) == 2 else None
-    owned = None if candidates is None else torch.tensor(candidates)
+    own_bounds = None if candidates is None else torch.tensor(candidates)
     arguments = (torch.empty(shape, dtype=dtype) for shape in (queries, documents))
-    return Tensors(*arguments, of_queries, None if bounds is not None else of_documents, None, bounds, owned)
+    return Tensors(*arguments, query_mask, None if bounds is not None else document_mask, None, bounds, own_bounds)
 
 
 def forward(tensors: Tensors, with_argmax: bool = False, **options: Any) -> Callable[[], object]:
-    """What scores these tensors."""
+    """A call that scores these tensors."""
     return partial(maxsim_forward, problem_of(tensors, Options(**options), with_argmax), tensors)
 
 
@@ -55,7 +55,7 @@ def tall(capability: int, dtype: torch.dtype = BF16, size: int = 128) -> str:
 
 
 def serving(n_queries: int, capability: int, dtype: torch.dtype, size: int) -> str:
-    """The kernel that serves so many queries; the Hopper kernel takes one of float32 or of long embeddings too."""
+    """The kernel that serves `n_queries`; the Hopper kernel also takes one query of float32 or of long embeddings."""
     name = tall(capability, dtype, size)
     return "single" if n_queries == 1 and (name != "hopper" or (dtype != F32 and size <= 128)) else name
 
@@ -75,7 +75,7 @@ def test_forward(n_queries: int, size: int, dtype: torch.dtype, capability: int)
         assert {90: "wgmma", 100: "tcgen05"}[capability] in result[name].asm["ptx"]
 
 
-# What is copied, and what is loaded, by the width of a load.
+# Widths of asynchronous copies, and of global loads.
 _LOADS = re.compile(
     r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)|ld\.global(?:\.L1::\w+|\.L2::\w+)*(\.\S+)"
 )
@@ -84,7 +84,7 @@ _LOADS = re.compile(
 @pytest.mark.parametrize(
     ("dtype", "size", "widths"),
     [
-        # Tiles of few elements, as of the 8 that are left of 72, have fewer for a thread.
+        # Narrow tiles, such as the remaining 8 of 72 elements, have fewer elements per thread.
         (BF16, 72, {"0x10", "0x8", ".v4.b32", ".v2.b32"}),
         (F16, 8, {"0x10", "0x8", ".v4.b32", ".v2.b32"}),
         (BF16, 200, {"0x10", ".v4.b32"}),
@@ -96,16 +96,16 @@ _LOADS = re.compile(
 def test_strides_that_are_no_multiples_of_16(
     n_queries: int, dtype: torch.dtype, size: int, widths: set[str], capability: int
 ) -> None:
-    """Embeddings are still loaded by as many bytes as they begin at multiples of, up to 16."""
+    """Embeddings are still loaded as wide as their alignment allows, up to 16 bytes."""
     name = serving(n_queries, capability, dtype, size)
     launch = forward(inputs((n_queries, 32, size), (100, 180, size), dtype))
     ptx = compiled(launch, name, capability)[name.split()[-1]].asm["ptx"]
     results = {copied or loaded for copied, loaded in _LOADS.findall(ptx)}
     assert results
     if name.startswith("apart"):
-        # Norms, and the 16 elements that are left of 3 * 48.
+        # Norms, and the remaining 16 elements of 3 * 48.
         widths = widths | {".b32", "0x8"}
-    # A warp loads a row of float32 together, of up to 64 elements two a lane.
+    # A warp loads a float32 row together; up to 64 elements, two per lane.
     assert results <= (widths | {".v2.b32"} if dtype == F32 and name == "hopper" else widths)
 
 
@@ -118,13 +118,13 @@ MASKED = {"masks": (torch.int64, None)}
 HALF = {"dtype": F16}
 SHORT, LONG = {"max_document_length": 40, "max_candidates": 3}, {"max_document_length": 9000, "max_candidates": 3}
 OWN = {"candidates": [0, 3, 4]}
-# Kernels, of which "tall" is that of the rows of several queries; queries and documents; how they are given, and asked.
+# Kernels ("tall": the one of several queries); shapes of queries and documents; kwargs of `inputs`; options.
 CALLS = [
-    # On a Hopper GPU too, few rows go to the kernel of many, in a tile of their own.
+    # On Hopper, few rows use the kernel of many rows too, with a tile of their own.
     ("tall", (3, 32, 128), DOCUMENTS, {}, ARGMAX),
     ("tall", (32, 32, 128), DOCUMENTS, {}, ARGMAX),
     ("tall", (300, 1, 128), DOCUMENTS, {}, ARGMAX),
-    # Both ways to mask, with and without weights.
+    # Both masking modes, with and without weights.
     *(
         (names, (n_queries, 32, 128), DOCUMENTS, {"masks": masks}, NORMALIZED | {"masking": masking})
         for masks, masking in (
@@ -148,7 +148,7 @@ CALLS = [
     ("active_tokens rows stacked", (32, 32, 1100), (40, 180, 1100), WEIGHTS, EVERYTHING),
     ("active_tokens single", (1, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
     ("active_tokens rows tall", (32, 32, 1100), (40, 180, 1100), WEIGHTS | {"dtype": F32}, EVERYTHING),
-    # Sums of long queries, and of those that padding would lengthen: of 8 rows, or of each row by itself.
+    # Sums of long queries, and of those that padding would lengthen: over 8 rows, or for every row.
     ("tall", (3, 300, 128), DOCUMENTS, {}, ARGMAX),
     ("tall", (3, 300, 128), DOCUMENTS, WEIGHED, ARGMAX),
     *(
@@ -164,7 +164,7 @@ CALLS = [
     ("active_tokens single", (4, 32, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
     ("tall", (4, 160, 128), (4, 5, 180, 128), {}, {}),
     ("active_tokens rows tall", (4, 160, 128), (4, 5, 180, 128), WEIGHTS, EVERYTHING),
-    # Packed documents are split where one may be long, and only there.
+    # Packed documents are split into segments only where one may be long.
     ("tall", (32, 32, 128), (9030, 128), {}, SHORT),
     ("rows tall", (32, 32, 128), (9030, 128), WEIGHED, SHORT | NORMALIZED),
     ("merge stacked", (32, 32, 128), (9030, 128), {}, LONG),
@@ -179,7 +179,7 @@ CALLS = [
             ("merge rows single", (n_queries, 32, 128), (9030, 128), WEIGHED | arguments, LONG | NORMALIZED),
         )
     ),
-    # With candidates, a query of any length is scored by itself; of long documents, in segments.
+    # With candidates, every query is scored by itself, whatever its length; long documents in segments.
     *(
         (names, (2, 300, 128), (9030, 128), OWN | {"dtype": F32, "masks": (mask, None)}, lengths | ARGMAX)
         for mask in (torch.bool, torch.int64)
@@ -203,16 +203,14 @@ def test_calls(row: tuple[str, tuple, tuple, dict, dict], capability: int) -> No
 def test_the_last_product_of_a_document_is_narrower(
     size: int, document_length: int, query_length: int, capability: int
 ) -> None:
-    """On a Hopper GPU, where few query rows meet documents, or these do not follow each other; to the other kernels,
-    another length is another number.
-    """
+    """On Hopper, for few query rows or non-contiguous documents; to other kernels, a length is just an argument."""
     few, many = (128 // query_length, query_length, size), (300, query_length, size)
     documents = (40, document_length, size)
-    apart = inputs(many, documents, **WEIGHTS)
-    apart = apart._replace(documents=torch.empty(80, document_length, size, dtype=BF16)[::2])
+    strided = inputs(many, documents, **WEIGHTS)
+    strided = strided._replace(documents=torch.empty(80, document_length, size, dtype=BF16)[::2])
     for names, tensors, options in (
         ("hopper", inputs(few, documents), {}),
-        ("active_tokens hopper rows", apart, {"normalize": True, "masking": "zero", "empty_score": -1.0}),
+        ("active_tokens hopper rows", strided, {"normalize": True, "masking": "zero", "empty_score": -1.0}),
     ):
         ptx = compiled(forward(tensors, **options), names, capability)["hopper"].asm["ptx"]
         assert len([columns for columns in (16, 32) if f"m64n{columns}k16" in ptx]) == 1
@@ -222,14 +220,14 @@ def test_the_last_product_of_a_document_is_narrower(
 @pytest.mark.parametrize("lie", ["together", "apart", "anywhere"])
 @pytest.mark.parametrize(
     ("n_queries", "n_short", "longest"),
-    # One query has a smaller tile where documents are short, and segments where one is long.
+    # One query has a smaller tile for short documents, and segments for a long one.
     [(1, 3, 40), (1, 300, 9000), (1, 3, 300), (1, 3, 9000), (32, 3, 40), (32, 3, 9000)],
 )
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 def test_packed_documents_are_loaded_by_16_bytes(
     n_queries: int, n_short: int, longest: int, lie: str, size: int, dtype: torch.dtype, capability: int
 ) -> None:
-    """Whether they follow each other or not, where every one of them begins at a multiple of that."""
+    """Contiguous or not, as long as every document begins at a multiple of 16 bytes."""
     aligned, n_tokens, offsets = lie != "anywhere", 10 * n_short + longest, None
     tensors = inputs((n_queries, 32, size), (n_tokens if lie == "together" else 1, size), dtype)
     tensors = tensors._replace(documents_cu_seqlens=torch.tensor([*range(0, 10 * n_short + 1, 10), n_tokens]))
@@ -241,13 +239,13 @@ def test_packed_documents_are_loaded_by_16_bytes(
     streamed = aligned and longest != 9000
     name = serving(n_queries, capability if streamed else 80, dtype, size)
     if lie != "together" or capability == 90:
-        # Where float32 is not taken apart: documents anywhere, and in segments where Hopper has products of TF32.
+        # float32 is not split into parts for scattered documents, nor for segments where Hopper has TF32 products.
         name = name.removeprefix("apart ")
     names = f"{name} merge" if longest == 9000 else name
     served = compiled(partial(maxsim_forward, problem, tensors, offsets), names, capability)
     ptx = served[name.split()[-1]].asm["ptx"]
     copies, loads = (set(widths) - {""} for widths in zip(*_LOADS.findall(ptx), strict=True))
-    # A warp loads a row of float32 as a whole.
+    # A warp loads a whole float32 row.
     by_16_bytes = ".v4.b32" in loads if dtype == F32 and name == "hopper" else copies == {"0x10"}
     assert by_16_bytes == aligned
 
@@ -261,10 +259,8 @@ def test_active_tokens(dtype: torch.dtype, length: int, capability: int) -> None
 @pytest.mark.parametrize("size", [48, 512])
 def test_norms(size: int, capability: int) -> None:
     embeddings, scales = torch.empty(4, 32, size, dtype=BF16), torch.empty(4, 32)
-    arguments = embeddings, embeddings, scales
     compiled(lambda: rows.inverse_norms(embeddings), "rows", capability)
-    compiled(lambda: rows.normalized_rows(*arguments), "normalized", capability)
-    compiled(lambda: rows.through_normalized_rows(*arguments), "through_normalized", capability)
+    compiled(lambda: rows.normalized_rows(embeddings, embeddings, scales), "normalized", capability)
 
 
 @pytest.mark.parametrize("dtype", [F16, F32])
@@ -275,8 +271,8 @@ def test_casts(dtype: torch.dtype, capability: int) -> None:
 
 @pytest.mark.parametrize(("size", "dtype"), [(128, BF16), (48, F32), (4096, F16)])
 def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int) -> None:
-    embeddings, more = torch.empty(4, 180, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
-    for arguments in ((embeddings,), (embeddings, more)):
+    embeddings, queries = torch.empty(4, 180, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
+    for arguments in ((embeddings,), (embeddings, queries)):
         result = compiled(partial(rows.nonzero_rows, *arguments), "rows", capability)
         assert "ld.global.v4.b32" in result["rows"].asm["ptx"]
 
@@ -292,7 +288,7 @@ def test_padding(size: int, dtype: torch.dtype, bounds_dtype: torch.dtype, capab
 
 @pytest.mark.parametrize("unit", [1, 8])
 def test_padding_from_where_sequences_lie(unit: int, capability: int) -> None:
-    """By 16 bytes at a time, where they begin at multiples of that."""
+    """16 bytes at a time, if sequences begin at multiples of 16 bytes."""
     origin, numbers = torch.empty(1, 128, dtype=BF16), torch.tensor([0, 32, 38, 70])
     result = compiled(lambda: rows.pad(origin, numbers, 32, numbers[:3], unit), "pad", capability)
     assert ("ld.global.v4.b32" in result["pad"].asm["ptx"]) == (unit == 8)
@@ -304,14 +300,14 @@ def test_other_lengths_have_norms_of_the_same_code(size: int) -> None:
         for lengths in ((32, 180), (31, 185), (32, 256), (5, 16)):
             rows.norms_of(*(torch.empty(40, length, size, dtype=BF16) for length in lengths))
             rows.pad(torch.empty(90, 2 * size, dtype=BF16)[:, :size], torch.tensor([0, 30, 90]), lengths[1])
-    for of_kernel in launches.values():
-        assert all(launch.specialization() == of_kernel[0].specialization() for launch in of_kernel)
+    for kernel_launches in launches.values():
+        assert all(launch.specialization() == kernel_launches[0].specialization() for launch in kernel_launches)
 
 
 @pytest.mark.parametrize(("size", "width"), [(128, ".v4.b32"), (300, ".v2.b32")])
 @pytest.mark.parametrize("name", ["rows", "pad", "divide_by_norms"])
 def test_rows_are_found_in_32_bits_and_loaded_as_wide_as_they_lie(name: str, size: int, width: str) -> None:
-    """Divisions in 64 bits, two for each row, take the GPU longer than to load it."""
+    """Two 64-bit divisions per row would take the GPU longer than loading it."""
     embeddings, bounds = torch.empty(40, 180, size, dtype=BF16), torch.arange(0, 5, dtype=torch.int32)
     values, scales = torch.empty(40, 180, size, dtype=torch.int8), torch.empty(40, 180)
     calls = {

@@ -1,4 +1,4 @@
-"""Every kernel of the backward and the losses compiles for compute capability 8.0 to 12.0, as it is launched."""
+"""Every backward and loss kernel compiles for compute capability 8.0 to 12.0, with arguments of real launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pylate_flash.problem import Comparison, Targets
 from tests.kernels.backward_cases import WAYS, dense, packed, weighted
 from tests.kernels.recorder import compiled
 
-# No kernel here multiplies matrices, for which 10.0 has instructions that 12.0 lacks.
+# None of these kernels has matrix products, for which 10.0 has instructions that 12.0 lacks.
 pytestmark = pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
 SORTED = " sort scan place sum combine"
 
@@ -26,7 +26,7 @@ SORTED = " sort scan place sum combine"
     [(torch.bfloat16, 48, False), (torch.float16, 128, True), (torch.float32, 512, False), (torch.float32, 4096, True)],
 )
 def test_padded(normalize: bool, size: int, dtype: torch.dtype, capability: int) -> None:
-    """Queries of 2080 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
+    """With 2080 query rows, lists are summed in parts; with 32 rows, documents are split among programs."""
     few, many = (
         replace(case, queries=case.queries.to(dtype), documents=case.documents.to(dtype), normalize=normalize)
         for case in (dense((1, 32), (1, 64, 8), size, "none"), dense((65, 32), (1, 2, 180), size, "none"))
@@ -60,7 +60,7 @@ def test_lists_by_one_program(rows: int, length: int, capability: int) -> None:
 
 @pytest.mark.parametrize("size", [320, 1024])
 def test_sums_of_long_embeddings_wait_for_no_other_warp(size: int, capability: int) -> None:
-    """As a program for every token would, whether any row chose it or not."""
+    """Otherwise the program of every token would wait, whether any row chose the token or not."""
     case = dense((1, 200), (1, 2, 300), size, "none", dtype=torch.bfloat16)
     result = compiled(partial(case.run, "lists", queries=False), "list sum", capability)["sum"]
     assert result.metadata.num_warps == 1
@@ -83,7 +83,7 @@ def test_packed(candidates: list[int] | None, normalize: bool, capability: int) 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("adds", [False, True])
 def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: int, monkeypatch) -> None:
-    """As chunks of queries leave them: in float32, and added to what there is."""
+    """Partial gradients of query chunks: in float32, and accumulated into the destination if `adds`."""
     monkeypatch.setattr(tables_backward, "FEW_ROWS", WAYS[way])
     names = " compare" if way == "compare_argmax" else SORTED
     for case in (
@@ -107,7 +107,7 @@ QUERIES, N = 40, 3000
 
 
 def check_loss(comparison: Comparison, targets: Targets, names: str, capability: int, own: bool = False) -> None:
-    """Both chunks of a loss, with and without counts, and what it sums up to."""
+    """Compile both chunks of a loss, with and without counts, and its total."""
 
     def run() -> None:
         with_slope = targets.temperature is not None
@@ -141,14 +141,14 @@ def test_all_of_a_cross_entropy(exclude: Tensor | None, temperature: torch.dtype
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (20, 60), (2, 1000)])
 def test_all_of_few_scores(shape: tuple[int, int], symmetric: bool, capability: int) -> None:
-    """By one launch, with and without the gradient."""
+    """In one launch, with and without the gradient."""
     scores, exclude = torch.empty(shape), torch.zeros(shape, dtype=torch.bool)
     labels = torch.zeros(shape[0], dtype=torch.int64)
     for targets, with_statistics in ((Targets(None, exclude, torch.ones(())), True), (Targets(labels), False)):
         comparison = Comparison("cross entropy", symmetric=symmetric, with_statistics=with_statistics)
         result = losses.ChunkedLoss(comparison, targets, (*shape, shape[0]), False, with_statistics, scores.device)
-        whole = compiled(partial(result.gradient, scores, 0, torch.ones(shape[0], 1)), "whole", capability)["whole"]
-        order = "".join(re.findall(r"\b[lsb](?=[td]\.global|ar\.sync)", whole.asm["ptx"]))
+        kernel = compiled(partial(result.gradient, scores, 0, torch.ones(shape[0], 1)), "whole", capability)["whole"]
+        order = "".join(re.findall(r"\b[lsb](?=[td]\.global|ar\.sync)", kernel.asm["ptx"]))
         assert re.match("[lb]*s[sb]*bl", order), "threads must meet before they read what others have stored"
         compiled(partial(result.compare, scores, 0), "whole", capability)
 

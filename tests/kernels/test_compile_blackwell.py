@@ -1,6 +1,6 @@
-"""The Blackwell kernel of docs/layouts compiles for compute capability 10.0, as it is launched.
+"""The Blackwell kernel of docs/layouts compiles for compute capability 10.0, with arguments of real launches.
 
-It has never run: that it computes what it should is claimed by `tests/gpu/test_blackwell.py`, on such a GPU.
+It has never run: `tests/gpu/test_blackwell.py` checks its results, on such a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.parametrize("capability", [100], indirect=True)
 
 
 def ptx_of(tensors: Tensors, names: str, capability: int, with_argmax: bool = False, **options: Any) -> str:
-    """Products are tcgen05's, and tokens are copied 16 bytes at a time, by threads that wait for no product."""
+    """PTX, with tcgen05 products and token copies of 16 bytes, by threads that do not wait for products."""
     problem = problem_of(tensors, Options(**options), with_argmax)
     result = compiled(partial(blackwell.blackwell_forward, problem, tensors), names, capability)["blackwell"]
     ptx = result.asm["ptx"]
@@ -35,13 +35,13 @@ def ptx_of(tensors: Tensors, names: str, capability: int, with_argmax: bool = Fa
 
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 8), (F16, 96)])
 def test_forward(dtype: torch.dtype, size: int, capability: int) -> None:
-    """Operands lie in the atoms of Hopper, with descriptors of another form, as docs/layouts.md says."""
+    """Operands have the swizzle atoms of Hopper, with another form of descriptors, as docs/layouts.md says."""
     ptx = ptx_of(inputs((32, 32, size), (40, 180, size), dtype), "blackwell", capability)
-    # In one part, or in two that are put together.
+    # A descriptor is one 64-bit constant, or is put together from two halves.
     constants = [int(value) % (1 << 64) >> 32 for value in re.findall(r"or\.b64\s+%rd\d+, %rd\d+, (-?\d+);", ptx)]
-    moved = dict(re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx))
-    together = [moved[high] for high in re.findall(r"mov\.b64\s+%rd\d+, \{%r\d+, (%r\d+)\};", ptx) if high in moved]
-    results = {high for high in (*constants, *(int(value) % (1 << 32) for value in together)) if high}
+    moves = dict(re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx))
+    combined = [moves[high] for high in re.findall(r"mov\.b64\s+%rd\d+, \{%r\d+, (%r\d+)\};", ptx) if high in moves]
+    results = {high for high in (*constants, *(int(value) % (1 << 32) for value in combined)) if high}
     assert results == {
         make_layouts.blackwell_descriptor(0, make_layouts.width_of(max(16, tables.power_of_two(size)))) >> 32
     }
@@ -55,7 +55,7 @@ def test_everything(capability: int) -> None:
 
 @pytest.mark.parametrize("query_length", [1, 200])
 def test_packed_documents(query_length: int, capability: int) -> None:
-    """Of queries of one token, which are no sums, and of long ones, whose sums are added up."""
+    """Queries of one token, which need no sums, and long ones, whose partial sums are added up."""
     tensors = inputs((40, query_length, 256), (70, 256))
     tensors = tensors._replace(documents_cu_seqlens=torch.tensor([0, 10, 10, 70], dtype=torch.int32))
     ptx_of(tensors, "blackwell", capability, **ARGMAX, max_document_length=60)

@@ -1,4 +1,4 @@
-"""Long embeddings in the Hopper kernel, which takes them in blocks, compiled without a GPU."""
+"""Long embeddings in the Hopper kernel, which processes them in blocks, compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pylate_flash.problem import DocumentOffsets, Options, problem_of
 from tests.kernels.recorder import compiled
 from tests.kernels.test_compile import inputs
 
-# Of whole blocks, with everything and without; and of one that is not whole.
+# Whole blocks, with and without normalize and argmax; and sizes whose last block is partial.
 CASES = [*product((1024, 4096), (False, True), (False, True)), *product((392, 1032), (True,), (False, True))]
 
 
@@ -26,10 +26,10 @@ CASES = [*product((1024, 4096), (False, True), (False, True)), *product((392, 10
 def test_products_of_blocks_follow_each_other(
     size: int, layout: str, n_queries: int, normalize: bool, with_argmax: bool, capability: int
 ) -> None:
-    """Both operands come from shared memory, copied 16 bytes at a time, but scales; a block is four products."""
+    """Both operands come from shared memory, copied 16 bytes at a time except scales; a block is four products."""
     masks = None, torch.bool if layout in ("exclude", "zero") else None
     packed, offsets = layout in ("packed", "lists"), None
-    # Without an argmax, whole tiles are no stream unless they meet few rows.
+    # Without an argmax, documents of whole tiles are a stream only if they meet few rows.
     streamed = not with_argmax and (layout != "whole" or n_queries == 2)
     length = 512 if layout == "whole" else 300
     tensors = inputs((n_queries, 32, size), (400, size) if packed else (4, length, size), masks=masks)
@@ -43,7 +43,7 @@ def test_products_of_blocks_follow_each_other(
     call = partial(forward.maxsim_forward, problem, tensors, starts)
     code = compiled(call, names, capability)["hopper"]
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+?)k\S+ \{[^}]*\}, (\S)", code.asm["ptx"])
-    # Those of a stream are of half a tile, as is the last one of 300 tokens, or of who knows how many.
+    # Products of a stream have half a tile, and so does the last one of 300, or of an unknown number of, tokens.
     expected = {"m64n128"} if streamed or layout != "whole" else set()
     expected |= set() if streamed else {"m64n256"}
     assert set(products) == {(product, "%") for product in expected}

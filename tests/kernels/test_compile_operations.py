@@ -1,4 +1,4 @@
-"""The kernels of the other operations compile for the compute capabilities that they serve, as they are launched."""
+"""Kernels of other operations compile for the compute capabilities they serve, with arguments of real launches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _COPIES = r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)"
 
 
 _MASKED = " active_tokens rows"
-# Compute capabilities; type, queries, documents, masks, options, kernels of the forward, and more of the backward.
+# Compute capabilities; dtype, queries, documents, masks, options, forward kernels, additional backward kernels.
 SOFT = [
     ((80, 90, 100, 120), BF16, (8, 64, 128), (3, 300, 128), (None, None), {}, "tall", ""),
     ((80,), F32, (8, 64, 48), (3, 300, 48), (None, None), {}, "stacked", " finish"),
@@ -44,7 +44,7 @@ SOFT = [
     ("capability", "row"), [(each, row) for every, *row in SOFT for each in every], indirect=["capability"]
 )
 def test_soft(row: list, capability: int) -> None:
-    dtype, queries, documents, masks, options, names, more = row
+    dtype, queries, documents, masks, options, names, backward_names = row
     tensors = inputs(queries, documents, dtype, masks)
     options = Options(**options)
     if len(documents) == 2:
@@ -56,11 +56,11 @@ def test_soft(row: list, capability: int) -> None:
     names = names.replace("tall", "hopper" if capability == 90 else "stacked")
     compiled(lambda: forward.soft_forward(problem, tensors, beta, True), names, capability)
     arguments = problem, tensors, beta, grad, lse, (True, True, True)
-    compiled(partial(soft_backward, *arguments), "documents queries" + more, capability)
+    compiled(partial(soft_backward, *arguments), "documents queries" + backward_names, capability)
 
 
 def soft_on_hopper(tensors: Tensors, names: str, lse: bool = True, **options) -> tuple[str, bytes]:
-    """The PTX and the code of the Hopper kernel as this call launches it."""
+    """PTX and cubin of the Hopper kernel, as this call launches it."""
     problem = problem_of(tensors, Options(**options))
     call = partial(forward.soft_forward, problem, tensors, torch.ones(()), lse)
     asm = compiled(call, names, 90)["hopper"].asm
@@ -73,9 +73,9 @@ def test_hopper_takes_one_exponential_of_a_similarity_and_spills_nothing(capabil
     products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", ptx)
     assert set(products) == {"{"}, "the first operand must be a list of registers"
     sass = get_sass(cubin)
-    # Those of Triton 3.9 spill what a document needs when it ends, of the kernel that finds the argmax too.
+    # Triton 3.9 spills values that the end of a document needs, in the argmax kernel too.
     assert "LDL" not in sass or triton_version() > (3, 6)
-    # In each of four parts, a thread has 32 similarities of a tile, rescales two sums by it, and two of a document.
+    # In each of four parts, a thread has 32 similarities per tile, and rescales two sums per tile and two per document.
     assert sass.count("MUFU.EX2") == 4 * (32 + 2 + 2)
 
 
@@ -106,7 +106,7 @@ def test_hopper_packed_few_rows_without_lse(capability: int) -> None:
     soft_on_hopper(tensors, "hopper rows", False, **options)
 
 
-# Type, elements of an embedding, tokens chosen, masks and options, argmax, and capability.
+# dtype, embedding size, chosen tokens, masks and options, argmax, and compute capability.
 SPARSE = [
     (BF16, 128, 16, False, False, 80),
     (BF16, 128, 128, False, True, 90),
@@ -139,7 +139,7 @@ def test_chosen_tokens_and_packed_documents(capability: int) -> None:
 
 
 def quantized(tensors: Tensors, quantize_queries: bool, **options) -> partial[Tensor]:
-    """What scores these tensors."""
+    """A call that scores these tensors."""
     scales = torch.ones(tensors.documents.shape[:-1])
     offsets = scales if tensors.documents.dtype == torch.uint8 else None
     problem = problem_of_quantized(tensors, Options(**options), quantize_queries)
@@ -147,7 +147,7 @@ def quantized(tensors: Tensors, quantize_queries: bool, **options) -> partial[Te
 
 
 INT8, UINT8, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
-# What tensor cores multiply with 8-bit queries, by compute capability.
+# Tensor core instructions for 8-bit queries, by compute capability and document dtype.
 PRODUCTS = {
     (80, INT8): r"mma\.sync\S*\.s8\.s8", (80, UINT8): r"mma\.sync\S*\.s8\.s8", (90, INT8): r"wgmma\S*\.s8\.s8",
     (90, UINT8): r"wgmma\S*\.s8\.s8", (90, FP8): r"wgmma\S*\.e4m3\.e4m3",
@@ -170,12 +170,12 @@ def test_products_of_8_bits(dtype: torch.dtype, n_queries: int, size: int, capab
     tensors = tensors._replace(documents=tensors.documents.to(dtype))
     by_hopper = capability == 90 and n_queries == 32 and size == 128
     name = "hopper" if by_hopper else "stacked"
-    # A program quantizes its rows itself, if it holds few of them, or in registers.
+    # A program quantizes its rows itself if it has few of them, or has them in registers.
     own = dtype != UINT8 if by_hopper else n_queries * 32 <= 64 and size <= 256
     names = name + " quantize_rows" * (not own)
     ptx = compiled(quantized(tensors, True), names, capability)[name].asm["ptx"]
     assert re.search(PRODUCTS[capability, dtype], ptx)
-    # Documents go to shared memory 16 bytes at a time, in the background; those of 72 elements begin at multiples of 8.
+    # Asynchronous copies of documents take 16 bytes at a time; rows of 72 elements begin at multiples of 8 bytes.
     assert set(re.findall(_COPIES, ptx)) >= {"0x10" if size == 128 else "0x8" if size == 72 else "0x4"}
 
 
@@ -217,8 +217,8 @@ def test_packed_8_bits(dtype: torch.dtype, candidates: list[int] | None, capabil
 def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
     dtype: torch.dtype, shape: tuple[int, int, int], length: int, masked: bool, own: bool, capability: int, monkeypatch
 ) -> None:
-    """And spills nothing, converts no sum but of affine tokens, and loads nothing while a product is under way, but for
-    the sums of rows. Programs that quantize their `own` rows do it before.
+    """Nothing spills, only sums of affine tokens are converted, and while a product is in flight, nothing is loaded but
+    the sums of rows. Programs that quantize their `own` rows do so before.
     """
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 1 << 60 if own else 0)
     tensors = inputs(shape, (40, length, shape[-1]), BF16, (None, torch.bool if masked else None))
@@ -233,11 +233,11 @@ def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
     assert set(products) == {(columns, kind, "{") for columns in {"m64n128k32"} | narrow}
     copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert set(copies) == {("cg", "0x10"), ("ca", "0x4")}
-    under_way = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
-    of_tiles = [part for part in under_way if "st.global" not in part]
-    assert of_tiles
-    assert not any("ld." in part for part in of_tiles)
-    assert not any("ld.global" in part for part in under_way)
+    in_flight = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
+    tile_products = [part for part in in_flight if "st.global" not in part]
+    assert tile_products
+    assert not any("ld." in part for part in tile_products)
+    assert not any("ld.global" in part for part in in_flight)
     assert re.search(r"wgmma\.wait_group[^;]*;(?:(?!wgmma).)*ld\.shared", ptx, re.DOTALL)
     sass = get_sass(asm["cubin"])
     assert "LDL" not in sass or triton_version() > (3, 6)
@@ -245,14 +245,14 @@ def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
 
 
 def allocated_in_ptx(ptx: str) -> int:
-    """Bytes of shared memory that a stream allocates itself: tiles come behind, at a multiple of 1024 bytes."""
+    """Bytes of shared memory that a stream allocates in PTX; tiles follow at a multiple of 1024 bytes."""
     (nbytes,) = re.findall(r"\.shared \.align 1024 \.b8 allocated\[(\d+)\]", ptx)
     assert int(nbytes) % 1024 == 0
     return int(nbytes)
 
 
-# Type of packed documents, embedding size, queries of 32 tokens, and whether their programs quantize rows. Of float32
-# whose products may be of TF32, there are upper halves alone.
+# dtype of packed documents, embedding size, queries of 32 tokens, and whether programs quantize their own rows. float32
+# that may use TF32 products has upper halves alone.
 TF32 = "tf32"
 STREAMS = [
     *[(BF16, size, 8, False) for size in (16, 32, 48, 96, 128, 192, 256, 320, 384)],
@@ -278,10 +278,10 @@ LAYOUTS_OF_STREAMS = [
 def test_streams_of_documents_fit_and_spill_nothing_in_loops(
     dtype: Any, size: int, n_queries: int, own: bool, layout: str, normalize: bool, capability: int, monkeypatch
 ) -> None:
-    """Copies take 16 bytes, but of scales, and every product has its first operand in registers.
+    """Copies take 16 bytes, except of scales, and every product has its first operand in registers.
 
-    Of float32, nothing is copied: every warp loads tokens, and waits for no other. `layout`: packed or padded
-    documents, or the masking of padded ones.
+    float32 is not copied: every warp loads tokens, and waits for no other. `layout`: packed or padded documents, or the
+    masking of padded ones.
     """
     monkeypatch.setattr(tables, "QUANTIZED_HOPPER_OWN", 1 << 60 if own else 0)
     monkeypatch.setattr(tables, "STREAM_LEAST", 0)
@@ -292,7 +292,7 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
         dtype = F32
     query_dtype = dtype if dtype in (BF16, F16, F32) else BF16
     options = {"max_document_length": 100, "normalize": normalize}
-    # Norms of one query's documents are taken by another kernel; two fill the same tile.
+    # With one query, another kernel computes document norms; two queries fill the same tile.
     n_queries = max(n_queries, 1 + normalize)
     if layout == "packed":
         tensors = inputs((n_queries, 32, size), (400, size), query_dtype)._replace(
@@ -325,13 +325,13 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
         assert widths == {"v4" if size > 64 else "v2"}
     else:
         assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
-    # Those of Triton 3.8 spill what a partition begins with. What takes float32 apart has a tile in its registers, and
-    # ptxas keeps a word or two of the rest in local memory; of 256 rows of 128 elements, four words of these.
+    # Triton 3.8 spills the initial values of a partition. The partition that splits float32 has a tile in registers,
+    # and ptxas keeps a word or two of the rest in local memory; four words for 256 rows of 128 elements.
     most = 2 * rounded + (4 if dtype == F32 else 0)
     sass = get_sass(code.asm["cubin"])
     assert sass.count("LDL") <= (most if triton_version() <= (3, 6) else 8 + 2 * rounded)
     if dtype == INT8:
-        # The 1 by which integers are multiplied is not moved to a register again for every similarity.
+        # The 1 by which integers are multiplied is not moved to a register for every similarity.
         after_product = "\n".join(sass.split("IGMMA")[-1].splitlines()[:200])
         moved = Counter(re.findall(r"IMAD\.U32 R\d+, RZ, RZ, (UR\d+)", after_product))
         assert max(moved.values(), default=0) < 16
@@ -339,7 +339,7 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_hopper_sums_products_of_fp8_as_the_plain_kernel(capability: int) -> None:
-    """Neither adds up sums of a few products outside the tensor cores."""
+    """Neither adds up partial sums of a few products outside the tensor cores."""
     results = []
     for n_queries, names in ((2, "stacked"), (12, "hopper")):
         tensors = inputs((n_queries, 32, 128), (40, 180, 128), F16)
@@ -357,7 +357,7 @@ def residual(
     mask: Tensor | None = None,
     with_argmax: bool = False,
 ) -> tuple[Problem, Tensors, Codes]:
-    """A call with 200 documents of 180 tokens."""
+    """Problem, tensors and codes of a call with 200 documents of 180 tokens."""
     n_tokens, size = 200 * 180, queries.shape[-1]
     codes = Codes(
         torch.zeros(n_tokens, dtype=torch.int32), torch.zeros(n_tokens, size * nbits // 8, dtype=torch.uint8),
@@ -373,12 +373,12 @@ def residual(
 
 
 def check_copies(ptx: str) -> None:
-    """Centroids go to shared memory 16 bytes at a time, in the background, and weights are looked up there."""
+    """Centroids are copied to shared memory asynchronously, 16 bytes at a time, and weights are looked up there."""
     assert "0x10" in re.findall(_COPIES, ptx)
     assert "ld.shared.b16" in ptx
 
 
-# Bits of a residual code, or the type of documents in 8 bits, and embedding size.
+# Bits of a residual code, or the dtype of 8-bit documents, and embedding size.
 SHORT = [
     (4, 128), (2, 128), (4, 64), (2, 96), (4, 48), (2, 48), (4, 24), (INT8, 128), (UINT8, 128), (INT8, 64), (INT8, 48),
     (UINT8, 96),
@@ -388,7 +388,7 @@ SHORT = [
 @pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
 @pytest.mark.parametrize(("bits", "size"), SHORT, ids=str)
 def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype, size: int, capability: int) -> None:
-    """Documents and queries are operands where they have been loaded, and what is looked up needs no memory."""
+    """Documents and queries are operands in the registers they were loaded to, and look-ups need no memory."""
     if isinstance(bits, int):
         problem, *arguments = residual(torch.empty(1, 32, size).bfloat16(), bits)
         problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", True))
@@ -404,7 +404,7 @@ def test_short_queries_meet_what_is_loaded_in_registers(bits: int | torch.dtype,
     exchanged = re.search(r"(ld|st)\.shared|ldmatrix|shfl|cvt\.\S*s32" + ("" if decoded else "|prmt"), products)
     assert not exchanged or triton_version() > (3, 6)
     assert "prmt" in ptx or not decoded
-    # Documents are copied to shared memory ahead, 16 bytes at a time, of codes where a thread has as many of a row.
+    # Documents are prefetched to shared memory, 16 bytes at a time; codes only if a thread has 16 bytes of a row.
     assert "0x10" in re.findall(_COPIES, ptx) or decoded and (size < 128 or bits == 2)
     assert "cp.async" in ptx
     if decoded and triton_version() <= (3, 6) and capability == 90:
@@ -423,7 +423,7 @@ def test_rows_that_are_no_words_or_too_short_for_products(nbits: int, size: int,
 @pytest.mark.parametrize("capability", [80, 90, 120], indirect=True)
 @pytest.mark.parametrize(("dtype", "size"), [(BF16, 128), (F16, 96)])
 def test_one_query_meets_many_short_documents(dtype: torch.dtype, size: int, capability: int) -> None:
-    """They are copied ahead, 16 bytes at a time, to where the products take them from."""
+    """Documents are prefetched, 16 bytes at a time, to where products read them."""
     tensors = inputs((1, 32, size), (120_000, size), dtype)
     tensors = tensors._replace(documents_cu_seqlens=torch.arange(6001, dtype=torch.int32) * 20)
     problem = problem_of(tensors, Options(0, 20))
@@ -441,7 +441,7 @@ def test_short_queries_meet_packed_documents_in_fp8(capability: int) -> None:
     tensors = tensors._replace(documents=tensors.documents.to(FP8), documents_cu_seqlens=bounds)
     asm = compiled(quantized(tensors, True, max_document_length=180), "short", capability)["short"].asm
     ptx = asm["ptx"]
-    # Eight threads copy a row, and ask L2 for it once.
+    # Eight threads copy a row, which takes a single request to L2.
     source = re.search(r"async_copy_global_to_local .*x!tt.ptr<i32>, #(\w+)>", asm["ttgir"])[1]
     assert re.search(rf"#{source} = .*sizePerThread = \[1, 4\], threadsPerWarp = \[4, 8\]", asm["ttgir"])
     products = ptx[ptx.index("mma.sync") : ptx.rindex("mma.sync")]
@@ -466,7 +466,7 @@ def test_hopper_keeps_residual_codes_in_registers(
     asm = compiled(partial(forward.residual_forward, *arguments), "stacked", capability)["stacked"].asm
     assert re.search(r"wgmma\S*\.bf16\.bf16", asm["ptx"])
     check_copies(asm["ptx"])
-    # What spills is loaded again from local memory.
+    # Spilled registers are reloaded from local memory.
     assert "LDL" not in get_sass(asm["cubin"])
 
 
@@ -479,9 +479,9 @@ def test_hopper_keeps_residual_codes_in_registers(
 def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     nbits: int, shape: tuple[int, ...], dtype: torch.dtype, in_float16: bool, capability: int
 ) -> None:
-    """They and their centroids go to shared memory 16 bytes at a time, where one table of pairs of weights is as well.
+    """Codes and centroids are copied to shared memory 16 bytes at a time, next to one table of pairs of weights.
 
-    Where scores may differ a little from those of embeddings, the latter are products of float16.
+    Where scores may differ slightly from those of embeddings, decompressed embeddings are float16 products.
     """
     problem, *arguments = residual(torch.empty(shape, dtype=dtype), nbits)
     problem = problem._replace(kind=replaced(problem.kind, "quantize_queries", in_float16))
@@ -491,22 +491,22 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     assert products == {"f16" if in_float16 or dtype == F16 else "bf16"}
     assert ("mul.rn.f16x2" in asm["ptx"]) == in_float16
     assert set(re.findall(_COPIES, asm["ptx"])) == {"16", "4"}
-    # Each warp for itself: from the first copy on, those that decompress wait for each other nowhere.
+    # Warps are independent: from the first copy on, decompressing warps never wait for each other.
     (decompresses,) = [part for part in re.split(r"setmaxnreg\.", asm["ptx"]) if "ld.shared.b32 weights0" in part]
     decompresses = decompresses[decompresses.index("cp.async") : decompresses.rindex("st.shared.v4.b32 [")]
     assert "ld.shared.b32 weights0" in decompresses
     assert not re.search(r"bar\.sync|barrier\.sync|shfl|ld\.local", decompresses)
     assert "ld.shared.b16" not in asm["ptx"]
-    # What partitions begin with is stored by whoever comes first, over what others must have read by then.
+    # The first warp to arrive stores the initial values of partitions over data that others must have read by then.
     before = asm["ptx"].split("bar.sync 8, 256;")[-1].split("barrier.sync")[0]
     assert "st.shared" in before
     assert "ld.shared" not in before
     (words,) = re.findall(r"\.shared \.align \d+ \.b32 pairs\[(\d+)\]", asm["ptx"])
     assert int(words) == 32 * 4**nbits
-    # All that a program may have, of which the driver takes 1 KB.
+    # The limit of a program, of which the driver takes 1 KB.
     assert code.metadata.shared + 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= SHARED_MEMORY[90]
     assert 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= 48 << 10, "what is not asked for at a launch"
-    # Those of Triton 3.8 spill what a partition begins with.
+    # Triton 3.8 spills the initial values of a partition.
     assert get_sass(asm["cubin"]).count("LDL") <= (0 if triton_version() <= (3, 6) else 8)
 
 
@@ -523,7 +523,7 @@ def test_codes_of_many_queries_are_decompressed_once(with_argmax: bool, capabili
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 160, 96), F16), ((3, 20, 768), BF16), ((1, 32, 32), F32)])
 def test_residual_codes_and_their_gradient(shape: tuple[int, ...], dtype: torch.dtype, capability: int) -> None:
-    """Argmax and weights, of padded and split embeddings; and the gradient, with its documents shared out."""
+    """Argmax and weights, with padded and split embeddings; and the gradient, with documents split among programs."""
     queries, mask = torch.empty(shape, dtype=dtype), torch.ones(shape[:-1])
     for candidates in (None, torch.zeros(shape[0], 50, dtype=torch.int64)):
         problem, *arguments = residual(queries, 4, candidates, mask, with_argmax=True)
@@ -547,7 +547,7 @@ def test_scores_farther_apart_than_32_bits_count_are_brought_together(monkeypatc
         assert (numbers["next_query"], numbers["next_document"]) == strides
 
 
-# Compute capability, type, points of x and y, whether there are masks, and whether distances are squared.
+# Compute capability, dtype, shapes of x and y, whether there are masks, and whether distances are squared.
 CHAMFER = [
     *(
         (capability, *row)
@@ -567,11 +567,11 @@ CHAMFER = [
 
 @pytest.mark.parametrize(("capability", "dtype", "x", "y", "masked", "squared"), CHAMFER, indirect=["capability"])
 def test_chamfer(capability: int, dtype: torch.dtype, x: tuple, y: tuple, masked: bool, squared: bool) -> None:
-    """The forward, and of the backward what is not MaxSim's."""
+    """The forward, and the backward kernels that MaxSim does not have."""
     points = torch.zeros(x, dtype=dtype), torch.zeros(y, dtype=dtype)
-    masks = [torch.ones(each.shape[:-1], dtype=torch.bool) if masked else None for each in points]
+    masks = [torch.ones(tensor.shape[:-1], dtype=torch.bool) if masked else None for tensor in points]
     bounds = None if len(x) == 3 else torch.tensor([0, 100, 700], dtype=torch.int32)
-    lengths = [600 if len(x) == 2 else each.shape[-2] for each in points]
+    lengths = [600 if len(x) == 2 else tensor.shape[-2] for tensor in points]
     sets = Sets(*points, *masks, bounds, bounds)
     problem = problem_of_sets(sets, ChamferOptions(*lengths, "sqeuclidean", "mean", 0.0, "auto"))
     halves = squared and not plan_operations.meeting_plan(problem).direct
@@ -603,9 +603,9 @@ def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capa
     assert plan_operations.search_plan(problem, rule.k).groups > 1
     with recorded() as launches:
         xtr.retrieve(problem, xtr.SearchTensors(queries, documents, active, bounds), rule)
-    counts = {name: len(of_kernel) for name, of_kernel in launches.items()}
+    counts = {name: len(kernel_launches) for name, kernel_launches in launches.items()}
     assert counts == {"begin": 1, "select": 1, "narrow": 3, "walk": 6}
-    # Maxima, then what lies above a bound; counts of bins, of which the last are as the first; counts of documents.
+    # Maxima, similarities above a bound, counts of bins (the last launch is like the first), counts of documents.
     every = not masked and capability == 90
     walks = [launches["walk"][step] for step in ((0, 1, 2, 5) if every else (1,))]
     for launch in (*walks, *launches["begin"], *(launches["select"] + launches["narrow"][:1] if every else ())):
@@ -619,12 +619,12 @@ def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capa
 def test_scores_of_what_is_retrieved(
     weights: torch.dtype | None, with_whole: bool, masked: bool, capability: int
 ) -> None:
-    of_both, bounds = torch.zeros(300, 4 * 48), torch.zeros(300, 2, dtype=torch.int32) if masked else None
+    similarities, bounds = torch.zeros(300, 4 * 48), torch.zeros(300, 2, dtype=torch.int32) if masked else None
     problem = problem_of(Tensors(torch.zeros(4, 48, 16), torch.zeros(300, 180, 16)), Options(), True)
     state = torch.zeros(4, 4 * 48, dtype=torch.int32)
-    result = xtr_scores.Retrieved(of_both, of_both.short(), state, of_both.short())
+    result = xtr_scores.Retrieved(similarities, similarities.short(), state, similarities.short())
     mask = None if weights is None else torch.ones(4, 48, dtype=weights)
-    to = Results(torch.zeros(4, 300), of_both.short(), torch.zeros(4, 300))
+    to = Results(torch.zeros(4, 300), similarities.short(), torch.zeros(4, 300))
     rule = Rule(256, with_whole, 1.0)
     compiled(lambda: xtr_scores.score_retrieved(problem, result, bounds, mask, rule, to), "score", capability)
 
@@ -638,7 +638,7 @@ def fused_call(
     masks: tuple[torch.dtype | None, torch.dtype | None],
     **options,
 ) -> partial[Tensor]:
-    """Score 40 documents of 180 states; with masks, with a bias, and those of documents count as zeros."""
+    """Score 40 documents of 180 states; with masks there is a bias, and masked document tokens count as zeros."""
     tensors = inputs((n_queries, 32, size), (40, 180, d_model), dtype, (masks[0], None if packed else masks[1]))
     if packed:
         bounds = torch.arange(41, dtype=torch.int32) * 180
@@ -662,13 +662,13 @@ def fused_call(
 def test_fused(
     size: int, d_model: int, n_queries: int, packed: bool, everything: bool, dtype: torch.dtype, capability: int
 ) -> None:
-    """The second product takes its first operand from registers, and the copy engine copies."""
+    """The second product takes its first operand from registers, and TMA does the copies."""
     call = fused_call(size, d_model, n_queries, packed, dtype, (torch.bool, torch.bool) if everything else (None, None))
     ptx = compiled(call, "fused finish", capability)["fused"].asm["ptx"]
     products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", ptx)
     assert {"%", "{"} == set(products), "states come from shared memory, embeddings from registers"
     assert ptx.count("cp.async.bulk.tensor.2d") == 3, "two parts and the weight"
-    # The end may start early, and waits for what it reads.
+    # The finish kernel may start early (PDL), and waits before it reads its inputs.
     assert "griddepcontrol.launch_dependents" in ptx
     assert hidden._finish_kernel.follows
 
@@ -697,7 +697,7 @@ def test_projection(size: int, d_model: int, normalize: bool, capability: int) -
 
 @pytest.mark.parametrize(("n_columns", "launches"), [(100, 1), (5000, 2), (1_000_000, 4)])
 def test_best_scores(n_columns: int, launches: int, capability: int) -> None:
-    """Few of the scores leave registers, of the first launch and of what is left for the next ones."""
+    """Few scores are spilled, in the first launch and in those that follow."""
     with recorded() as result:
         best.k_best(torch.empty(3, n_columns), 100)
     assert len(result["best"]) == launches

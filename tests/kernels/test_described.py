@@ -1,4 +1,4 @@
-"""Signatures of calls: in C and in Python, they differ where something that is looked at does."""
+"""Signatures of calls, in C and in Python, differ where a property that they inspect differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAYS = [pytest.param("C", marks=compiles), "Python"]
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tensors are described so, those on the CPU too."""
+    """Describe tensors this way, on the CPU too."""
     use(monkeypatch, request.param)
     return request.param
 
@@ -72,7 +72,7 @@ def tensors(draw: st.DrawFn) -> Tensor | None:
         return None
     dtype, offset = draw(st.sampled_from(DTYPES[: draw(st.integers(1, len(DTYPES)))])), draw(st.sampled_from([0, 0, 1]))
     memory = torch.zeros(offset + 4 ** len(shape), dtype=dtype)
-    # Every second one along some dimensions, and these in another order.
+    # Stride 2 along some dimensions, and dimensions in any order.
     strides = [4**i * draw(st.sampled_from([1, 1, 2])) for i in range(len(shape))]
     result = memory.as_strided(shape, draw(st.permutations(strides)), offset)
     return result.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
@@ -95,13 +95,13 @@ def test_calls_are_alike_in_c_where_they_are_in_python(calls: list, recorded: bo
 
 @pytest.mark.parametrize("needed", [False, True])
 def test_totals_are_told_as_they_are_planned_for(needed: bool, way: str) -> None:
-    """Rounded, unless a gradient is needed of any of the tensors."""
+    """Totals are rounded, unless one of the tensors needs a gradient."""
     query = torch.randn(4, 16, requires_grad=needed)
     totals = range(120, 140)
     results = {total: signed(query, torch.randn(total, 16), packed=1) for total in totals}
-    told = (lambda total: total) if needed else rounded_total
+    planned_total = (lambda total: total) if needed else rounded_total
     for total in totals:
-        same = {other for other in totals if told(other) == told(total)}
+        same = {other for other in totals if planned_total(other) == planned_total(total)}
         assert {other for other in totals if results[other] == results[total]} == same
     with torch.no_grad():
         assert signed(query, torch.randn(130, 16), packed=1) == signed(query, torch.randn(131, 16), packed=1)
@@ -145,7 +145,7 @@ def test_more_than_c_has_room_for_is_described_in_python(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    """What describes tensors is looked for again, here and after it."""
+    """Clear the cached describer, before the test and after it."""
     operator.describer.cache_clear()
     yield
     operator.describer.cache_clear()
@@ -162,7 +162,7 @@ ERRORS = [AttributeError("no such type"), OSError("no cache"), RuntimeError("no 
 
 @pytest.mark.parametrize("error", [*ERRORS, None], ids=repr)
 def test_without_a_compiler_tensors_are_described_in_python(error: Exception | None, anew, monkeypatch, caplog) -> None:
-    """Or with another version of DLPack (None); which is logged, once."""
+    """Or with another version of DLPack (None); the reason is logged, once."""
     described = pytest.importorskip("pylate_flash.kernels.described")
     if error is None and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("an older torch")

@@ -35,7 +35,7 @@ def see(layout, _semantic=None):
 
 @gluon.jit
 def _stored_kernel(values_ptr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr, SIZE: gl.constexpr):
-    """A tile as the kernel copies it, 16 bytes per thread, and read back in pairs."""
+    """Store a tile as the kernel copies it, 16 bytes per thread, and read it back in pairs."""
     dtype: gl.constexpr = values_ptr.dtype.element_ty
     UNIT: gl.constexpr = 128 // dtype.primitive_bitwidth
     by_unit: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 * UNIT // SIZE, SIZE // UNIT], [4, 1], [1, 0])
@@ -55,9 +55,9 @@ def _register_layout_kernel(ROWS: gl.constexpr, TOKENS: gl.constexpr):
 
 
 def seen(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
-    """The layout that a kernel looks at."""
+    """The layout that a kernel passes to `see`."""
     SEEN.clear()
-    # A kernel out of the cache is not looked at again.
+    # A cached kernel would not call `see` again.
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
     source = GluonASTSource(kernel, dict.fromkeys(constants, "constexpr"), constants)
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
@@ -74,19 +74,19 @@ def instructions(layout, tokens: int, size: int, dtype: str = "*bf16") -> str:
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_tokens_lie_in_swizzle_atoms(tokens: int, size: int) -> None:
-    """The same instructions store and load a tile in the kernel's layout, and in one made from docs/layouts.md."""
+    """The same instructions store and load a tile in the kernel's layout, and in one built from docs/layouts.md."""
     layout = gl.NVMMASharedLayout.get_default_for([tokens, size], gl.bfloat16)
     bases = make_layouts.bases(tokens, size)
     expected = instructions(gl.SharedLinearLayout(bases, [], 1024), tokens, size)
     assert instructions(layout, tokens, size) == expected
-    # Another order of the units must make a difference, or the claim above would be empty.
+    # Another order of the units must change the instructions, or the assertion above would be vacuous.
     bases[3], bases[-1] = bases[-1], bases[3]
     assert instructions(gl.SharedLinearLayout(bases, [], 1024), tokens, size) != expected
 
 
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 def test_tokens_of_8_bits_lie_in_the_same_atoms(size: int) -> None:
-    """Two of them where one in half precision lies."""
+    """Two elements of 8 bits take the place of one in half precision."""
     layout = gl.NVMMASharedLayout.get_default_for([128, size], gl.int8)
     bases = [[0, 1], *([row, 2 * column] for row, column in make_layouts.bases(128, size // 2))]
     expected = instructions(gl.SharedLinearLayout(bases, [], 1024), 128, size, "*i8")
@@ -101,11 +101,11 @@ def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int
     columns = [basis[2] for basis in layout.reg_bases if basis[2]]
     assert columns == sorted(columns)
     assert sum(columns) == tokens // 4 - 1
-    # Two columns of a row, the same of the row eight below, and so on, as `_first_maxima_ptx` expects.
+    # Two columns of a row, the same columns eight rows below, and so on, as `_first_maxima_ptx` expects.
     assert layout.reg_bases[:5] == [[0, 0, 1], [8, 0, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
 
 
-# That of bfloat16 embeddings of 128 elements, and tiles and blocks of others.
+# The kind of bfloat16 embeddings of 128 elements; tiles and blocks of other cases.
 KIND = kind_of(
     torch.bfloat16, torch.device("cpu"), 128, None, None, None, None, False, "exclude", "ieee", with_argmax=False
 )
@@ -138,8 +138,8 @@ def compiled(**options) -> str:
         name = parameter.name
         if name.endswith("_ptr") and name not in pointers:
             constants[name] = None
-        of_number = "fp32" if name == "empty_score" else "i32"
-        signature[name] = "constexpr" if name in constants else pointers.get(name, of_number)
+        number_type = "fp32" if name == "empty_score" else "i32"
+        signature[name] = "constexpr" if name in constants else pointers.get(name, number_type)
         if name in pointers or name.startswith("stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(function, signature, constants, attributes)
@@ -189,43 +189,43 @@ def test_products_take_queries_from_registers_and_tokens_by_16_bytes(options: di
     ids=str,
 )
 def test_inverse_norms_come_with_the_tokens(options: dict) -> None:
-    """While a product is under way, the parts that multiply load nothing from global memory."""
+    """While a product is in flight, the parts that multiply load nothing from global memory."""
     ptx = compiled(normalize=True, has_documents_mask=True, **options)
     copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert set(copies) == {("cg", "0x10"), ("ca", "0x4")}
-    under_way = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
-    assert under_way
-    assert not any("ld.global" in part for part in under_way)
-    assert all("ld.shared" in part for part in under_way)
+    in_flight = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
+    assert in_flight
+    assert not any("ld.global" in part for part in in_flight)
+    assert all("ld.shared" in part for part in in_flight)
 
 
 @pytest.mark.parametrize("options", [{}, {"packed": True}, {"packed": True, "normalize": True}, OF_96], ids=str)
 def test_sums_are_stored_while_the_next_product_is_under_way(options: dict) -> None:
-    under_way = r"wgmma\.commit_group(?:(?!wgmma\.wait_group).)*?st\.global"
-    early, late = (re.findall(under_way, compiled(**SHORT | options | start), re.DOTALL) for start in ({}, LATE))
+    in_flight = r"wgmma\.commit_group(?:(?!wgmma\.wait_group).)*?st\.global"
+    early, late = (re.findall(in_flight, compiled(**SHORT | options | start), re.DOTALL) for start in ({}, LATE))
     assert (len(early), len(late)) == (tables.HOPPER.parts, 0)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("options", [{}, OF_96, {"tile": NARROW}, {"normalize": True}, {"group": 128}], ids=str)
 def test_what_multiplies_a_stream_waits_for_nobody_else(options: dict, parts: int) -> None:
-    """One partition multiplies. From the first product on, it neither shuffles, nor stores, nor waits at a barrier.
+    """One partition multiplies; from its first product on, it neither shuffles, nor stores, nor waits at a barrier.
 
-    So its groups of four warps do not wait for each other, and other warps sum, who loads boundaries of documents.
+    So its warp groups do not wait for each other; other warps, which load document boundaries, compute the sums.
     """
     tile = options.get("tile", tables.HOPPER)
     ptx = compiled(**STREAM | options | {"tile": tile._replace(parts=parts if tile.rows == 256 else 2)})
     partitions = re.split(r"setmaxnreg\.", ptx)
     (multiplies,) = [part for part in partitions if "wgmma.mma_async" in part]
-    of_products = multiplies[multiplies.index("wgmma.mma_async") : multiplies.rindex("barrier.sync")]
-    assert not re.search(r"shfl|[sl][td]\.global|bar\.sync|ld\.local", of_products)
+    product_loop = multiplies[multiplies.index("wgmma.mma_async") : multiplies.rindex("barrier.sync")]
+    assert not re.search(r"shfl|[sl][td]\.global|bar\.sync|ld\.local", product_loop)
     assert sum("st.global" in part for part in partitions) == 2
 
 
 @pytest.mark.parametrize("tail", [16, 32])
 @pytest.mark.parametrize("blocks", [(64, 0), (128, 0), (64, 32)])
 def test_a_narrow_product_reads_what_a_wide_one_would(tail: int, blocks: tuple[int, int]) -> None:
-    """The blocks of an embedding are as far from each other, by what is added to where a tile begins."""
+    """The blocks of an embedding are at the same offsets from the start of a tile."""
     ptx = compiled(size=sum(blocks), blocks=Blocks(*blocks, False), tail=tail)
     added = dict(re.findall(r"(?:add\.s64|or\.b64)\s+(%rd\d+), %rd\d+, (-?\d+);", ptx))
     offsets = []
@@ -243,9 +243,9 @@ def test_a_multiply_add_makes_of_an_integers_bits_what_a_conversion_and_a_produc
     integers = np.concatenate([np.arange(-1000, 1001), generator.integers(-largest, largest + 1, 200_000), [-largest]])
     scales = np.exp2(generator.uniform(-60, 60, len(integers))).astype(np.float32)
     floats = (integers + hopper_parts._BITS_OF_ONE.value).astype(np.int32).view(np.float32)
-    # The product has 48 bits, and float64 room for 53: rounded once, when it becomes float32.
+    # The product has 48 bits and float64 holds 53, so it is rounded once, by the cast to float32.
     scaled = (floats.astype(np.float64) * scales - scales).astype(np.float32)
     unit = np.float32(hopper_parts._INTEGER_UNIT.value)
     assert np.array_equal(scaled * np.where(scaled < 0, 2 * unit, unit), integers.astype(np.float32) * scales)
-    # Halved, what is negative stays below what is not.
+    # Halving keeps negative values below all others.
     assert np.array_equal(scaled < 0, integers < 0)

@@ -1,4 +1,4 @@
-"""A shape that was never seen costs no compilation, and a launch no more than what Triton lets be called."""
+"""A new shape costs no compilation, and a launch costs no more than calling what Triton exposes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pylate_flash.problem import Options, Tensors, problem_of
 
 
 class Compiled:
-    """A compiled kernel that notes what launches it, and with what: Triton's runner, or at once Triton's C function."""
+    """A compiled kernel that records its launches: by Triton's runner, or directly by Triton's C function."""
 
     function, packed_metadata = 70, (4, 1, 0)
 
@@ -45,7 +45,7 @@ class Compiled:
 
 
 class Function:
-    """Stands for a Triton function, and notes what it is compiled for."""
+    """A stub of a Triton function, which records what it is compiled for."""
 
     def __init__(self, compiled: Compiled | None = None, interpreted: bool = False) -> None:
         self.result = None if interpreted else compiled or Compiled()
@@ -62,7 +62,7 @@ class Function:
 
 
 class Address(SimpleNamespace):
-    """What a launch asks of a tensor."""
+    """The part of a tensor's interface that a launch uses."""
 
     def __init__(self, address: int = 1 << 20, dtype: torch.dtype = torch.float32, device: int = 0) -> None:
         super().__init__(address=address, dtype=dtype, device=torch.device("cuda", device))
@@ -75,7 +75,7 @@ class Address(SimpleNamespace):
 
 
 class Devices:
-    """Stands for CUDA, which has a current device."""
+    """A stub of CUDA's current device."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -91,7 +91,7 @@ class Devices:
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """There are no devices on a CPU, and no streams."""
+    """Stubs of devices and streams, which a CPU does not have."""
     devices = Devices()
     monkeypatch.setattr(recording, "current_stream", lambda device: 900 + device)
     monkeypatch.setattr(recording, "current_device", lambda: devices.current)
@@ -109,13 +109,13 @@ def call(kernel: Kernel, *tensors: object, **changes: object) -> None:
 
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
-    """In place of the forward's kernels, on a Hopper GPU."""
+    """Stubs in place of the forward kernels, on a Hopper GPU."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
-    made = {}
+    stubs = {}
     for module, name in ((stacked, "_stacked"), (single, "_single"), (hopper, "_hopper"), (common, "_sums")):
-        made[name] = Function()
-        monkeypatch.setattr(module, f"{name}_kernel", Kernel(made[name]))
-    return made
+        stubs[name] = Function()
+        monkeypatch.setattr(module, f"{name}_kernel", Kernel(stubs[name]))
+    return stubs
 
 
 def score(shape: tuple[int, int, int, int]) -> None:
@@ -131,9 +131,9 @@ def counts_of(functions: dict[str, Function]) -> dict[str, int]:
 
 
 def test_fifty_random_shapes_take_few_compilations(functions) -> None:
-    drawn = random.Random(0)
+    rng = random.Random(0)
     for _ in range(50):
-        score((drawn.randint(1, 64), drawn.randint(1, 40), drawn.randint(1, 300), drawn.randint(1, 100)))
+        score((rng.randint(1, 64), rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 100)))
     counts = counts_of(functions)
     # The groups of `padded_query_length`, with the three widths of a document's last product, or with the two tiles for
     # few rows; the three tiles for one query.
@@ -203,7 +203,7 @@ def two(first: Address | None = None, second: Address | None = None) -> dict[str
 
 
 BASE = 1 << 20
-# Calls, and for how many of them a kernel is compiled.
+# Calls, and how often a kernel is compiled for them.
 CALLS: dict[str, tuple[list[dict], int]] = {
     "grids": ([{}, {"grid": (1, 2, 3)}], 1),
     "numbers": ([{}, {"numbers": (12, -3.5)}, {"numbers": (1, 16.0)}, {"numbers": (2**31 - 1, 0.5)}], 1),
@@ -248,7 +248,7 @@ def test_what_code_depends_on(name: str) -> None:
 
 
 def test_code_does_not_depend_on_the_size_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its block does matter, which the kernel knows of as constants."""
+    """Its block does matter; the kernel gets it as constants."""
     monkeypatch.setattr(launch, "launcher_is_known", lambda: False)
     function = Function()
     kernel = Kernel(function)
@@ -270,7 +270,7 @@ def test_code_does_not_depend_on_the_size_of_a_matrix(monkeypatch: pytest.Monkey
 
 
 def test_constants_are_one_argument() -> None:
-    """The same object whenever they are the same; of another one, the code is another."""
+    """Equal constants are the same object; for other constants, other code is compiled."""
     function = Function()
     kernel = Kernel(function, config="name size")
     for _ in range(2):
@@ -306,34 +306,34 @@ def test_a_kernel_that_waits_starts_early_where_the_device_can(
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_kernel_runs_on_the_device_of_its_tensors(device: int, devices: Devices) -> None:
-    seen = []
+    current_devices = []
 
     class Noting(Function):
         def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled | None]:
-            seen.append(devices.current)
+            current_devices.append(devices.current)
             return super().__getitem__(grid)
 
     compiled = Compiled()
-    compiled.run.launch = lambda *arguments: seen.append(devices.current)
+    compiled.run.launch = lambda *arguments: current_devices.append(devices.current)
     kernel = Kernel(Noting(compiled))
     for current in (1, 0, 1):
         devices.current = current
         call(kernel, Address(device=device))
         assert devices.current == current, "as it was"
     if launch.launcher_is_known():
-        assert seen == [device] * 3
+        assert current_devices == [device] * 3
     else:
         assert compiled.streams == [900 + device] * 2
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors on the CPU count as those of device 3."""
+    """Make tensors on the CPU report device 3."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 3)
 
 
-# Triton 3.6's C function, and what it takes between the grid and the pointers: stream, function, two flags, two
-# scratches, metadata of the kernel and the launch, two hooks.
+# Arguments of Triton 3.6's C function between the grid and the pointers: stream, function, two flags, two scratch
+# buffers, metadata of the kernel and the launch, two hooks.
 by_c = pytest.mark.skipif(not launch.launcher_is_known(), reason="the C function of Triton 3.6")
 FIXED = (903, 70, False, True, None, None, (4, 1, 0), None, None, None)
 
@@ -353,12 +353,12 @@ def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None
     call(kernel, *tensors)
     pointers = (tensors[0].data_ptr(), 0, tensors[2].data_ptr())
     assert compiled.launches == [("C", 5, 6, 7, *FIXED, *pointers, *rest)]
-    # Nothing of an earlier launch stays.
-    others = torch.zeros(4), None, torch.zeros(8)
-    call(kernel, *others, grid=(2, 1, 1), numbers=(12, 0.25), strides=(1, 32))
-    pointers = (others[0].data_ptr(), 0, others[2].data_ptr())
+    # No argument of an earlier launch is used again.
+    new_tensors = torch.zeros(4), None, torch.zeros(8)
+    call(kernel, *new_tensors, grid=(2, 1, 1), numbers=(12, 0.25), strides=(1, 32))
+    pointers = (new_tensors[0].data_ptr(), 0, new_tensors[2].data_ptr())
     assert compiled.launches[1:] == [("C", 2, 1, 1, *FIXED, *pointers, 12, 0.25, 1, 32, "constant", 64)]
-    # Triton specialises on addresses that are multiples of 16.
+    # Triton specializes on addresses that are multiples of 16.
     call(kernel, torch.zeros(5)[1:], *tensors[1:])
     assert len(function.compilations) == 2
     call(kernel, torch.zeros(5)[1:], *tensors[1:])
@@ -368,15 +368,15 @@ def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None
 
 @by_c
 def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To Triton it goes as Triton's own kind of argument, and to the C function as what Triton makes of that."""
-    compiled, made = Compiled(), []
+    """Triton's compiler gets a TensorDescriptor, and the C function what Triton makes of it."""
+    compiled, filled = Compiled(), []
     function = Function(compiled)
     kernel = Kernel(function)
     launcher = compiled.run.launch
     compiled.run.launch = lambda *arguments: launcher(*arguments)
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [128, 64]}
     compiled.metadata = SimpleNamespace(tensordesc_meta=[meta])
-    utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: made.append(arguments) or f"map {len(made)}")
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: filled.append(arguments) or f"map {len(filled)}")
     monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
     tensors = [torch.zeros(300, 768, dtype=torch.bfloat16) for _ in range(2)]
@@ -385,8 +385,8 @@ def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: 
         call(kernel, tensor, other, described=(Described(rows, 768, (128, 64), layout),))
     first = function.compilations[0][1]
     assert (first.base is tensors[0], first.shape, first.strides, first.layout) == (True, [300, 768], [768, 1], layout)
-    assert [arguments[0] for arguments in made] == [tensors[i].data_ptr() for i in (0, 1, 0)]
-    for arguments, rows in zip(made, (300, 300, 200), strict=True):
+    assert [arguments[0] for arguments in filled] == [tensors[i].data_ptr() for i in (0, 1, 0)]
+    for arguments, rows in zip(filled, (300, 300, 200), strict=True):
         assert arguments[1:3] + arguments[4:] == (3, 2, (128, 64), (rows, 768), (768, 1), 0)
     rest = (768, 768, 1, other.data_ptr(), 11, 0.5, 1, 16, "constant", 64)
     expected = [("map 1", 300), ("map 2", 300), ("map 1", 300), ("map 3", 200)]
@@ -396,7 +396,7 @@ def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: 
 @by_c
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_heard(hook: str, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Triton's own launch, which takes the same arguments."""
+    """With hooks, Triton's own launcher runs, with the same arguments."""
     from triton.knobs import HookChain
 
     compiled, tensors, chain = Compiled(), (torch.zeros(4), torch.zeros(4)), HookChain()
@@ -434,7 +434,7 @@ def test_hooks_hear_of_matrices(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_its_c_function_triton_launches_by_addresses(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address needs no look-up of its memory; a tensor that is not there is an address of 0."""
+    """An address saves looking up a tensor's memory; None is passed as address 0."""
     monkeypatch.setattr(launch, "launcher_is_known", lambda: False)
     compiled = Compiled()
     kernel, tensors = Kernel(Function(compiled)), (torch.zeros(4), None, torch.zeros(8))
@@ -463,17 +463,17 @@ CPU = torch.device("cpu")
 
 
 def test_scratch_lies_in_memory_as_far_as_it_reaches() -> None:
-    """From multiples of 16 bytes on."""
+    """Its regions begin at multiples of 16 bytes."""
     memory = torch.zeros(101, dtype=torch.bfloat16)[1:]
     scratch, begin = Scratch(memory), memory.data_ptr() + 14
-    asked = (3, torch.uint8), (5, torch.int64), (28, torch.float32)
-    regions = [scratch.empty(count, dtype, CPU) for count, dtype in asked]
+    requests = (3, torch.uint8), (5, torch.int64), (28, torch.float32)
+    regions = [scratch.empty(count, dtype, CPU) for count, dtype in requests]
     tensors = [region.tensor() for region in regions]
-    for each in (regions, tensors):
-        assert [t.data_ptr() - begin for t in each] == [0, 16, 64]
-        assert [t.dtype for t in each] == [dtype for _, dtype in asked]
-    assert [len(t) for t in tensors] == [count for count, _ in asked]
-    # Of 200 bytes, the last 10 are left.
+    for group in (regions, tensors):
+        assert [t.data_ptr() - begin for t in group] == [0, 16, 64]
+        assert [t.dtype for t in group] == [dtype for _, dtype in requests]
+    assert [len(t) for t in tensors] == [count for count, _ in requests]
+    # 10 of the 200 bytes are left.
     beyond = scratch.empty(3, torch.float32, CPU)
     assert not begin <= beyond.data_ptr() < begin + 200
     assert scratch.empty(2, torch.float32, CPU).data_ptr() - begin == 176

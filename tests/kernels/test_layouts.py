@@ -1,4 +1,4 @@
-"""What docs/layouts.md derives is what Gluon and compiled kernels have."""
+"""The layouts that docs/layouts.md derives are those of Gluon and of compiled kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _operand_layout_kernel(TOKENS: gl.constexpr):
 
 
 def at(bases: list[list[int]], index: int) -> tuple[int, int]:
-    """Row and column that a linear layout has at an index: the xor of the bases of its bits."""
+    """Row and column at an index of a linear layout: the xor of the bases of the index's set bits."""
     row = column = 0
     for bit, (to_row, to_column) in enumerate(bases):
         if index >> bit & 1:
@@ -49,7 +49,7 @@ def at(bases: list[list[int]], index: int) -> tuple[int, int]:
     return row, column
 
 
-# The sizes of tiles that the kernel has, of first and of second blocks.
+# Tile sizes of the kernel, for first and second blocks.
 TILES = sorted({block for size in range(8, HOPPER_MAX_SIZE + 1, 8) for block in hopper_blocks(size)[:2] if block})
 
 
@@ -62,11 +62,11 @@ def test_atoms_are_as_wide_as_gluons(size: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "size"), [(64, size) for size in TILES] + [(128, 256), (8, 64)])
 def test_the_bases_are_those_of_the_arithmetic(tokens: int, size: int) -> None:
-    """At every place lies the token and the element whose offset it is."""
+    """Every index of the tile holds the token and element whose offset it is."""
     width, bases = make_layouts.width_of(size), make_layouts.bases(tokens, size)
-    for place in range(0, tokens * size, 7):
-        token, element = at(bases, place)
-        assert make_layouts.offset(token, 2 * element, width, tokens) == 2 * place
+    for index in range(0, tokens * size, 7):
+        token, element = at(bases, index)
+        assert make_layouts.offset(token, 2 * element, width, tokens) == 2 * index
 
 
 @pytest.mark.skipif(triton_version() < (3, 9), reason="before, Gluon takes only layouts of registers apart")
@@ -86,9 +86,9 @@ def test_eight_rows_of_a_unit_lie_in_all_banks(width: int) -> None:
 
 
 def descriptors(ptx: str) -> list[list[int]]:
-    """The constant part of the descriptors of consecutive products, of each group of them in a kernel.
+    """Constant parts of the descriptors of consecutive products, for each group of products in a kernel.
 
-    A descriptor is a start, of which all is known is that something shifts it, plus constants.
+    A descriptor is a start address, known only to be the result of a shift, plus constants.
     """
     defined = {name: (operation, operands) for operation, name, operands in re.findall(
         r"^\s*((?:add|or|cvt|bfe|shr)\.\S+)\s+(%\w+), (.*);$", ptx, flags=re.MULTILINE
@@ -122,13 +122,13 @@ def test_descriptors_of_the_kernel(options: dict, tiles: list[tuple[int, int]]) 
     for tokens, size in tiles:
         width = make_layouts.width_of(size)
         expected.append([make_layouts.descriptor(start, width) for start in make_layouts.step_starts(tokens, size)])
-    # Each of two parts of 64 rows has a product for every step of the embedding, and the narrow one the same again.
+    # Each of two parts of 64 rows has a product per step of the embedding, and the narrow product repeats them.
     actual = descriptors(compiled(**{"tile": NARROW} | options))
     assert actual == expected * (4 if "tail" in options else 2)
 
 
 def test_lanes_share_rows_as_in_gluons_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so do those of the operand in registers, over elements."""
+    """The register operand shares elements the same way."""
     product = seen(_product_layout_kernel, monkeypatch, TOKENS=64)
     operand = seen(_operand_layout_kernel, monkeypatch, TOKENS=64)
     for layout, registers in ((product, 32), (operand, 8)):
@@ -150,7 +150,7 @@ def test_the_page_has_what_the_script_computes() -> None:
 
 @pytest.mark.parametrize("name", make_layouts.PICTURES)
 def test_the_pictures_show_what_the_script_computes(name: str, tmp_path: Path) -> None:
-    """Drawn again where not: python docs/benchmarks/make_layouts.py."""
+    """To redraw them, run: python docs/benchmarks/make_layouts.py."""
     assert f"layouts/{name}.png" in PAGE
     contents = json.loads(json.dumps(make_layouts.PICTURES[name][1]()))
     for path in (make_layouts.FOLDER / f"{name}.png", make_layouts.draw(name, tmp_path)):

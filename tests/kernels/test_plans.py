@@ -1,4 +1,4 @@
-"""Which kernel, tile and grid serves what: tiles fit into shared memory, and choices are those that were measured."""
+"""Choice of kernel, tile and grid: tiles fit into shared memory, and choices are those that were measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pylate_flash.problem import Options, Problem, Tensors, problem_of, replaced
 from tests.kernels.recorder import SHARED_MEMORY, recorded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# What a tile holds of an embedding of half precision, by its size.
+# Elements of a half-precision embedding that a tile holds, by embedding size.
 HELD = {
     16: (16, 0), 40: (64, 0), 64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 104: (128, 0), 128: (128, 0),
     144: (128, 16), 192: (128, 64), 200: (64, 0), 256: (64, 0), 300: (256, 64), 320: (256, 64), 384: (256, 128),
@@ -46,9 +46,9 @@ def test_embeddings_are_held_with_little_padding(size: int) -> None:
     blocks = embedding_blocks(9, size, 2)
     assert blocks[:2] == HELD[size]
     assert blocks.split == (blocks.held < size)
-    of_floats = embedding_blocks(9, size, 4)
-    assert of_floats.second == 0
-    assert of_floats.split == (size > 64)
+    float_blocks = embedding_blocks(9, size, 4)
+    assert float_blocks.second == 0
+    assert float_blocks.split == (size > 64)
 
 
 @pytest.mark.parametrize("with_argmax", [False, True])
@@ -73,7 +73,7 @@ def test_where_the_last_tile_is_narrower() -> None:
     tails = {7: 16, 30: 32, 64: 0, 77: 16, 96: 32, 97: 0, 180: 0, 256: 0, 333: 16, 350: 0, 400: 0}
     assert {length: hopper_tail(tile, length) for length in tails} == tails
     assert hopper_tail(hopper_tile(9, 256, 2, False, False), 77) == 0
-    # Of documents with lengths of their own.
+    # Documents with different lengths.
     assert hopper_tail(tile, None) == 32
 
 
@@ -90,7 +90,7 @@ def test_tiles_of_8_bits_are_as_short_as_documents(
     size: int, length: int | None, columns: int, narrow: bool, affine: bool
 ) -> None:
     tile = quantized_hopper_tile(size, narrow, affine, length, False)
-    # Affine tokens get their signs while others are copied.
+    # Affine tokens are made signed while others are copied.
     assert tile.columns == (min(columns, 64) if affine and size > 256 else columns)
     assert tile.num_stages > 3 or not affine
     assert tile.rows == (256 if size <= 128 and not narrow else 128)
@@ -127,7 +127,7 @@ def problem(
 
 
 def far_apart(document_length: int) -> Problem:
-    """Documents of so many tokens of 1024 elements, which take no memory."""
+    """Documents of `document_length` tokens of 1024 elements, which take no memory."""
     documents = torch.empty(1, 1, 1024).bfloat16().expand(2, 1, 1024)
     result = problem_of(Tensors(torch.empty(16, 32, 1024).bfloat16(), documents), Options())
     return result._replace(document_length=document_length)
@@ -135,9 +135,9 @@ def far_apart(document_length: int) -> Problem:
 
 def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bool = False, size: int = 96) -> Problem:
     queries, documents = torch.empty(n_queries, 64, size).bfloat16(), torch.empty(longest + 30, size).bfloat16()
-    bounds, owned = torch.tensor([0, 10, 20, 30, longest + 30]), torch.tensor([0, 3, 4]) if candidates else None
+    bounds, own_bounds = torch.tensor([0, 10, 20, 30, longest + 30]), torch.tensor([0, 3, 4]) if candidates else None
     options = Options(max_document_length=longest, max_candidates=3, normalize=normalize)
-    kwargs = {"documents_cu_seqlens": bounds, "candidates_cu_seqlens": owned}
+    kwargs = {"documents_cu_seqlens": bounds, "candidates_cu_seqlens": own_bounds}
     return problem_of(Tensors(queries, documents, **kwargs), options)
 
 
@@ -161,9 +161,9 @@ def quantized(
 
 
 def packed_quantized(candidates: list[int] | None = None) -> Problem:
-    bounds, owned = torch.tensor([0, 10, 20, 30, 9030]), None if candidates is None else torch.tensor(candidates)
+    bounds, own_bounds = torch.tensor([0, 10, 20, 30, 9030]), None if candidates is None else torch.tensor(candidates)
     queries, documents = torch.empty(3, 80, 96).half(), torch.empty(9030, 96, dtype=torch.int8)
-    tensors = Tensors(queries, documents, None, None, None, bounds, owned)
+    tensors = Tensors(queries, documents, None, None, None, bounds, own_bounds)
     return problem_of_quantized(tensors, Options(0, 9000, 2), True)
 
 
@@ -172,7 +172,7 @@ def unaligned_quantized() -> Problem:
     return problem_of_quantized(Tensors(torch.empty(32, 32, 128).bfloat16(), shifted), Options(), True)
 
 
-# What the Hopper kernel serves.
+# Problems that the Hopper kernel serves.
 HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (forward_plan, problem((16, 32, 128), (40, 180, 128))),
     (forward_plan, problem((16, 32, 128), (40, 180, 128), F16, True)),
@@ -212,7 +212,7 @@ HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
     (quantized_plan, packed_quantized()),
 ]
 FEW_FLOATS = "float32 of at most 128 elements without argmax"
-# What the others serve there, and a word of the reason.
+# Problems that other kernels serve on Hopper, and a part of the reason.
 OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
     (forward_plan, problem((2, 32, 256), (40, 180, 256), F32), "stacked", FEW_FLOATS),
     (forward_plan, problem((2, 32, 128), (40, 180, 128), F32, True), "stacked", FEW_FLOATS),
@@ -273,7 +273,7 @@ def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capab
     ],
 )
 def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, capability: int, monkeypatch) -> None:
-    """Upper halves of many rows are faster, of fewer rows where embeddings are long, however few the documents are."""
+    """Upper halves are faster for many rows (fewer for long embeddings), however few documents there are."""
     monkeypatch.setattr("pylate_flash.problem.float32_precision", lambda: "tf32")
     for n_documents in (1, 3000):
         plan = forward_plan(problem((n_queries, 32, size), (n_documents, 180, size), F32))
@@ -284,7 +284,7 @@ def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, cap
 @pytest.mark.parametrize("capability", [90], indirect=True)
 @pytest.mark.parametrize(("n_queries", "kernel"), [(1, "single"), (2, "hopper")])
 def test_float32_that_is_normalised(n_queries: int, kernel: str, capability: int) -> None:
-    """One query takes norms from the tokens that it multiplies: a stream has them read once more."""
+    """With one query, norms are computed from the tokens of the products; for a stream, tokens are read once more."""
     served = problem((n_queries, 32, 128), (3000, 180, 128), F32)
     assert forward_plan(served).kernel == "hopper"
     assert forward_plan(normalised(served)).kernel == kernel
@@ -335,7 +335,7 @@ def short_quantized(length: int, dtype: torch.dtype = torch.int8) -> Problem:
         (packed(16, 2048), True),
         (packed(16, 180)._replace(kind=replaced(packed(16, 180).kind, "offset_unit", 8)), True),
         (with_argmax(packed(16, 180)), False),
-        # Offsets of tokens are counted in 32 bits, from where a program begins.
+        # Token offsets are 32-bit integers, relative to the start of a program.
         (packed(16, 180)._replace(document_strides=(0, 0, 1 << 16)), False),
         (packed(16, 180)._replace(document_strides=(0, 0, 1 << 15)), True),
         (problem((16, 32, 128), (900, 180, 128)), True),
@@ -343,16 +343,16 @@ def short_quantized(length: int, dtype: torch.dtype = torch.int8) -> Problem:
         (masked(problem((4, 32, 128), (900, 180, 128))), True),
         (masked(problem((4, 150, 128), (4, 90, 180, 128)), "zero"), True),
         (problem((16, 32, 128), (900, 180, 128), argmax=True), False),
-        # There is less to score than what it takes to begin.
+        # Too little work to pay for the start of a stream.
         (problem((16, 32, 128), (600, 180, 128)), False),
         (masked(problem((16, 32, 128), (80, 180, 128))), False),
-        # Few query rows meet documents that are alike and not short.
+        # Few query rows, and documents of equal length that are not short.
         (problem((4, 32, 128), (9000, 180, 128)), False),
         (problem((4, 32, 128), (9000, 64, 128)), True),
         (problem((5, 32, 320), (9000, 64, 320)), False),
         (problem((5, 32, 320), (9000, 32, 320)), True),
         (problem((9, 32, 320), (9000, 64, 320)), True),
-        # Every other document, or group of them, of those that lie there.
+        # Strided documents: every other document, or group of documents.
         (problem((16, 32, 128), (900, 180, 128))._replace(document_strides=(0, 360 * 128, 128)), False),
         (problem((4, 150, 128), (4, 900, 180, 128))._replace(document_strides=(1800 * 1280, 180 * 128, 128)), False),
         (problem((16, 32, 128), (900, 180, 128))._replace(document_strides=(0, 180 << 17, 1 << 17)), False),
@@ -362,11 +362,11 @@ def short_quantized(length: int, dtype: torch.dtype = torch.int8) -> Problem:
         (masked(quantized((32, 32, 128), (900, 180, 128))), True),
         (masked(quantized((32, 32, 128), (900, 300, 128))), False),
         (masked(quantized((32, 32, 128), (40, 180, 128))), False),
-        # Whole tiles of 32, 64 or 128 columns, or half of these, leave fewer of them empty than the others do.
+        # Documents that are short, or leave many columns of full tiles of 32, 64 or 128 columns, or half tiles, empty.
         *((quantized((32, 32, 128), (4000, n, 128)), True) for n in (9, 32, 40, 72, 131)),
         *((quantized((32, 32, 128), (4000, n, 128)), False) for n in (60, 64, 128, 180)),
         (quantized((32, 32, 128), (40, 9, 128)), False),
-        # So do those of 256 of long embeddings, which are a stream however few they are.
+        # Long embeddings: the same with tiles of 256 columns, however few documents there are.
         *((problem((8, 32, 768), (4, n, 768)), True) for n in (1, 128, 200, 300, 400)),
         *((problem((8, 32, 768), (4, n, 768)), False) for n in (240, 256, 1000)),
         (masked(problem((8, 32, 768), (4, 256, 768))), True),
@@ -402,9 +402,9 @@ def test_programs_leave_few_sms_without_work(
 def test_many_row_blocks_meet_few_documents_in_more_waves() -> None:
     assert run_length(163, 142, 132, 1, 64) == 82
     assert run_length(163, 142, 132, 1, 64, 124) == 33
-    # Where documents are short, programs would begin for longer than that saves.
+    # With short documents, starting more programs would cost more than it saves.
     assert run_length(163, 142, 132, 1, 64, 30) == 82
-    # As many programs as SMs, nearly.
+    # Nearly as many programs as SMs.
     assert run_length(1024, 128, 132, 1, 64, 180) == run_length(1024, 128, 132, 1, 64) == 64
 
 
@@ -433,7 +433,7 @@ NORMS = {"normalize": True}
         (problem((2, 32, 768), (2, 900, 180, 768)), False, 64),
         (one_packed(900, 180, 192), True, 128),
         (one_packed(100, 180, 192), False, 32),
-        # Norms are taken from tiles that are in shared memory anyway, if they are full.
+        # Norms are computed from tiles that are in shared memory anyway, if these are full.
         (one_packed(900, 180, 192, **NORMS), False, 64),
         (one_packed(4000, 20, 192, **NORMS), True, 128),
         (one_packed(900, 180, 768, **NORMS), False, 64),
@@ -441,7 +441,7 @@ NORMS = {"normalize": True}
         # Documents may be longer than one program should score.
         (one_packed(2, 60_000, 192), False, 32),
         (one_packed(1000, 20, 192), True, 128),
-        # Of up to 128 elements, where documents are short, or a mask leaves much of many out.
+        # Up to 128 elements: short documents, or a mask that excludes much of many documents.
         (problem((1, 32, 128), (3000, 40, 128)), True, 128),
         (problem((1, 32, 128), (3000, 41, 128)), False, 64),
         (problem((1, 16, 128), (3000, 40, 128)), False, 64),
@@ -468,10 +468,10 @@ def test_short_queries_on_hopper(served: Problem, on_hopper: bool, rows: int, ca
         (quantized((1, 32, 320), (190, 180, 320)), "hopper", "stacked"),
         (masked(quantized((1, 32, 128), (190, 180, 128))), "hopper", "stacked"),
         (masked(quantized((1, 32, 128), (190, 180, 128), torch.uint8)), "hopper", "stacked"),
-        # Which `forward.short` serves too, in whole or in part.
+        # Cases that `forward.short` serves too, on all or on other devices.
         (quantized((1, 32, 128), (3000, 180, 128)), "short", "short"),
         (quantized((1, 33, 128), (3000, 180, 128)), "hopper", "short"),
-        # Of many tokens: under masks where they are too long for a stream, of wide queries without.
+        # Many tokens: masked documents too long for a stream, and wide queries without a mask.
         (masked(quantized((1, 32, 128), (6000, 180, 128))), "hopper", "stacked"),
         (masked(quantized((1, 32, 128), (6000, 193, 128))), "stacked", "stacked"),
         (masked(quantized((1, 32, 128), (5000, 193, 128))), "hopper", "stacked"),
@@ -509,16 +509,16 @@ def test_four_groups_of_warps_share_a_stream_in_8_bits_that_is_signed_and_not_sh
 def test_many_or_short_packed_documents_have_smaller_programs(
     n: int, length: int, small: bool, candidates: bool, capability: int
 ) -> None:
-    """Where each is met by one query."""
+    """If every document is scored against one query."""
     tensors = Tensors(torch.empty(1 + candidates, 32, 8).half(), torch.empty(n * length, 8).half())
-    owned = torch.tensor([0, 3, n]) if candidates else None
-    tensors = tensors._replace(documents_cu_seqlens=torch.arange(n + 1) * length, candidates_cu_seqlens=owned)
+    own_bounds = torch.tensor([0, 3, n]) if candidates else None
+    tensors = tensors._replace(documents_cu_seqlens=torch.arange(n + 1) * length, candidates_cu_seqlens=own_bounds)
     plan = forward_plan(problem_of(tensors, Options(max_document_length=length, max_candidates=n)))
     assert plan.kernel == "single"
     assert plan.tile.rows == (tables.SINGLE_PACKED if small else tables.SINGLE).rows
 
 
-# Documents, tokens of each, and of the query, elements, and whether `forward.short` serves them.
+# Documents, document length, query length, embedding size, and whether `forward.short` serves them.
 SHORT_DOCUMENTS = [
     (5000, 20, 32, 128, True), (4500, 20, 32, 128, False), (2500, 42, 32, 128, False), (14_000, 78, 32, 128, True),
     (12_000, 78, 32, 128, False), (14_000, 82, 32, 128, False), (5000, 20, 33, 128, False), (5000, 20, 64, 64, True),
@@ -536,7 +536,7 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
     tensors = Tensors(torch.empty(1, query_length, size).bfloat16(), documents, documents_cu_seqlens=bounds)
 
     def served(tensors: Tensors, longest: int = length, with_argmax: bool = False, normalize: bool = False) -> str:
-        # As of rows that follow one another.
+        # As if the rows were contiguous.
         arguments = problem_of(tensors, Options(0, longest, normalize=normalize), with_argmax)
         return forward_plan(arguments._replace(document_strides=(0, 0, size), aligned=True)).kernel
 
@@ -554,7 +554,7 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
     ("n_queries", "lengths", "kernel", "in_segments"),
     [
         (1, [20] * 5000, "short", False),
-        (1, [200] * 200, "single", True),  # where a document of 8192 tokens would take longer than all others
+        (1, [200] * 200, "single", True),  # a document of 8192 tokens would take longer than all others
         (1, [200] * 50_000, "single", False),
         (8, [200] * 200, "hopper", False),
         (8, [8000, *[30] * 500], "hopper", False),
@@ -565,7 +565,7 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
 def test_documents_of_lengths_that_nobody_tells(
     n_queries: int, lengths: list[int], kernel: str, in_segments: bool, capability: int
 ) -> None:
-    """All that bounds the longest is their total."""
+    """Only their total bounds the longest document."""
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     documents = torch.empty(1, 128).bfloat16().expand(sum(lengths), 128)
     tensors = Tensors(torch.empty(n_queries, 32, 128).bfloat16(), documents, documents_cu_seqlens=bounds)
@@ -576,7 +576,7 @@ def test_documents_of_lengths_that_nobody_tells(
 
     unknown = plan(rounded_total(sum(lengths)))
     assert (unknown.kernel, unknown.in_segments) == (kernel, in_segments)
-    # One that is told is taken as it is.
+    # A maximum that is passed is taken as it is.
     assert plan(max(lengths)).in_segments == (max(lengths) > 2048)
 
 
@@ -609,7 +609,7 @@ def test_few_rows_are_padding(query_length: int, padded: int, group: int) -> Non
 
 
 def test_where_storing_every_row_would_cost_more_than_padding() -> None:
-    """Short documents, by their mean length where they are packed, and sums that take much memory."""
+    """Short documents (by mean length if packed), and sums that take much memory."""
     bounds = torch.tensor([0, 10, 20, 30, 10000])
     queries, tokens = torch.empty(96, 33, 16), torch.empty(10000, 16)
     for n_documents, padded in ((3, 40), (4, 33)):
@@ -672,12 +672,12 @@ def test_few_tiles_have_as_many_programs(capability: int) -> None:
 def test_few_long_documents_are_shared_out_too(
     queries: tuple[int, ...], documents: tuple[int, ...], n_splits: int, capability: int
 ) -> None:
-    """For the gradient of soft MaxSim's queries: by their tiles, not by their number."""
+    """In the query gradient of soft MaxSim: documents are split by their tiles, not by their number."""
     assert soft_gradient_plan(problem(queries, documents)).n_splits == n_splits
 
 
 def test_sets_are_shared_out_where_there_are_few(capability: int) -> None:
-    """As many programs as fill the GPU, and every point of y in one share."""
+    """Enough programs to fill the GPU, and every point of y in one share."""
     for n, length in ((1, 4096), (1, 100_000), (16, 4096), (300, 50)):
         x, y = torch.zeros(n, length, 3, device="meta"), torch.zeros(n, length + 7, 3, device="meta")
         sets = problem_of_sets(Sets(x, y), ChamferOptions(0, 0, "sqeuclidean", "mean", 0.0, "auto"))
@@ -698,11 +698,11 @@ def test_shares_of_the_largest_sets_fit_a_launch(capability: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 300])
 def test_programs_for_the_candidates_of_one_query_among_many_fit_a_launch(length: int) -> None:
-    n_queries, owned = 100_000, torch.full((100_001,), 2_000_000, dtype=torch.int32)
-    owned[0] = 0
+    n_queries, own_bounds = 100_000, torch.full((100_001,), 2_000_000, dtype=torch.int32)
+    own_bounds[0] = 0
     bounds = torch.arange(2_000_001, dtype=torch.int32)
     queries, documents = torch.empty(n_queries, length, 1).half(), torch.empty(2_000_000, 1).half()
-    tensors = Tensors(queries, documents, documents_cu_seqlens=bounds, candidates_cu_seqlens=owned)
+    tensors = Tensors(queries, documents, documents_cu_seqlens=bounds, candidates_cu_seqlens=own_bounds)
     options = with_lengths(tensors, Options(), None, 1)
     plan = forward_plan(problem_of(tensors, options))
     assert options.max_candidates > tables.SINGLE_LONGEST[1]
@@ -712,12 +712,12 @@ def test_programs_for_the_candidates_of_one_query_among_many_fit_a_launch(length
 def batch(n: int, count: int, length: int = 180, dtype: torch.dtype = BF16, argmax=True, own=False) -> Problem:
     """Queries of 32 tokens, and documents; on the meta device, where they take no memory."""
     shape = (n, count) if own else (count,)
-    tensors = (torch.empty(*each, 128, dtype=dtype, device="meta") for each in ((n, 32), (*shape, length)))
+    tensors = (torch.empty(*sizes, 128, dtype=dtype, device="meta") for sizes in ((n, 32), (*shape, length)))
     return problem_of(Tensors(*tensors), Options(), argmax)
 
 
 def bytes_of_query(batch: Problem) -> int:
-    """Of a query's scores and their gradient, and of its argmax with half as much again for their lists."""
+    """Bytes of a query's scores and their gradient, and of its argmax with half as much again for the lists."""
     argmax = batch.argmax_dtype.itemsize * 32 * 3 // 2 if batch.with_argmax else 0
     return batch.n_documents * (8 + argmax)
 
@@ -738,24 +738,24 @@ def test_chunks_keep_to_the_scratch_and_take_all_queries(batch: Problem, budget:
     chunks = chunks_of(batch, budget)
     assert chunks.queries == 1 or chunks.queries * bytes_of_query(batch) <= budget
     assert (chunks.number - 1) * chunks.queries < batch.n_queries <= chunks.number * chunks.queries
-    # Split where what is split is aligned, unless there are too few to be.
+    # Split points are aligned, unless there are too few queries.
     assert chunks.number == 1 or chunks.queries < 16 or chunks.queries % 16 == 0
 
 
 def test_what_fits_is_one_chunk() -> None:
-    of_1024 = batch(1024, 1024)
-    needed = 1024 * bytes_of_query(of_1024)
+    batch_1024 = batch(1024, 1024)
+    needed = 1024 * bytes_of_query(batch_1024)
     assert needed <= tables.CHUNK_SCRATCH
-    assert chunks_of(of_1024, None) == chunks_of(of_1024, needed) == Chunks(1024, 1)
-    assert chunks_of(of_1024, needed - 1).number == 2
+    assert chunks_of(batch_1024, None) == chunks_of(batch_1024, needed) == Chunks(1024, 1)
+    assert chunks_of(batch_1024, needed - 1).number == 2
 
 
 def test_chunks_do_not_shrink_with_the_batch() -> None:
-    """By default, the scratch grows with the documents, as what one query takes does."""
-    of_16384, of_65536 = (chunks_of(batch(size, size), None) for size in (16384, 65536))
-    assert of_65536.queries >= 0.9 * of_16384.queries
-    # Less than what the documents take in float32 above their own type, with a third for whole waves.
-    assert of_16384.queries * bytes_of_query(batch(16384, 16384)) <= 4 / 3 * 16384 * 180 * 128 * 2
+    """By default, the scratch grows with the documents, and so do the bytes per query."""
+    chunks_16384, chunks_65536 = (chunks_of(batch(size, size), None) for size in (16384, 65536))
+    assert chunks_65536.queries >= 0.9 * chunks_16384.queries
+    # Less than the extra memory of the documents in float32 over their own dtype, plus a third for full waves.
+    assert chunks_16384.queries * bytes_of_query(batch(16384, 16384)) <= 4 / 3 * 16384 * 180 * 128 * 2
 
 
 @given(queries=st.integers(2, 5000), n_queries=st.integers(1, 5000))
@@ -772,13 +772,13 @@ def test_halves_end_at_one_query(queries: int, n_queries: int) -> None:
     ("queries", "documents", "segment", "number"),
     [
         ((13, 65, 192), (367, 11, 192), 128, 6),
-        # As many for each token.
+        # No more than 64 rows per token.
         ((22, 32, 128), (367, 11, 128), 512, 0),
         ((32, 32, 128), (1000, 16, 128), 512, 0),
-        # More in all.
+        # More list entries in total.
         ((32, 65, 128), (505, 11, 128), 512, 4),
         ((64, 32, 128), (64, 180, 128), 512, 3),
-        # In segments of 128, there would be none either.
+        # Segments of 128 would give none either.
         ((8, 32, 128), (3, 1, 128), 512, 0),
     ],
 )
@@ -791,7 +791,7 @@ def test_long_lists_of_few_documents_have_short_segments(
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
 def test_more_waves_leave_long_documents_to_the_hopper_kernel(capability: int) -> None:
-    """Shares that are a fifth do not have documents of 9000 tokens scored in segments, by the plain kernel."""
+    """Runs of a fifth of the length do not move documents of 9000 tokens to segments of the plain kernel."""
     bounds = torch.tensor([0, 9000, *range(9100, 12_100, 100)])
     queries, documents = torch.empty(331, 103, 96).bfloat16(), torch.empty(int(bounds[-1]), 96).bfloat16()
     tensors = Tensors(queries, documents, documents_cu_seqlens=bounds)

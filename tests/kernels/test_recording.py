@@ -1,4 +1,4 @@
-"""What is recorded of a call, and repeated on other tensors: allocations, operators of torch, launches."""
+"""Recording a call and repeating it on other tensors: allocations, operators of torch, launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = Callable[..., Sequence[Tensor | None]]
 
 
 class Times(Kernel):
-    """Stands for a compiled kernel, which takes addresses: target[:number] = source[:number] * factor."""
+    """A stub of a compiled kernel that takes addresses: target[:number] = source[:number] * factor."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -49,17 +49,17 @@ def record(call: Call, *inputs: Tensor | None) -> tuple[Recorder, Sequence[Tenso
 
 
 def check(call: Call, *shapes: tuple[int, ...], steps: int | None = None) -> Recording:
-    """What was recorded of one call gives, for other tensors, what the call gives."""
-    first, others = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    """Check that the recording of one call gives for other tensors what the call gives."""
+    first, second = ([torch.randn(shape) for shape in shapes] for _ in range(2))
     recorder, outputs = record(call, *first)
     assert recorder.refused is None
     recording = Recording(recorder, outputs, -1)
-    copies = [tensor.clone() for tensor in others]
-    for actual, expected in zip(recording(others), call(*copies), strict=True):
+    copies = [tensor.clone() for tensor in second]
+    for actual, expected in zip(recording(second), call(*copies), strict=True):
         assert (actual is None) == (expected is None)
         assert actual is None or (torch.equal(actual, expected) and actual.stride() == expected.stride())
     if steps is not None:
-        # Between the first line, which names the inputs, and the last, which returns.
+        # Without the first line, which names the inputs, and the last, which returns.
         assert len(recording._lines) == steps + 2
     return recording
 
@@ -109,15 +109,15 @@ def test_regions_of_scratch() -> None:
 
 
 def test_inputs_may_share_a_storage() -> None:
-    """As slices of one batch of embeddings do: each is told by itself, what is derived of one of them is not."""
+    """As slices of one batch of embeddings do: inputs can be told apart, tensors derived from one of them cannot."""
 
     def call(x: Tensor, y: Tensor) -> Sequence[Tensor | None]:
         result = torch.empty(3)
         times(y, result, 3, 2.0)
         return (result,)
 
-    whole = torch.arange(6.0)
-    recorder, outputs = record(call, whole[:3], whole[3:])
+    storage = torch.arange(6.0)
+    recorder, outputs = record(call, storage[:3], storage[3:])
     assert recorder.refused is None
     x, y = torch.randn(3), torch.randn(3)
     assert torch.equal(Recording(recorder, outputs, -1)([x, y])[0], 2 * y)
@@ -125,7 +125,7 @@ def test_inputs_may_share_a_storage() -> None:
     def derived(x: Tensor, y: Tensor) -> Sequence[Tensor | None]:
         return call(x, y[1:].view(-1)[:0].as_strided((3,), (1,), 3))
 
-    assert record(derived, whole[:3], whole[3:])[0].refused == "a kernel takes memory that comes from elsewhere"
+    assert record(derived, storage[:3], storage[3:])[0].refused == "a kernel takes memory that comes from elsewhere"
 
 
 ELSEWHERE = torch.tensor([1.0, 2.0, 3.0])
@@ -151,7 +151,7 @@ def test_what_is_refused(call: Call, reason: str) -> None:
 
 
 def test_a_tensor_given_twice_is_refused() -> None:
-    """Which of both a launch is on could not be told."""
+    """It would be ambiguous which of the two a launch uses."""
     x = torch.randn(3)
     assert record(lambda x, y: (x + y,), x, x)[0].refused == "two inputs are one tensor"
 
@@ -159,36 +159,36 @@ def test_a_tensor_given_twice_is_refused() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 4)), min_size=1, max_size=8))
 def test_scratch_is_used_again_and_never_twice_at_a_time(segments: list[tuple[int, int]]) -> None:
-    """Each segment lives until so many later ones were filled; its content is read when it goes."""
+    """Each segment lives until `age` later ones are filled; its content is read when it is freed."""
 
     def call(x: Tensor) -> Sequence[Tensor | None]:
-        living: list[tuple[int, Tensor]] = []
+        alive: list[tuple[int, Tensor]] = []
         results = []
         for number, (size, age) in enumerate(segments):
             segment = torch.empty(size)
             times(x[number:], segment, 1, 1.0)
-            living.append((number + age, segment))
+            alive.append((number + age, segment))
             del segment
-            for until, old in living:
+            for until, old in alive:
                 if until == number:
                     results.append(torch.empty(1))
                     times(old, results[-1], 1, 10.0)
-            living = [item for item in living if item[0] > number]
+            alive = [item for item in alive if item[0] > number]
             old = None
         return results
 
     recording = check(call, (len(segments) + 1,))
-    live, most, ends = 0, 0, dict.fromkeys(range(len(segments)), 0)
+    live, peak, ends = 0, 0, dict.fromkeys(range(len(segments)), 0)
     for number, (size, age) in enumerate(segments):
         live += -(-4 * size // 128) * 128
-        most = max(most, live)
+        peak = max(peak, live)
         ends[min(number + age, len(segments) - 1)] += -(-4 * size // 128) * 128
         live -= ends[number]
     scratch = recording._scratch_bytes
     assert scratch <= sum(-(-4 * size // 128) * 128 for size, _ in segments)
-    # Without gaps that are too small, it is what lives at a time.
+    # Without gaps that are too small for reuse, scratch is the peak of live bytes.
     if len({size for size, _ in segments}) == 1:
-        assert scratch <= most
+        assert scratch <= peak
 
 
 def test_threads_that_record_and_repeat_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_threads_that_record_and_repeat_at_the_same_time(monkeypatch: pytest.Mon
 
 
 def test_threads_that_record_do_not_keep_others_from_compiling() -> None:
-    """Dynamo runs functions as they are, and says nothing, where it believes itself in a mode of torch."""
+    """Dynamo silently runs functions without compiling where it believes a torch mode is active."""
     entered, to_leave = threading.Event(), threading.Event()
     graphs = CompileCounterWithBackend("eager")
 
@@ -243,12 +243,12 @@ def test_threads_that_record_do_not_keep_others_from_compiling() -> None:
 
 
 def test_signatures_used_least_lately_are_forgotten() -> None:
-    known = operator._Repeated(2)
+    cache = operator._Repeated(2)
     for key in (("a",), ("b",)):
-        known.set(key, key)
-    known.get(("a",))
-    known.set(("c",), 3)
-    assert [known.get((name,)) for name in "abc"] == [("a",), None, 3]
-    assert known.get(([],)) is None
-    known.forget()
-    assert known.get(("a",)) is None
+        cache.set(key, key)
+    cache.get(("a",))
+    cache.set(("c",), 3)
+    assert [cache.get((name,)) for name in "abc"] == [("a",), None, 3]
+    assert cache.get(([],)) is None
+    cache.forget()
+    assert cache.get(("a",)) is None

@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton."""
+"""Differences between versions of Triton."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_installed_version_is_one_that_is_tested() -> None:
 
 
 def test_no_version_is_installed_that_is_older_than_those_tested() -> None:
-    """pip would leave an older Triton where it is, with which no kernel compiles."""
+    """pip would keep an installed older Triton, with which no kernel compiles."""
     major, minor = versions.TESTED[0]
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"triton>={major}.{minor}; ' in project

@@ -57,7 +57,7 @@ def cases(
     max_length: int = 40,
     sizes: st.SearchStrategy[int] = SIZES,
 ) -> Case:
-    """Ragged masks, fully masked rows, lengths from 1, embedding sizes that are no power of two, and all options."""
+    """Draw ragged masks, fully masked rows, lengths from 1, non-power-of-two embedding sizes, and all options."""
     layout = draw(st.sampled_from(layouts))
     dtype = draw(st.sampled_from(dtypes))
     n_queries = draw(st.integers(1, max_batch))
@@ -85,7 +85,7 @@ def cases(
 
 
 def drawn_mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator, weights: bool = False) -> Tensor | None:
-    """A mask of the tokens of embeddings, of any kind, or None."""
+    """Draw a token mask of any kind for these embeddings, or None."""
     kinds = ["none", "prefix", "random", "some rows empty", "float", "int64", *(["weights"] if weights else [])]
     kind = draw(st.sampled_from(kinds))
     shape = embeddings.shape[:-1]
@@ -103,16 +103,16 @@ def drawn_mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator, 
 
 
 def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, ...]:
-    """Gradients of queries and documents, as `differentiated`."""
+    """Gradients of queries and documents, computed by `differentiated`."""
     return differentiated(function, case.tensors, case.keywords)
 
 
 def differentiated(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor], options: dict, *others: object
+    function: Callable[..., Tensor], tensors: Sequence[Tensor], options: dict, *args: object
 ) -> tuple[Tensor, ...]:
-    """Gradients of the tensors, a function's first arguments, under a fixed, uneven weighting of the scores."""
+    """Gradients of a function's first arguments, the tensors, under a fixed, uneven weighting of the scores."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    scores = function(*leaves, *others, **options)
+    scores = function(*leaves, *args, **options)
     weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
     if not scores.requires_grad:
         # The definition of an empty problem depends on none of its tensors.
@@ -125,39 +125,39 @@ def check_definition(
     reference: Callable[..., Tensor],
     tensors: Sequence[Tensor],
     options: dict,
-    *others: object,
+    *args: object,
     atol: float = 2e-6,
     least: float = 0.0,
     differentiable: bool = True,
     widened: bool = True,
     there: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them.
+    """Check scores and gradients against the definition in float64, up to the rounding of their dtype.
 
-    The function is given everything `there`. Gradients may be off by `least` in any type, and that of one number, a sum
-    of terms of both signs, is compared with 1 at least. A definition that is not `widened` itself computes in float64.
+    The function's inputs are moved by `there`. Gradients may be off by `least` in any dtype; the error of a gradient of
+    one number, a sum of terms of both signs, is relative to at least 1. If not `widened`, a definition widens itself.
     """
     doubled, dtype = [tensor.double() if widened else tensor for tensor in tensors], tensors[0].dtype
-    arguments, others_there, options_there = there(list(tensors)), there(others), there(options)
+    arguments, args_there, options_there = there(list(tensors)), there(args), there(options)
     with torch.no_grad():
-        scores = function(*arguments, *others_there, **options_there)
-        check_scores(scores.cpu(), reference(*doubled, *others, **options).cpu(), dtype, atol, least)
+        scores = function(*arguments, *args_there, **options_there)
+        check_scores(scores.cpu(), reference(*doubled, *args, **options).cpu(), dtype, atol, least)
     if not differentiable:
         return
-    actual = differentiated(function, arguments, options_there, *others_there)
-    for gradient, right in zip(actual, differentiated(reference, doubled, options, *others), strict=True):
+    actual = differentiated(function, arguments, options_there, *args_there)
+    for gradient, ref in zip(actual, differentiated(reference, doubled, options, *args), strict=True):
         assert gradient.dtype == dtype
-        error = relative_error(gradient.cpu(), right.cpu()) * (min(1.0, right.abs().item()) if right.dim() == 0 else 1)
+        error = relative_error(gradient.cpu(), ref.cpu()) * (min(1.0, ref.abs().item()) if ref.dim() == 0 else 1)
         assert error <= max(least, gradient_tolerance(dtype))
 
 
 def wrong(error: type[Exception], message: str, function: Callable[..., object], *arguments, **options):
-    """A call, and the error that it is to raise: one of a test's parameters."""
+    """A test parameter: a call, and the error that it must raise."""
     return pytest.param(partial(function, *arguments, **options), error, message)
 
 
 def mistakes(*cases):
-    """The test that each of these calls is one clear error."""
+    """Return a test that each of these calls raises its error."""
 
     @pytest.mark.parametrize(("call", "error", "message"), cases)
     def test(call: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -167,13 +167,13 @@ def mistakes(*cases):
     return test
 
 
-# Of two results through float32 scores of up to 16 in magnitude, from inputs in float64: each score is rounded by at
-# most 2^-21, and a softmax of them passes that on to the gradients.
+# Tolerance between two results from float64 inputs whose float32 scores are up to 16 in magnitude: each score is
+# rounded by at most 2^-21, and a softmax passes that on to the gradients.
 FLOAT32_SCORES = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class Elements:
-    """Counts the elements of what torch's functions are given, also inside operators: the `largest`, and in `total`."""
+    """Counts the elements of inputs of torch functions, inside operators too: of the `largest` one, and in `total`."""
 
     def __enter__(self) -> Elements:
         self._profile = torch.profiler.profile(
@@ -190,7 +190,7 @@ class Elements:
 
 
 def check_scores(scores: Tensor, expected: Tensor, dtype: torch.dtype, atol: float = 2e-6, least: float = 0.0) -> None:
-    """Scores of inputs of a type equal those that were found in float64, as far as the type of sums holds them."""
+    """Check scores of inputs of `dtype` against those computed in float64, up to the rounding of the accumulation."""
     double = dtype == torch.float64
     assert scores.dtype == (torch.float64 if double else torch.float32)
     assert scores.shape == expected.shape
@@ -200,7 +200,7 @@ def check_scores(scores: Tensor, expected: Tensor, dtype: torch.dtype, atol: flo
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
-    """The relative error that gradients may have of inputs of a type, by the rounding of sums in it or in float32."""
+    """The relative error allowed in gradients of inputs of `dtype`, from rounding sums in it or in float32."""
     return {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 1e-2)
 
 

@@ -1,7 +1,7 @@
 """Random calls of `chamfer`, drawn by hypothesis, for every implementation's tests.
 
 Coordinates are multiples of 1/4 of at most 1: every product, difference and sum is exact in any floating type that
-accumulates in float32, so who wins does not hang on rounding, and ties abound.
+accumulates in float32, so rounding never decides which point is nearest, and ties are frequent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.ops.cases import check_definition, differentiated, drawn_mask, gradie
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 METRICS = ("sqeuclidean", "inner_product")
-# Both sides of the size up to which coordinates are subtracted.
+# Sizes on both sides of the limit up to which coordinates are subtracted.
 SIZES = (1, 2, 3, 8, 9, 17)
 
 
@@ -27,7 +27,7 @@ SIZES = (1, 2, 3, 8, 9, 17)
 def chamfer_cases(
     draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES, max_batch: int = 4, max_length: int = 20
 ) -> tuple[tuple[Tensor, Tensor], dict]:
-    """Both sets, masks (some of them of no point) and all options."""
+    """Draw both sets, masks (some without an active point) and all options."""
     n, size = draw(st.integers(1, max_batch)), draw(st.sampled_from(SIZES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from(dtypes))
@@ -51,13 +51,13 @@ def check_scores_and_gradients(sets: tuple[Tensor, Tensor], options: dict, imple
 
 
 def check_gradients(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    for gradient, right in zip(actual, expected, strict=True):
+    for gradient, reference in zip(actual, expected, strict=True):
         assert gradient.dtype == dtype
-        assert relative_error(gradient, right) <= gradient_tolerance(dtype)
+        assert relative_error(gradient, reference) <= gradient_tolerance(dtype)
 
 
 def packed_of(points: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The active points of all sets, one after the other, and the boundaries of the sets."""
+    """The active points of all sets, concatenated, and the cu_seqlens of the sets."""
     on = torch.ones_like(points[..., 0], dtype=torch.bool) if mask is None else mask != 0
     return points[on], torch.nn.functional.pad(on.sum(dim=1).cumsum(0), (1, 0)).int()
 
@@ -66,7 +66,7 @@ def check_packed(sets: tuple[Tensor, Tensor], options: dict, implementation: str
     """Packed sets have the scores and gradients of masked ones."""
     masks = [options[f"{name}_mask"] for name in ("x", "y")]
     packed = [packed_of(points, mask) for points, mask in zip(sets, masks, strict=True)]
-    others = {name: options[name] for name in ("metric", "reduction", "empty_score")}
+    shared = {name: options[name] for name in ("metric", "reduction", "empty_score")}
 
     def of_packed(x: Tensor, y: Tensor, **kwargs) -> Tensor:
         lengths = {"max_x_length": sets[0].shape[1], "max_y_length": sets[1].shape[1]}
@@ -74,7 +74,7 @@ def check_packed(sets: tuple[Tensor, Tensor], options: dict, implementation: str
 
     values = packed[0][0], packed[1][0]
     expected = chamfer(*sets, **options, implementation=implementation)
-    torch.testing.assert_close(of_packed(*values, **others), expected, rtol=1e-6, atol=1e-6)
-    right = gradients(chamfer, sets, **options, implementation=implementation)
-    for actual, gradient, mask in zip(gradients(of_packed, values, **others), right, masks, strict=True):
+    torch.testing.assert_close(of_packed(*values, **shared), expected, rtol=1e-6, atol=1e-6)
+    expected_gradients = gradients(chamfer, sets, **options, implementation=implementation)
+    for actual, gradient, mask in zip(gradients(of_packed, values, **shared), expected_gradients, masks, strict=True):
         torch.testing.assert_close(actual, packed_of(gradient, mask)[0], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Operations whose calls hypothesis draws: the definition of each, and how far its results may lie from that."""
+"""Operations whose calls hypothesis draws, each with its definition and tolerances."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.ops.xtr_cases import xtr_cases
 
 @dataclass(frozen=True)
 class Call:
-    """Tensors that gradients flow to, what a function takes after them, and options."""
+    """Tensors that get gradients, the positional arguments after them, and options."""
 
     tensors: tuple[Tensor, ...]
     others: tuple
@@ -54,7 +54,7 @@ class Call:
 
 
 class Operation(NamedTuple):
-    """Strategies that draw its calls, within limits, and its definition; what results may be off by in any type."""
+    """A strategy that draws calls within limits, the function, its definition, and tolerances for any dtype."""
 
     draw: Callable[..., st.SearchStrategy[Call]]
     function: Callable[..., Tensor]
@@ -64,9 +64,9 @@ class Operation(NamedTuple):
     differentiable: bool = True
     widened: bool = True
 
-    def check(self, call: Call, there: Callable[[Any], Any] = lambda value: value, **how: str) -> None:
-        """Compare a call, whose tensors are brought `there`, with the definition."""
-        function = partial(self.function, **how)
+    def check(self, call: Call, there: Callable[[Any], Any] = lambda value: value, **options: str) -> None:
+        """Compare a call, its tensors moved by `there`, with the definition."""
+        function = partial(self.function, **options)
         check_definition(
             function, self.definition, call.tensors, call.options, *call.others,
             atol=self.atol, least=self.least, differentiable=self.differentiable, widened=self.widened, there=there,
@@ -106,9 +106,9 @@ def diagonal(*tensors: Tensor, **options: Any) -> Tensor:
 
 
 def of_lists(queries: Tensor, documents: Tensor, *bounds: Tensor, **options: Any) -> Tensor:
-    """Lists of tensors each of which has memory of its own."""
+    """Score lists of tensors, each in its own memory."""
     packs = zip((queries, documents), bounds, strict=True)
-    return maxsim_ragged(*([tokens.clone() for tokens in unpack(*each)] for each in packs), **options)
+    return maxsim_ragged(*([tokens.clone() for tokens in unpack(*pack)] for pack in packs), **options)
 
 
 OPERATIONS = {
@@ -124,7 +124,7 @@ OPERATIONS = {
         lambda **limits: chamfer_cases(**limits).map(lambda case: Call(case[0], (), case[1])),
         chamfer, chamfer_reference, atol=1e-6,
     ),
-    # What is compressed is compared as it is for the type of the queries.
+    # Compressed documents are not widened: they are compared as they are for the dtype of the queries.
     "residual": Operation(of_codes, maxsim_residual, maxsim_residual_reference, least=1e-5, widened=False),
     "quantized": Operation(
         quantized(of_cases()), maxsim, maxsim_quantized_reference, least=1e-5, differentiable=False, widened=False

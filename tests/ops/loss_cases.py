@@ -29,11 +29,11 @@ class LossCase:
     loss: str
     target: Tensor | None
     options: dict
-    # Whether the operation gets its documents packed, without what their mask masks.
+    # Whether the operation gets packed documents, without their masked tokens.
     packed: bool = False
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """What gradients are computed of: queries, documents (padded), and the temperature if it is a tensor."""
+        """The differentiated tensors: queries, documents (padded), and the temperature if it is a tensor."""
         leaves = self.case.queries, self.case.documents
         temperature = self.options.get("temperature")
         return tuple(
@@ -43,11 +43,11 @@ class LossCase:
     def doubled(self) -> LossCase:
         """The same in float64."""
         temperature = self.options.get("temperature")
-        other = {"temperature": temperature.double()} if isinstance(temperature, Tensor) else {}
-        return replace(self, case=self.case.doubled(), options=self.options | other)
+        widened = {"temperature": temperature.double()} if isinstance(temperature, Tensor) else {}
+        return replace(self, case=self.case.doubled(), options=self.options | widened)
 
     def loss_of(self, leaves: tuple[Tensor, ...], **options) -> Tensor | tuple:
-        """What the operation returns."""
+        """The result of the operation on these leaves."""
         queries, documents, *temperature = leaves
         keywords = (
             self.case.keywords | self.options | ({"temperature": temperature[0]} if temperature else {}) | options
@@ -93,7 +93,7 @@ class LossCase:
         return differentiated(doubled.definition(leaves), leaves)
 
     def width(self) -> float:
-        """What scores are divided by at least, where they are brought to a range of 1; infinite where they are not."""
+        """The smallest divisor of scores that are normalized to a range of 1; infinite if they are not normalized."""
         if not self.options.get("normalize_scores"):
             return float("inf")
         scores = maxsim_reference(*self.doubled().case.tensors, **self.case.keywords)
@@ -101,7 +101,7 @@ class LossCase:
         return float(self.options.get("temperature", 1.0)) * min(ranges[ranges > 0.0].tolist(), default=1.0)
 
     def check(self, rounding: float, **options) -> None:
-        """`rounding` is that of the gradients' type."""
+        """Compare with the definition; `rounding` is that of the gradients' dtype."""
         check_results(self.run(**options), self.expected(), rounding, self.case.queries.dtype, self.width())
 
 
@@ -112,10 +112,10 @@ def check_results(
     dtype: torch.dtype,
     width: float = float("inf"),
 ) -> None:
-    """The loss, the gradients of queries and documents, and maybe that of a temperature.
+    """Compare the loss, the gradients of queries and documents, and that of a temperature, if any.
 
-    Scores that are divided by `width` have rounding that is larger by as much, and so have the probabilities that the
-    gradient is made of, which is divided by it again.
+    Dividing scores by `width` scales up their rounding error, and so that of the probabilities in the gradient, which
+    is divided by `width` again.
     """
     loss, expected_loss = actual[0], expected[0]
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -125,7 +125,7 @@ def check_results(
     scale = max(gradient.norm() for gradient in expected[1:3])
     for gradient, reference in zip(actual[1:3], expected[1:3], strict=True):
         assert gradient.dtype == dtype
-        # A gradient may vanish where the right document is certain, and what is left is the softmax's rounding.
+        # Where the right document is certain, a gradient may vanish, leaving only the softmax's rounding.
         assert (gradient.double() - reference).norm() <= rounding * reference.norm() + 1e-6 * scale + noise
     for gradient, reference in zip(actual[3:], expected[3:], strict=True):
         assert gradient.shape == reference.shape
@@ -133,7 +133,7 @@ def check_results(
 
 
 def differentiated(loss: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The loss, and gradients under one of the loss that is not 1, and differs from query to query."""
+    """The loss, and gradients under an upstream gradient that is not 1 and differs between queries."""
     weight = 1.5 + torch.cos(torch.arange(loss.numel(), device=loss.device, dtype=loss.dtype)).view(loss.shape)
     return loss.detach(), *torch.autograd.grad((loss * weight).sum(), leaves)
 
@@ -147,23 +147,23 @@ def loss_problem(
     scoring: dict | None = None,
     **options,
 ) -> LossCase:
-    """With `masks` of "queries" or "documents", of type "int64" or "float", and of queries maybe "weights"."""
+    """`masks` names what is masked ("queries", "documents"), the dtype ("int64", "float"), and query "weights"."""
     generator = torch.Generator(queries.device).manual_seed(0)
-    drawn: dict = {"generator": generator, "device": queries.device}
-    results = []
+    random_kwargs: dict = {"generator": generator, "device": queries.device}
+    mask_list = []
     for name, embeddings in (("queries", queries), ("documents", documents)):
-        mask = torch.rand(embeddings.shape[:-1], **drawn) > 0.4
+        mask = torch.rand(embeddings.shape[:-1], **random_kwargs) > 0.4
         if name == "queries" and "weights" in masks:
-            mask = mask * (0.25 + 2 * torch.rand(mask.shape, **drawn))
+            mask = mask * (0.25 + 2 * torch.rand(mask.shape, **random_kwargs))
         mask = mask.long() if "int64" in masks else mask.float() if "float" in masks else mask
-        results.append(mask if name in masks else None)
+        mask_list.append(mask if name in masks else None)
     shape, target = (len(queries), documents.shape[-3]), None
     if loss != "cross entropy":
-        target = torch.randn(shape, **drawn)
+        target = torch.randn(shape, **random_kwargs)
     elif labelled:
-        target = torch.randint(shape[1], shape[:1], **drawn)
+        target = torch.randint(shape[1], shape[:1], **random_kwargs)
     options = ({} if loss == "margin MSE" else {"temperature": 2.0}) | options
-    return LossCase(Case(queries, documents, *results, scoring or {}), loss, target, options)
+    return LossCase(Case(queries, documents, *mask_list, scoring or {}), loss, target, options)
 
 
 @st.composite
@@ -197,7 +197,7 @@ def loss_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32
         options["teacher_temperature"] = draw(st.sampled_from([1.0, 2.5]))
         if options["teacher_temperature"] != 1.0 and draw(st.booleans()):
             options["normalize_scores"] = True
-            # Rounding must not move the extremes, nor a range near 0 blow it up.
+            # Rounding must not change which scores are extreme, and a range near 0 would amplify it.
             ordered = scores.sort(dim=1).values
             assume(shape[1] < 2 or (ordered.diff(dim=1)[:, [0, -1]] > 1e-2).all())
     return LossCase(case, loss, target, options, packed)
@@ -215,30 +215,30 @@ def _cross_entropy_options(
         options["margin"] = draw(st.sampled_from([0.0, 0.37, -0.61]))
         limits = scores.gather(1, labels.unsqueeze(1)) - options["margin"]
         near = (scores - limits).abs() < 1e-3
-        # Rounding must not decide what is left out.
+        # Rounding must not decide which documents the margin excludes.
         assume(not near.scatter(1, labels.unsqueeze(1), False).any())
     return options
 
 
 @st.composite
 def chunk_cases(draw: st.DrawFn, **limits) -> LossCase:
-    """Losses that are reduced, of several queries."""
+    """Draw reduced losses of several queries."""
     case = draw(loss_cases(max_batch=7, **limits))
     assume(case.case.queries.shape[0] > 2 and case.options["loss_reduction"] != "none")
     return case
 
 
 def check_chunks(case: LossCase, **options) -> None:
-    """A few queries at a time: the same but for rounding, which in half precision is that of the last step alone."""
+    """Chunks of queries change results only by rounding, in half precision only by that of the last step."""
     half = case.case.queries.dtype.itemsize == 2
-    whole = case.run(max_scratch_bytes=1 << 40, **options)
+    unchunked = case.run(max_scratch_bytes=1 << 40, **options)
     per_query = case.case.documents.shape[-3] * (8 + case.case.queries.shape[1] * 3)
     for budget in (1, 2 * per_query):
         chunked = case.run(max_scratch_bytes=budget, **options)
-        # The same sum of the same losses; those of a symmetric loss are sums over the queries.
-        torch.testing.assert_close(chunked[0], whole[0], rtol=1e-6, atol=1e-6)
-        scale = max(gradient.float().norm() for gradient in whole[1:3])
-        for actual, expected in zip(chunked[1:], whole[1:], strict=True):
+        # The same losses are summed; those of a symmetric loss are sums over the queries.
+        torch.testing.assert_close(chunked[0], unchunked[0], rtol=1e-6, atol=1e-6)
+        scale = max(gradient.float().norm() for gradient in unchunked[1:3])
+        for actual, expected in zip(chunked[1:], unchunked[1:], strict=True):
             rounding = 2**-8 if half and actual.dim() > 1 else 2e-6
             difference = (actual.double() - expected.double()).norm()
             assert difference <= rounding * expected.double().norm() + 1e-6 * scale + 1e-6

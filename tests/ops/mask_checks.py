@@ -1,4 +1,4 @@
-"""What every kernel of the forward makes of masks of any type, weights and empty documents."""
+"""Checks of every forward kernel with masks of any dtype, query weights and empty documents."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
 
 Function = Callable[..., Tensor]
-# What calls a mask may have been made with.
+# Options of the calls that get masks.
 ALL_OPTIONS = ({}, {"normalize": True, "masking": "zero", "reduction": "mean"})
 EMPTY_SCORE = -7.5
 
 
 def masked(queries: Tensor, documents: Tensor, **options) -> Case:
-    """Masks with a query and documents of which no token is active."""
+    """A case with masks, one query and some documents of which have no active token."""
     generator = torch.Generator(queries.device).manual_seed(2)
     queries_mask, documents_mask = (
         torch.rand(t.shape[:-1], device=t.device, generator=generator) > 0.3 for t in (queries, documents)
@@ -46,24 +46,24 @@ def scores_of(kernel: Function, case: Case, **options) -> Tensor:
 
 
 def check_types(kernel: Function, case: Case, types: list[tuple[torch.dtype, torch.dtype]]) -> None:
-    """Zeros and ones of any type give the same bits."""
+    """Masks of zeros and ones give bitwise equal results in any dtype."""
     expected = scores_of(kernel, case), *gradients(kernel, case)
-    for of_queries, of_documents in types:
+    for q_dtype, d_dtype in types:
         assert case.queries_mask is not None
         assert case.documents_mask is not None
         other = replace(
-            case, queries_mask=case.queries_mask.to(of_queries), documents_mask=case.documents_mask.to(of_documents)
+            case, queries_mask=case.queries_mask.to(q_dtype), documents_mask=case.documents_mask.to(d_dtype)
         )
         actual = scores_of(kernel, other), *gradients(kernel, other)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def check_weights(kernel: Function, case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """Of query tokens, of embeddings whose norms, which the gradient under normalize divides by, are not 1."""
+    """Check query weights on embeddings whose norms, which the gradient under normalize divides by, are not 1."""
     generator = torch.Generator(case.queries.device).manual_seed(3)
-    drawn = {"device": case.queries.device, "generator": generator}
-    weights = 0.25 + 3 * torch.rand(case.queries.shape[:2], **drawn)  # type: ignore[call-overload]
-    scales = (0.5 + torch.rand((*t.shape[:-1], 1), **drawn) for t in case.tensors)  # type: ignore[call-overload]
+    kwargs = {"device": case.queries.device, "generator": generator}
+    weights = 0.25 + 3 * torch.rand(case.queries.shape[:2], **kwargs)  # type: ignore[call-overload]
+    scales = (0.5 + torch.rand((*t.shape[:-1], 1), **kwargs) for t in case.tensors)  # type: ignore[call-overload]
     queries, documents = ((t * scale).to(t.dtype) for t, scale in zip(case.tensors, scales, strict=True))
     case = replace(case, queries=queries, documents=documents, queries_mask=(weights * case.queries_mask).to(dtype))
     expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
@@ -83,7 +83,7 @@ def check_empty_score(kernel: Function, case: Case, atol: float = 2e-6) -> None:
     assert torch.equal(scores[~empty], plain[~empty])
     expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=atol)
-    # With argmax it is another kernel, or another launch of it, by other tiles, which may add up in another order.
+    # With argmax another kernel runs, or the same with other tiles, which may sum in another order.
     leaves = [tensor.detach().requires_grad_() for tensor in case.tensors]
     with_argmax = kernel(*leaves, **case.keywords)
     assert (with_argmax[empty] == EMPTY_SCORE).all()
@@ -95,7 +95,7 @@ def check_empty_score(kernel: Function, case: Case, atol: float = 2e-6) -> None:
 def check_packed(
     kernel: Function, arguments: tuple[Tensor, ...], options: dict, rtol: float, atol: float
 ) -> ForwardPlan:
-    """Empty documents and queries of unequal lengths, with gradients; returns how they are scored."""
+    """Check empty documents and queries of unequal lengths, with gradients; return the forward plan."""
     options = options | {"empty_score": EMPTY_SCORE}
     owned, (query_lengths, lengths) = options["candidates_cu_seqlens"], (bounds.diff() for bounds in arguments[2:])
     on_cpu = tuple(tensor.cpu() for tensor in arguments)

@@ -17,7 +17,7 @@ SIZES = st.sampled_from([8, 16, 24, 32, 40])
 def residual_codes(
     lengths: list[int], size: int, nbits: int, dtype: torch.dtype = torch.float16, n_centroids: int = 7, seed: int = 0
 ) -> ResidualCodes:
-    """Documents of these lengths, of random codes."""
+    """Random codes of documents of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     n_tokens = sum(lengths)
     return ResidualCodes(
@@ -37,7 +37,7 @@ def residual_cases(
     sizes: st.SearchStrategy[int] = SIZES,
     max_length: int = 40,
 ) -> tuple[Tensor, ResidualCodes, dict]:
-    """Queries, documents of lengths from 0, and all options: masks and weights, candidates with some missing."""
+    """Draw queries, documents of lengths from 0, and all options: masks, weights, candidates with some missing."""
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
     lengths = draw(st.lists(st.integers(0, max_length), min_size=1, max_size=6))
@@ -47,8 +47,8 @@ def residual_cases(
     queries = torch.nn.functional.normalize(torch.randn(n_queries, query_length, size, generator=generator), dim=-1)
     candidates = None
     if draw(st.booleans()):
-        number = draw(st.integers(1, 5))
-        candidates = torch.randint(-1, len(lengths), (n_queries, number), generator=generator)
+        n_candidates = draw(st.integers(1, 5))
+        candidates = torch.randint(-1, len(lengths), (n_queries, n_candidates), generator=generator)
         candidates = candidates.to(draw(st.sampled_from([torch.int32, torch.int64])))
     options = {
         "queries_mask": drawn_mask(draw, queries, generator, weights=True),
@@ -60,27 +60,27 @@ def residual_cases(
 
 
 def residual_gradient(function, queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
-    """The gradient of the queries, as `differentiated`."""
+    """The gradient of the queries, computed by `differentiated`."""
     return differentiated(function, (queries,), options, documents)[0]
 
 
 def check_8_bits(result: Tensor, queries: Tensor, documents: ResidualCodes, options: dict) -> None:
-    """Scores of rounded queries and bucket weights, against the definition, by how much a similarity may be off.
+    """Compare scores of rounded queries and bucket weights with the definition, up to the error of a similarity.
 
-    A query's elements are rounded to 1/127 of the largest. Weights are rounded so that their squared errors together
-    are at most those of steps of 1/126 of the largest; what a centroid adds is off by 2**-11 of it.
+    A query's elements are rounded to 1/127 of the largest. Weights are rounded so that the sum of their squared errors
+    is at most that of steps of 1/126 of the largest; the centroid's term is off by 2**-11 of its magnitude.
     """
     rows, weights = queries.double(), documents.bucket_weights.double()
-    most = weights.abs().max()
+    largest_weight = weights.abs().max()
     total = rows.abs().sum(dim=-1)
-    in_weights = total * most / 126 / 2 * len(weights) ** 0.5
-    in_queries = rows.abs().amax(dim=-1) / 127 / 2 * documents.size * most
+    weights_error = total * largest_weight / 126 / 2 * len(weights) ** 0.5
+    queries_error = rows.abs().amax(dim=-1) / 127 / 2 * documents.size * largest_weight
     centroid = rows.norm(dim=-1) * documents.centroids.double().norm(dim=-1).max()
-    of_token = in_weights + in_queries + (centroid + total * most) * 2**-10
-    off = (of_token * documents.scales.max()).sum(dim=-1, keepdim=True)
+    token_error = weights_error + queries_error + (centroid + total * largest_weight) * 2**-10
+    bound = (token_error * documents.scales.max()).sum(dim=-1, keepdim=True)
     if options.get("reduction") == "mean":
-        off = off / queries.shape[1]
+        bound = bound / queries.shape[1]
     difference = result.double() - maxsim_residual_reference(queries, documents, **options)
-    assert (difference.abs() <= off).all()
-    # Roundings are of either sign, so that a score is off by a few of the root of their number.
-    assert difference.square().mean().sqrt() <= 6 * off.mean() / (queries.shape[1] * documents.size) ** 0.5
+    assert (difference.abs() <= bound).all()
+    # Rounding errors have either sign: a score is off by a few times the square root of their number.
+    assert difference.square().mean().sqrt() <= 6 * bound.mean() / (queries.shape[1] * documents.size) ** 0.5

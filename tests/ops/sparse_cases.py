@@ -19,7 +19,7 @@ def sparse_cases(
     max_chosen: int = 24,
     sizes: st.SearchStrategy[int] = SIZES,
 ) -> Case:
-    """Those of `maxsim`, and packed documents; positions that repeat, of none, of all queries alike or of each."""
+    """Draw `maxsim` cases, also packed, with positions that repeat or are none, shared by all queries or per query."""
     case = draw(cases(dtypes=dtypes, max_batch=max_batch, max_length=max_length, sizes=sizes))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n_queries, length, _ = case.queries.shape

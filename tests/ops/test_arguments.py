@@ -1,4 +1,4 @@
-"""Wrong arguments are one error that names the argument, and arguments that are right are not refused."""
+"""Wrong arguments raise one error that names the argument; right arguments are not refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def packed(operation: Callable[..., Tensor], **options) -> Tensor:
     return operation(TOKENS, TOKENS, BOUNDS, BOUNDS, **options)
 
 
-# Every operation, as a call of which nothing else is wrong.
+# Every operation, as a call that is valid otherwise.
 OPERATIONS = {name: partial(call.function, *call.tensors, **call.options) for name, call in calls().items()}
 OPERATIONS["quantized"] = partial(maxsim, QUERIES, quantize(DOCUMENTS))
 
@@ -169,7 +169,7 @@ test_what_is_wrong_is_named = mistakes(
     (ragged_pairs(EMPTY, EMPTY), ValueError, "documents must have an embedding size of at least 1"),
     wrong(ValueError, r"queries must have shape \[N, Lq, d\], got \[\]",
           maxsim_ragged_pairwise, torch.tensor(1.0), LIST),
-    # What is no tensor, where others may be None.
+    # None for a required tensor, where other tensors may be None.
     *(
         wrong(TypeError, f"{name} must be a torch.Tensor, got NoneType", loss, *tensors, *teacher)
         for name, tensors in (("queries", (None, DOCUMENTS)), ("documents", (QUERIES, None)))
@@ -225,13 +225,13 @@ test_what_is_wrong_is_named = mistakes(
     *(wrong(ValueError, re.escape("documents[1] must be an array that torch can take as it is: "),
             maxsim_ragged, LIST, [ROWS, rows])
       for rows in (ROWS_TURNED, ROWS_BIG)),
-    # Boundaries that are kept with quantized embeddings.
+    # Boundaries that are stored with quantized embeddings.
     *(wrong(ValueError, f"cu_seqlens must rise from 0 to the number of values, 5, got {got}",
             quantize, TOKENS, cu_seqlens=torch.tensor(bounds))
       for bounds, got in (([0, 99, -3], "0 to -3, falling"), ([0, 4], "0 to 4"), ([1, 5], "1 to 5"))),
     wrong(ValueError, "cu_seqlens must be on the device of values, meta, got cpu",
           QuantizedEmbeddings, TOKENS.to("meta", torch.int8), TOKENS[:, 0].to("meta"), None, BOUNDS),
-    # What belongs to packed documents.
+    # Arguments of packed documents only.
     *(wrong(ValueError, f"{name} must be None where (queries|documents) are padded.*, got {got}",
             explain, QUERIES, DOCUMENTS, **kwargs)
       for kwargs, name, got in (
@@ -268,7 +268,7 @@ def test_autocast_makes_no_embeddings_of_other_types(name: str, call: Callable, 
 @pytest.mark.parametrize("beta", [2.0**-149, torch.finfo(torch.float32).max])
 def test_a_beta_that_float32_holds_is_taken(beta: float) -> None:
     soft_maxsim(QUERIES, DOCUMENTS, beta)
-    # What float32 does not hold, float64 does.
+    # float64 holds what float32 does not.
     soft_maxsim(QUERIES.double(), DOCUMENTS.double(), 1e39)
 
 

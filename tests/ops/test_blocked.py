@@ -19,7 +19,7 @@ SIZES = [1, 3, 16, 37, 48, 128, 200]
 
 @pytest.fixture(params=["always", "for large products", "never"])
 def convolution(request, monkeypatch) -> str:
-    """When products are convolutions. Which of them are fast depends on the processor; right they are everywhere."""
+    """When products run as convolutions. The processor decides which are fast; all are correct everywhere."""
     if request.param == "always":
         monkeypatch.setattr(products, "_SMALL_PRODUCT", 0)
     monkeypatch.setattr(products, "_convolution_serves", lambda dtype: request.param != "never")
@@ -28,7 +28,7 @@ def convolution(request, monkeypatch) -> str:
 
 @contextmanager
 def bfloat16_allowed(setting: str) -> Iterator[None]:
-    """In float32 products ("matmul") or convolutions ("conv"), for a while."""
+    """Allow bfloat16 in float32 products ("matmul") or convolutions ("conv") inside the context."""
     module = getattr(torch.backends.mkldnn, setting)
     before = module.fp32_precision
     module.fp32_precision = "bf16"
@@ -44,9 +44,9 @@ def embeddings(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_exact(actual: torch.Tensor, documents: torch.Tensor, queries: torch.Tensor) -> None:
-    """Products in float32, whatever the order of their sums.
+    """Check products in float32, summed in any order.
 
-    A sum of d terms rounds d times, each time up or down, which adds up to some sqrt(d) units in the last place of
+    A sum of d terms rounds d times, each time up or down, which adds up to about sqrt(d) units in the last place of
     the sum of the terms' absolute values (Higham and Mary, SIAM J. Sci. Comput. 41, 2019).
     """
     documents, queries = documents.double(), queries.double()
@@ -98,7 +98,7 @@ def test_scores_and_their_repetition(convolution: str) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "conv"), reason="this torch has no such settings")
 class TestSettings:
-    """Of torch, for float32 on the CPU. Only a processor with AMX computes differently under them."""
+    """Torch settings for float32 on the CPU. Only a processor with AMX computes differently under them."""
 
     @pytest.mark.parametrize("setting", ["matmul", "conv"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

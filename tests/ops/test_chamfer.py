@@ -23,7 +23,7 @@ def test_packed_sets_are_masked_ones(case: tuple) -> None:
 @settings(**OPTIONS)
 @given(case=chamfer_cases(dtypes=(torch.float64,), max_batch=2, max_length=4))
 def test_definition(case: tuple) -> None:
-    """Against loops over numbers."""
+    """Compare with loops over numbers."""
     sets, options = case
     masks = [options[f"{name}_mask"] for name in ("x", "y")]
     masks = [
@@ -40,11 +40,11 @@ def test_definition(case: tuple) -> None:
             expected.append(options["empty_score"])
             continue
         total = 0.0
-        for own, others in ((x, y), (y, x)):
+        for source, target in ((x, y), (y, x)):
             if options["metric"] == "sqeuclidean":
-                best = [min(sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) for q in others) for p in own]
+                best = [min(sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) for q in target) for p in source]
             else:
-                best = [max(sum(a * b for a, b in zip(p, q, strict=True)) for q in others) for p in own]
+                best = [max(sum(a * b for a, b in zip(p, q, strict=True)) for q in target) for p in source]
             total += sum(best) / (len(best) if options["reduction"] == "mean" else 1)
         expected.append(total)
     torch.testing.assert_close(chamfer_reference(*sets, **options), torch.tensor(expected, dtype=torch.float64))
@@ -59,23 +59,23 @@ def test_normal_points(metric: str, size: int, dtype: torch.dtype) -> None:
     actual, expected = chamfer(x, y, metric=metric), chamfer_reference(x.double(), y.double(), metric=metric)
     assert relative_error(actual, expected) <= 1e-6
     bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    right = gradients(chamfer_reference, (x.double(), y.double()), metric=metric)
-    for gradient, wanted in zip(gradients(chamfer, (x, y), metric=metric), right, strict=True):
-        assert relative_error(gradient, wanted) <= bound
+    expected_gradients = gradients(chamfer_reference, (x.double(), y.double()), metric=metric)
+    for gradient, reference in zip(gradients(chamfer, (x, y), metric=metric), expected_gradients, strict=True):
+        assert relative_error(gradient, reference) <= bound
 
 
 @pytest.mark.parametrize("size", [3, 32])
 def test_near_points_far_from_the_origin(size: int) -> None:
-    """Norms and products would leave nothing of such distances, and of their gradients."""
+    """Computed from norms and products, such distances and their gradients would cancel."""
     torch.manual_seed(0)
     x = 64 * torch.rand(2, 50, size) + 64
     y = x.flip(1) + 2e-3 * torch.randn(2, 50, size)
     expected = chamfer_reference(x.double(), y.double())
     assert expected.max() < 1e-3
     torch.testing.assert_close(chamfer(x, y).double(), expected, rtol=1e-6, atol=0.0)
-    right = gradients(chamfer_reference, (x.double(), y.double()))
-    for gradient, wanted in zip(gradients(chamfer, (x, y)), right, strict=True):
-        assert relative_error(gradient, wanted) <= 1e-6
+    expected_gradients = gradients(chamfer_reference, (x.double(), y.double()))
+    for gradient, reference in zip(gradients(chamfer, (x, y)), expected_gradients, strict=True):
+        assert relative_error(gradient, reference) <= 1e-6
 
 
 @pytest.mark.parametrize("size", [2, 12])
@@ -86,7 +86,7 @@ def test_nan(metric: str, size: int) -> None:
     assert chamfer(x, y, metric=metric).isnan().tolist() == [False, True, False]
     grad_x, _ = gradients(chamfer, (x, y), metric=metric)
     assert grad_x.isnan().flatten(1).any(dim=1).tolist() == [False, True, False]
-    # A masked one is as if it were not there.
+    # A masked point has no effect.
     mask = ~y.isnan().any(dim=2)
     assert chamfer(x, y, y_mask=mask, metric=metric).isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients(chamfer, (x, y), y_mask=mask, metric=metric))
@@ -99,7 +99,7 @@ def test_infinity() -> None:
     assert chamfer(x, y)[0].isfinite()
     long = [torch.cat([points] * 4, dim=2) for points in (x, y)]
     assert chamfer(*long).isfinite().tolist() == [True, False]
-    # What is infinitely far from all others has no winner, and no gradient.
+    # A point that is infinitely far from all others has no nearest point, and no gradient.
     assert gradients(chamfer, (x, y))[1][1, 4].tolist() == [0.0] * 3
 
 

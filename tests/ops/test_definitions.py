@@ -1,4 +1,4 @@
-"""The definitions against loops over numbers, which share no code with anything."""
+"""The definitions against loops over numbers, which share no code with the package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def score(
     query: list, document: list, query_on: list, document_on: list, *, normalize=False, reduction="sum",
     masking="exclude", empty_score=0.0, beta=None,
 ) -> float:  # fmt: skip
-    """Of lists of embeddings, of the weight of each query token, and of whether each document token is active."""
+    """Score lists of embeddings, given a weight per query token and an active flag per document token."""
     if normalize:
         query, document = [unit(x) for x in query], [unit(y) for y in document]
     if not any(document_on):
@@ -52,18 +52,16 @@ def score(
         if weight == 0:
             continue
         active += 1
-        similarities = [dot(x, y) for y, there in zip(document, document_on, strict=True) if there]
+        similarities = [dot(x, y) for y, is_active in zip(document, document_on, strict=True) if is_active]
         if masking == "zero":
             similarities += [0.0] * (len(document) - len(similarities))
-        best = (
-            max(similarities) if beta is None else math.log(sum(math.exp(beta * each) for each in similarities)) / beta
-        )
+        best = max(similarities) if beta is None else math.log(sum(math.exp(beta * s) for s in similarities)) / beta
         total += weight * best
     return total / max(active, 1) if reduction == "mean" else total
 
 
 def lists(tensor: Tensor | None, like: Tensor) -> list:
-    """As lists; a mask that is None has all tokens active."""
+    """A tensor as lists; where a mask is None, all tokens are active."""
     return (torch.ones(like.shape[:-1]) if tensor is None else tensor).tolist()
 
 
@@ -148,21 +146,21 @@ def test_from_hidden_states() -> None:
 @pytest.mark.parametrize("margin", [None, 0.3, -0.2])
 @pytest.mark.parametrize("excluded", [(), ((0, 2), (1, 1), (2, 0))])
 def test_cross_entropy(excluded: tuple, margin: float | None, symmetric: bool) -> None:
-    """What is left out of a query's denominator is left out of those over queries too; two queries share a document."""
+    """Pairs excluded from a query's denominator are so from those over queries, too; two queries share a document."""
     scores, labels, temperature = torch.randn(3, 4, dtype=torch.float64), [3, 0, 3], 0.7
-    # At the limit of the first margin, which leaves it.
+    # Exactly at the limit of the first margin, which does not exclude it.
     scores[0, 1] = scores[0, 3] - 0.3
     exclude = torch.zeros(3, 4, dtype=torch.bool)
-    for place in excluded:
-        exclude[place] = True
+    for pair in excluded:
+        exclude[pair] = True
 
     def counts(query: int, document: int) -> bool:
-        score, right = scores[query, document].item(), scores[query, labels[query]].item()
-        left_out = exclude[query, document].item() or (margin is not None and score > right - margin)
+        score, label_score = scores[query, document].item(), scores[query, labels[query]].item()
+        left_out = exclude[query, document].item() or (margin is not None and score > label_score - margin)
         return document == labels[query] or not left_out
 
     def denominator(positions: list) -> float:
-        return math.log(sum(math.exp(scores[place].item() / temperature) for place in positions if counts(*place)))
+        return math.log(sum(math.exp(scores[pair].item() / temperature) for pair in positions if counts(*pair)))
 
     expected = []
     for query, label in enumerate(labels):
@@ -193,18 +191,18 @@ MASKS = {
     "documents_mask": torch.arange(15).view(3, 5) % 4 > 0,
 }
 OWN = MASKS | {"documents_mask": torch.arange(30).view(2, 3, 5) % 4 > 0}
-NORMS_AND_MASKING = [{"normalize": norms, "masking": how} for norms in (False, True) for how in ("exclude", "zero")]
+NORMS_AND_MASKING = [{"normalize": norms, "masking": mode} for norms in (False, True) for mode in ("exclude", "zero")]
 OF_ONE = {"x_mask": torch.tensor([[1, 1, 0], [1, 0, 1]])}
 DIFFERENTIABLE = {
     f"{function.__name__} of {shapes[1]}, {options}": (function, shapes, options | masks)
-    for function, shapes, masks, every in (
+    for function, shapes, masks, variants in (
         (maxsim_reference, ((2, 3, 4), (3, 5, 4)), MASKS, NORMS_AND_MASKING),
         (maxsim_reference, ((2, 3, 4), (2, 3, 5, 4)), OWN, NORMS_AND_MASKING),
         (soft_maxsim_reference, ((2, 3, 4), (3, 5, 4), ()), MASKS, NORMS_AND_MASKING),
-        (xtr_scores_reference, ((2, 3, 4), (3, 5, 4)), MASKS, [{"k": 4, "normalizer": each} for each in NORMALIZERS]),
-        (chamfer_reference, ((2, 3, 3), (2, 5, 3)), OF_ONE, [{"metric": each} for each in METRICS]),
+        (xtr_scores_reference, ((2, 3, 4), (3, 5, 4)), MASKS, [{"k": 4, "normalizer": kind} for kind in NORMALIZERS]),
+        (chamfer_reference, ((2, 3, 3), (2, 5, 3)), OF_ONE, [{"metric": kind} for kind in METRICS]),
     )
-    for options in every
+    for options in variants
 }
 
 

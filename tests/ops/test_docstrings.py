@@ -1,4 +1,4 @@
-"""The public operations: where they are found, and what their docstrings say, their examples, and every parameter."""
+"""Public operations: where they are exported, the examples in their docstrings, and that these name every parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import pylate_flash
 from pylate_flash import ops
 
-# What an example needs that does not come with the package alone.
+# Packages that an example needs beyond the required dependencies.
 NEEDS = {"train_residual_codec": "fastkmeans"}
 OPERATIONS = [name for name, value in vars(ops).items() if inspect.isfunction(value)]
 

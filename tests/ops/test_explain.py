@@ -1,4 +1,4 @@
-"""`explain` says what runs: it asks the same functions."""
+"""`explain` reports what runs, as decided by the same functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_on_a_cpu() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a Hopper GPU."""
+    """Plan as on a Hopper GPU."""
     monkeypatch.setattr(choice, "_kernels_take", lambda *kind: None)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     for module in ("explanation", "ragged"):
@@ -73,8 +73,8 @@ def test_of_soft_scores(n_queries: int, dtype: torch.dtype, kernel: str, reason:
     for words in (f"forward: the {kernel} kernel, because {reason}", "tile: rows", "gradients: probabilities computed"):
         assert words in str(explanation)
     assert explain(*(tensor.detach() for tensor in tensors), soft=True).gradients is None
-    many = torch.zeros(4096, 32, 128, dtype=dtype, requires_grad=True)
-    assert "probabilities computed by each of both" in str(explain(many, many, soft=True))
+    large = torch.zeros(4096, 32, 128, dtype=dtype, requires_grad=True)
+    assert "probabilities computed by each of both" in str(explain(large, large, soft=True))
     with pytest.raises(TypeError, match="documents must be a torch.Tensor where soft is True, got list"):
         explain(tensors[0], [tensors[1]], soft=True)
 
@@ -95,7 +95,7 @@ def test_of_packed_tokens(kernels: None) -> None:
 
 @pytest.mark.parametrize(("n_queries", "kernel"), [(1, "single"), (40, "hopper")])
 def test_of_lists(n_queries: int, kernel: str, kernels: None) -> None:
-    """The plan is that of packed documents, and says where they are read."""
+    """The plan is that of packed documents, and reports where they are read."""
     queries = [torch.zeros(32, 128).bfloat16()] * n_queries
     documents = [torch.zeros(length, 128).bfloat16() for length in (180, 0, 7)]
     explanation = explain(queries, documents)
@@ -108,7 +108,7 @@ def test_of_lists(n_queries: int, kernel: str, kernels: None) -> None:
         assert getattr(explanation.forward, field) == getattr(packed.forward, field)
     assert "list of documents: read where they lie" in str(explanation)
     assert "list of documents" not in str(packed)
-    # A unit of 16 bytes, that the compiled kernel counts addresses by.
+    # The compiled kernel counts addresses in units of 16 bytes.
     assert explanation.forward.config.offset_unit == 8
     assert packed.forward.config.offset_unit == 0
 
@@ -142,10 +142,10 @@ def test_of_quantized_documents(kernels: None) -> None:
     for precision in ("int8", "uint8", "fp8"):
         for quantize_queries in (True, False):
             explanation = explain(queries, quantize(documents, precision), quantize_queries=quantize_queries)
-            said = "hopper kernel, because documents are quantized, on a Hopper GPU; tile: rows 256, columns 128"
+            expected = "hopper kernel, because documents are quantized, on a Hopper GPU; tile: rows 256, columns 128"
             if not quantize_queries:
-                said = "stacked kernel, because documents are quantized; the Hopper kernel multiplies 8 bits by 8"
-            assert said in str(explanation)
+                expected = "stacked kernel, because documents are quantized; the Hopper kernel multiplies 8 bits by 8"
+            assert expected in str(explanation)
             assert explanation.backward is None
     with pytest.raises(RuntimeError, match="explain of quantized documents has no gradient"):
         explain(queries.requires_grad_(), quantize(documents))
@@ -169,6 +169,6 @@ def test_bad_input_is_refused_as_by_the_call() -> None:
 
 
 def test_what_no_call_is_differentiated_by_is_refused() -> None:
-    """As the call that is explained refuses it."""
+    """The explained call refuses it, too."""
     with pytest.raises(RuntimeError, match="explain is differentiated by torch.autograd.grad and Tensor.backward only"):
         torch.func.grad(lambda queries: explain(queries, torch.ones(2, 3, 4)) and queries.sum())(torch.ones(1, 2, 4))

@@ -19,7 +19,7 @@ from pylate_flash.ops import hidden_blocks as module
 from tests.ops.cases import Case, cases, differentiated, mistakes, relative_error, wrong
 from tests.ops.test_varlen import packed
 
-# With one dimension, many tokens have one direction, and with two nearly one: rounding decides which of them wins.
+# With one dimension many tokens share a direction, and with two nearly so: rounding would decide the argmax.
 MODEL_SIZES = st.integers(3, 40)
 PROJECTED_SIZES = st.integers(3, 24)
 OPTIONS = {"max_examples": 40}
@@ -27,7 +27,7 @@ OPTIONS = {"max_examples": 40}
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors that gradients flow to, by the name of their argument, and everything else of one call."""
+    """One call: the tensors that get gradients, by argument name, and all other arguments."""
 
     tensors: dict[str, Tensor]
     rest: dict
@@ -39,7 +39,7 @@ class Problem:
         return function(**self.tensors, **self.rest)
 
     def gradients(self, function, names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
-        """Gradients by their names, as `differentiated`."""
+        """Gradients by argument name, computed by `differentiated`."""
         names = tuple(self.tensors) if names is None else names
 
         def scores(*leaves: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Problem:
 
 
 def layers(draw: st.DrawFn, case: Case, dtype: torch.dtype, sizes: st.SearchStrategy[int]) -> dict[str, Tensor]:
-    """Queries, hidden states and layers of the shapes of a case."""
+    """Draw queries, hidden states and layers of the shapes of a case."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     d_model, d = case.documents.shape[-1], draw(sizes)
     hidden = torch.randn(case.documents.shape, generator=generator)
@@ -92,12 +92,12 @@ def problems(
     return Problem(layers(draw, Case(queries, documents, None, None, {}), dtype, sizes), options)
 
 
-# Bytes of scratch: the real bound, which these problems stay within, and ones that a single document exceeds, or some.
+# Scratch sizes in bytes: the default, which these problems stay within, and ones that each or some documents exceed.
 SCRATCHES = st.sampled_from([module.SCRATCH_BYTES, 1, 2000, 8000])
 
 
 def limit_scratch(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Whatever the hidden states take."""
+    """Limit the scratch to `nbytes`, whatever the size of the hidden states."""
     patch.setattr(module, "SCRATCH_BYTES", nbytes)
     patch.setattr(module, "STATES_PER_SCRATCH", 1 << 60)
 
@@ -120,9 +120,9 @@ def test_scores_and_gradients_equal_the_definition(problem: Problem, scratch: in
 
 
 def as_rounded(problem: Problem) -> Callable[..., Tensor]:
-    """The definition on the embeddings of a half-precision problem as they are rounded, so that the same tokens win.
+    """The definition on the rounded embeddings of a half-precision problem, so that the argmax is the same.
 
-    To be called with the problem's tensors in float64; gradients flow as if nothing had been rounded.
+    Call it with the problem's tensors in float64; gradients flow as if nothing had been rounded.
     """
 
     def replaced(exact: Tensor, rounded: Tensor) -> Tensor:
@@ -178,13 +178,13 @@ def test_one_layer_for_both_sides_gets_the_sum_of_both_gradients() -> None:
 @pytest.mark.parametrize("name", ["queries", "hidden", "weight", "bias"])
 def test_only_the_needed_gradients(name: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_scratch(monkeypatch, scratch)
-    asked, compute = [], hidden.compute_hidden_gradients
+    recorded, compute = [], hidden.compute_hidden_gradients
     monkeypatch.setattr(
-        hidden, "compute_hidden_gradients", lambda *arguments: asked.append(compute(*arguments)) or asked[-1]
+        hidden, "compute_hidden_gradients", lambda *arguments: recorded.append(compute(*arguments)) or recorded[-1]
     )
     result = problem().gradients(maxsim_from_hidden, (name,))[name]
     assert relative_error(result, problem().gradients(maxsim_from_hidden_reference)[name]) <= 1e-5
-    (gradients,) = asked
+    (gradients,) = recorded
     order = ("weight", "bias", "queries", "hidden")
     assert [gradient is not None for gradient in gradients] == [n == name for n in order]
 
@@ -243,28 +243,28 @@ def test_the_projection_is_kept_only_where_it_and_its_gradient_fit(monkeypatch: 
 def test_a_step_has_a_share_of_the_bytes_of_the_hidden_states(
     share: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 24 elements, which are projected to 6; and what needs no gradient has none of it."""
+    """Hidden states have 24 elements, projected to 6; a call without gradients gets no share."""
     monkeypatch.setattr(module, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(module, "STATES_PER_SCRATCH", share)
     projections, project = [], module._project
     monkeypatch.setattr(module, "_project", lambda *arguments: projections.append(1) or project(*arguments))
     torch.manual_seed(0)
     tensors = {"queries": torch.randn(3, 4, 6), "hidden": torch.randn(5, 7, 24), "weight": torch.randn(6, 24)}
-    whole = Problem(tensors, {})
-    scores = whole(maxsim_from_hidden)
+    call = Problem(tensors, {})
+    scores = call(maxsim_from_hidden)
     assert len(projections) == 5
     projections.clear()
-    actual, expected = whole.gradients(maxsim_from_hidden), whole.gradients(maxsim_from_hidden_reference)
+    actual, expected = call.gradients(maxsim_from_hidden), call.gradients(maxsim_from_hidden_reference)
     # Not at once: in the forward all documents are one block, in the backward three of them and then two.
     assert len(projections) == (1 if at_once else 3)
-    torch.testing.assert_close(scores, whole(maxsim_from_hidden_reference), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores, call(maxsim_from_hidden_reference), rtol=1e-5, atol=1e-5)
     for name, gradient in actual.items():
         assert relative_error(gradient, expected[name]) <= 1e-5
 
 
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 300])
 def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the definition of the same projected embeddings, which rounding to bfloat16 makes other ones."""
+    """Compare with the definition on the same projected embeddings, which rounding to bfloat16 changes."""
     limit_scratch(monkeypatch, scratch)
     half = problem().to(torch.bfloat16)
     actual = half.gradients(maxsim_from_hidden)
@@ -275,7 +275,7 @@ def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPa
 
 
 class Casts(TorchDispatchMode):
-    """The shapes of what is cast."""
+    """Records the shapes of tensors that are cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ test_bad_input_names_the_argument = mistakes(
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents(value: float, normalize: bool) -> None:
-    """Not even infinite ones: a query without active tokens scores 0, and what is masked has no gradient."""
+    """Not even infinite ones: a query without active tokens scores 0, and masked tokens have no gradient."""
     queries, hidden, weight, bias = problem().tensors.values()
     hidden[1, 3, 0] = value
     mask = torch.tensor([[True, False, True, True], [False] * 4, [False, True, False, False]])

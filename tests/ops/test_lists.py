@@ -1,4 +1,4 @@
-"""A list of tensors is looked at in C, which sees what the definition of the look sees."""
+"""The inspection of lists of tensors in C agrees with its definition in Python."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def forms(names: Sequence[str]) -> st.SearchStrategy:
     return st.builds(lambda name, length, size: FORMS[name](length, size), st.sampled_from(names), *SIZES)
 
 
-# What compiles Triton's own launcher compiles the look that is beside the kernels.
+# The compiler of Triton's own launcher also compiles the inspection beside the kernels.
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None
     or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")

@@ -62,7 +62,7 @@ def test_what_the_teacher_rules_out_adds_nothing() -> None:
 
 
 def test_a_label_out_of_range_or_left_out_is_not_a_number_to_the_definition() -> None:
-    """And an error to the operation on a CPU, where looking costs nothing."""
+    """The operation raises an error on a CPU, where the check costs nothing."""
     scores, labels = torch.randn(5, 4, requires_grad=True), torch.tensor([1, 4, -100, -1, 2])
     exclude = torch.zeros(5, 4, dtype=torch.bool)
     exclude[4, 2] = True
@@ -148,7 +148,7 @@ def test_margin_mse_is_that_of_sentence_transformers() -> None:
 
 @pytest.mark.parametrize("max_scratch_bytes", [None, 1])
 def test_statistics(max_scratch_bytes: int | None) -> None:
-    """Of scores [[3, 2.9, 1], [0.5, 2, 9]]: the second query's right document is not the best."""
+    """Scores are [[3, 2.9, 1], [0.5, 2, 9]]: the second query's right document is not the best."""
     queries = torch.tensor([[[3.0, 2.9, 1.0]], [[0.5, 2.0, 9.0]]], requires_grad=True)
     documents = torch.eye(3).unsqueeze(1)
     options = {"with_statistics": True, "max_scratch_bytes": max_scratch_bytes}
@@ -159,10 +159,10 @@ def test_statistics(max_scratch_bytes: int | None) -> None:
         assert torch.stack(statistics).tolist() == pytest.approx([0.5, 2.5, (2.9 + 9.0) / 2])
     _, statistics = maxsim_cross_entropy(queries, documents, margin=0.0, **options)
     assert torch.stack(statistics).tolist() == pytest.approx([1.0, 2.5, (2.9 + 0.5) / 2])
-    # A document that scores as the right one does makes no hit.
+    # A document that ties with the right one is no hit.
     _, statistics = maxsim_cross_entropy(queries, documents[[0, 1, 0]], **options)
     assert torch.stack(statistics).tolist() == pytest.approx([0.5, 2.5, (3.0 + 0.5) / 2])
-    # Documents that are left out are no negatives, nor is there one of a single document.
+    # Excluded documents are no negatives, and a single document has none.
     exclude = torch.tensor([[False, True, True], [False, False, True]])
     _, statistics = maxsim_cross_entropy(queries, documents, exclude=exclude, **options)
     assert torch.stack(statistics).tolist() == pytest.approx([1.0, 2.5, 0.5])
@@ -186,7 +186,7 @@ def test_a_temperature_that_is_learned() -> None:
 
 
 def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
-    """What is held until the loss is multiplied would be 0 in float16."""
+    """Gradients that are saved until the loss is scaled would be 0 in float16."""
     leaves = [torch.randn(shape).half().requires_grad_() for shape in ((3, 4, 8), (5, 6, 8))]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     for max_scratch_bytes in (None, 1):
@@ -200,7 +200,7 @@ def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
 
 
 def test_the_argmax_lives_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of a chunk's argmax are those of its queries: two of eight, by what the scratch holds."""
+    """A chunk's argmax has the rows of its queries only: two of eight, as many as fit into the scratch."""
     from pylate_flash.ops import loss_scores
 
     rows = []
@@ -213,7 +213,7 @@ def test_the_argmax_lives_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyP
     compute = loss_scores.compute
     monkeypatch.setattr(loss_scores, "compute", recorded)
     queries, documents = torch.randn(8, 32, 16, requires_grad=True), torch.randn(10, 6, 16)
-    # A score and its gradient, and an argmax of 32 with its lists.
+    # Per pair: a score and its gradient, and an argmax of 32 tokens with its lists.
     maxsim_cross_entropy(queries, documents, max_scratch_bytes=2 * 10 * (8 + 32 * 3))
     assert rows == [64] * 4
     rows.clear()

@@ -1,4 +1,4 @@
-"""What masks may hold, and that nothing of a masked token reaches a score or a gradient."""
+"""Which values masks may hold; masked tokens do not affect scores or gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS_MASK = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 0, 0]])
 
 
 def pylate_scores() -> ModuleType:
-    """PyLate's names, which need PyLate."""
+    """The functions under PyLate's names, which need PyLate."""
     from pylate_flash import scores
 
     return scores
@@ -91,7 +91,7 @@ def test_masks_and_weights_have_no_gradient() -> None:
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("masking", ["exclude", "zero"])
 def test_masked_tokens_have_no_gradient_under_normalize(value: float, candidates: bool, masking: str) -> None:
-    """Whose norm is not a number either."""
+    """Even where their norm is not a number."""
     queries, documents = QUERIES.clone(), DOCUMENTS.clone()
     queries[QUERIES_MASK == 0] = value
     documents[DOCUMENTS_MASK == 0] = value
@@ -111,19 +111,19 @@ def test_masked_tokens_have_no_gradient_under_normalize(value: float, candidates
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", [name for name, call in MASKED.items() if any("mask" in key for key in call.options)])
 def test_nothing_of_masked_tokens_reaches_a_result_or_a_gradient(name: str, value: float) -> None:
-    """But that of a layer's weight, which meets all hidden states, as it does in torch."""
+    """Except the gradient of a layer's weight, which all hidden states enter, as in torch."""
     call = MASKED[name]
     masks = {key: mask.clone() for key, mask in call.options.items() if "mask" in key}
     for key in masks.keys() & {"queries_mask", "x_mask"}:
         masks[key][0, 1] = 0
     call, spoiled = call._replace(options=call.options | masks), [tensor.clone() for tensor in call.tensors]
     masked = [(int(key in ("documents_mask", "y_mask")), mask == 0) for key, mask in masks.items()]
-    for place, off in masked:
-        spoiled[place][off] = value
+    for index, off in masked:
+        spoiled[index][off] = value
     clean, result = [value_and_gradients(call, tensors) for tensors in (call.tensors, spoiled)]
     torch.testing.assert_close(*[results[: 3 if "hidden" in name else None] for results in (result, clean)])
     assert masked
-    assert not any(result[1 + place][off].any() for place, off in masked)
+    assert not any(result[1 + index][off].any() for index, off in masked)
 
 
 @pytest.mark.parametrize("empty_score", [0.0, -1.0])

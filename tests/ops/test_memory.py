@@ -1,4 +1,4 @@
-"""What an operation returns lies in memory of its own, and what it was given is as before."""
+"""Results of operations do not share memory with the inputs, and inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 ROWS, BOUNDS, CODES = torch.rand(4, 8, generator=GENERATOR), torch.tensor([0, 1, 4]), residual_codes([1, 2], 8, 4)
 QUERIES = torch.rand(2, 3, 8, generator=GENERATOR, requires_grad=True)
 LEARNED = {"temperature": torch.ones((), requires_grad=True), "labels": torch.tensor([0, 1])}
-# A function, and what it is given.
+# A function, its positional arguments and its options.
 CALLS: dict[str, tuple[Callable[..., Any], tuple, dict[str, Any]]] = {
     **{name: (call.function, call.tensors, call.options) for name, call in calls(masked=True).items()},
     **{f"{name}, one": (call.function, call.tensors, call.options) for name, call in calls(one=True).items()},
@@ -84,5 +84,5 @@ def test_nothing_is_changed_or_kept(name: str) -> None:
     gradients = torch.autograd.grad(scores[0].sum(), learned) if scores else ()
     assert places(result)
     assert not places([result, gradients]) & places(inputs)
-    for tensor, was in zip(inputs, before, strict=True):
-        assert torch.equal(tensor, was)
+    for tensor, previous in zip(inputs, before, strict=True):
+        assert torch.equal(tensor, previous)

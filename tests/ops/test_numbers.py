@@ -72,7 +72,7 @@ def embeddings(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("power", [62, 64, 100, 126])
 def test_finite_embeddings_of_any_size_are_normalized(operation: Callable, dtype: torch.dtype, power: int) -> None:
-    """A power of two changes no digit, and divides the gradient."""
+    """Scaling by a power of two changes no digit, and divides the gradient."""
     results = []
     for factor in (1.0, 2.0**power):
         leaves = [(values * factor).requires_grad_() for values in embeddings(dtype)]
@@ -81,7 +81,7 @@ def test_finite_embeddings_of_any_size_are_normalized(operation: Callable, dtype
         results.append((scores.detach(), *(gradient.double() * factor for gradient in gradients)))
     (scores, *gradients), (expected, *right) = results
     torch.testing.assert_close(scores, expected, rtol=2e-6, atol=2e-6)
-    # Where they are huge, gradients may be subnormal.
+    # Gradients of huge embeddings may be subnormal.
     bound = 1e-5 if dtype == torch.float32 and power < 126 else 3e-2
     assert all(relative_error(*pair) <= bound for pair in zip(right, gradients, strict=True))
 
@@ -89,7 +89,7 @@ def test_finite_embeddings_of_any_size_are_normalized(operation: Callable, dtype
 @pytest.mark.parametrize("operation", [maxsim, packed, ragged, projected, sparse])
 @pytest.mark.parametrize("norm", [1e-4, 1e-11, 1e-13, 0.0])
 def test_norms_are_at_least_1e_12(operation: Callable, norm: float) -> None:
-    """Below that the division is by a constant, and its gradient that of a product."""
+    """Below that, normalization divides by a constant and has the gradient of a product."""
     unit = [torch.nn.functional.normalize(values, dim=-1) for values in embeddings(torch.float64)]
     results = []
     for function in (operation, maxsim_reference):
@@ -105,7 +105,7 @@ def test_huge_quantized_documents_are_normalized(precision: str, quantize_querie
     queries, documents = embeddings(torch.float32)
     options = {"normalize": True, "quantize_queries": quantize_queries}
     expected = maxsim(queries, quantize(documents, precision), **options)
-    # Scales too are multiplied by a power of two.
+    # The scales are multiplied by a power of two, too.
     actual = maxsim(queries, quantize(documents * 2.0**84, precision), **options)
     torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
 
@@ -116,7 +116,7 @@ def test_huge_quantized_documents_are_normalized(precision: str, quantize_querie
 def test_what_is_not_a_number_stays_in_its_scores(
     operation: Callable, value: float, normalize: bool, side: int
 ) -> None:
-    """And reaches their gradient; an infinite token has no direction."""
+    """NaN reaches their gradient, too; an infinite token has no direction."""
     arguments = embeddings(torch.float32)
     arguments[side][1, 2, 3] = value
     scores = operation(*[values.requires_grad_() for values in arguments], normalize=normalize)
@@ -125,7 +125,7 @@ def test_what_is_not_a_number_stays_in_its_scores(
     assert torch.equal(scores.isnan(), nan)
     assert torch.autograd.grad(scores[nan].sum(), arguments[1 - side], retain_graph=True)[0].isnan().any()
     if operation not in (projected, soft) and not normalize:
-        # A score that is NaN, of weight 0, gives 0 times NaN to no other element.
+        # A NaN score of weight 0 does not add 0 times NaN to other elements.
         (gradient,) = torch.autograd.grad(scores[~nan].sum(), arguments[1 - side])
         assert gradient[..., [0, 1, 2, 4, 5]].isfinite().all()
 
@@ -164,7 +164,7 @@ def test_of_nothing(operation: Callable, definition: Callable, others: tuple, qu
 
 @pytest.mark.parametrize("masking", ["exclude", "zero"])
 def test_an_infinite_query_token_among_masked_documents(masking: str) -> None:
-    """All of its similarities may be negative, and a masked token's 0 larger."""
+    """All of its similarities may be negative, and the 0 of a masked token larger."""
     queries, documents = embeddings(torch.float32)
     queries[0, 1, 2], documents[:, :, 2] = torch.inf, -1.0
     options = {"documents_mask": torch.tensor([[1, 0, 1]] * 3), "normalize": True, "masking": masking}
@@ -174,7 +174,7 @@ def test_an_infinite_query_token_among_masked_documents(masking: str) -> None:
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
 def test_the_newer_setting_of_float32_products_is_followed(precision: str) -> None:
-    """With it in force, torch does not tell its older one."""
+    """While it is set, torch does not report the older one."""
     queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
     options = Options(0, 0, 0, False, "sum", "exclude", 0.0, "auto")
     before = torch.backends.cuda.matmul.fp32_precision
@@ -210,7 +210,7 @@ def test_the_gradient_of_a_half_temperature_is_computed_wide(kind: str, loss_red
             loss = maxsim_kl_divergence(queries, documents, teacher, **options)
         gradients += torch.autograd.grad(loss.sum() * 1000, temperature)
     assert gradients[1] != 0
-    # Of half precision, and next to its smallest numbers.
+    # Tolerances of half precision, near its smallest numbers.
     torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=2e-3, atol=1e-4)
 
 
@@ -226,7 +226,7 @@ def test_a_loss_of_float64_embeddings_is_of_float64(loss_reduction: str) -> None
         leaves = [values.requires_grad_() for values in (*embeddings(torch.float64), torch.tensor(0.3).double())]
         loss = loss_of(*leaves)
         results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaves)))
-    # As many roundings as terms, each of 1.1e-16, of numbers of a few units.
+    # One rounding of 1.1e-16 per term, of numbers of a few units.
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
 
 
@@ -249,7 +249,7 @@ def test_the_negative_bit_is_read(name: str) -> None:
 
 
 def check_the_negative_bit(name: str, device: str) -> None:
-    """The imaginary part of a conjugate is memory that holds the negated numbers."""
+    """The imaginary part of a conjugate is a view of memory that holds the negated numbers."""
     queries, documents = (values.to(device) for values in embeddings(torch.float32))
     lazy = [torch.complex(values, -values).conj().imag for values in (queries, documents)]
     assert all(values.is_neg() for values in lazy)
@@ -260,17 +260,17 @@ def check_the_negative_bit(name: str, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("operation", [maxsim, candidates, packed, chamfer, "xtr"])
 def test_ties_go_to_the_lowest_index(operation: Callable | str, dtype: torch.dtype, size: int) -> None:
-    """Of similarities that are equal: those of small integers, which no order of a sum rounds."""
+    """Similarities of small integers tie exactly: no summation order rounds them."""
     generator = torch.Generator().manual_seed(size)
     queries = torch.randint(-3, 4, (3, 3, size), generator=generator).to(dtype)
     documents = torch.randint(-3, 4, (3, 3, size), generator=generator).to(dtype)
-    # The last of each repeats the first.
+    # The last token of each document repeats the first.
     documents[:, 2] = documents[:, 0]
     documents.requires_grad_()
     scores = xtr_scores(queries, documents, k=9) if operation == "xtr" else operation(queries, documents)
     (gradient,) = torch.autograd.grad(scores.sum(), documents)
     if operation is chamfer:
-        # What the last pulls to itself is its own half of the distance: that of the first is added to it.
+        # The last token gets the gradient of its own half of the distance only; the other half goes to the first.
         nearest = torch.cdist(documents.detach(), queries).argmin(dim=2)
         own = documents.detach() - queries.gather(1, nearest.unsqueeze(2).expand(-1, -1, size))
         torch.testing.assert_close(gradient[:, 2], 2 * own[:, 2] / 3)

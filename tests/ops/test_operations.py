@@ -15,7 +15,7 @@ from tests.ops.drawn import OPERATIONS, Call
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_scores_and_gradients_equal_the_definition(name: str) -> None:
-    """Whatever fits into a block: one pair of tokens, some, or all."""
+    """Blocks hold one pair of tokens, some, or all."""
 
     @settings(max_examples=80)
     @given(call=OPERATIONS[name].draw(), budget=st.sampled_from([None, 150, 1]))

@@ -17,14 +17,14 @@ CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
 
 
 def fp8_exact(embeddings: Tensor) -> Tensor:
-    """Embeddings that quantizing to fp8 changes nothing of: of its values, with a scale of 1."""
+    """Embeddings that quantization to fp8 leaves unchanged: fp8 values, with a scale of 1."""
     exact = (embeddings * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     exact[..., 0] = 448.0
     return exact
 
 
 def rows_as_quantized(queries: Tensor, precision: str, **options) -> Tensor:
-    """What rows [N, d] are to the kernels, [N, d]: their scores with documents of one token, 1 in one element."""
+    """Rows [N, d] as the kernels quantize them, [N, d]: their scores with one-hot documents of one token."""
     elements = torch.eye(queries.shape[1], device=queries.device).unsqueeze(1).to(TYPES[precision])
     documents = QuantizedEmbeddings(elements, torch.ones(elements.shape[:2], device=queries.device))
     return maxsim(queries.unsqueeze(1), documents, implementation="triton", **options)
@@ -42,7 +42,7 @@ def test_quantized_to_the_nearest_value(dtype: torch.dtype, precision: str) -> N
         # Half a unit in the last of 3 bits behind the point, or of the smallest value, 2^-9.
         step = torch.maximum(wide.abs() / 16, scales * 2.0**-10)
     else:
-        # What is rounded has lost its offset, with a rounding of its own.
+        # The offset is subtracted before rounding, with a rounding error of its own.
         step = scales / 2 * (1 + 1e-4)
         levels = (wide.amax(-1) - wide.amin(-1)) / 255 if precision == "uint8" else wide.abs().amax(-1) / 127
         torch.testing.assert_close(scales.squeeze(-1), levels, rtol=1e-6, atol=0.0)
@@ -94,8 +94,8 @@ def test_several_blocks_of_documents(shape: tuple[int, ...], monkeypatch: pytest
         for options in ({}, owners):
             packed_queries = queries.flatten(0, 1)
             actual = maxsim_varlen(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
-            of_packed = maxsim_quantized_reference(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
-            torch.testing.assert_close(actual.double(), of_packed, **CLOSE)
+            packed_expected = maxsim_quantized_reference(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
+            torch.testing.assert_close(actual.double(), packed_expected, **CLOSE)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 8), (3, 0, 8)])
@@ -130,7 +130,7 @@ def test_opcheck_and_compile(precision: str) -> None:
     queries, documents = torch.randn(2, 3, 8), quantize(torch.randn(4, 5, 8), precision)
     tensors = (queries, documents.values, *[None] * 5, documents.scales, documents.offsets)
     arguments = (*tensors, 0, 0, 0, False, "mean", "exclude", 0.0, "auto", True)
-    # The test of the schema multiplies the inputs, and torch has no product of fp8 elements.
+    # test_schema multiplies the inputs, and torch has no product of fp8 elements.
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     tests += [] if precision == "fp8" else ["test_schema"]
     torch.library.opcheck(torch.ops.pylate_flash.maxsim_quantized.default, arguments, test_utils=tests)

@@ -1,4 +1,4 @@
-"""`maxsim_ragged` and `maxsim_ragged_pairwise` against one pair at a time, and against what they stand for."""
+"""`maxsim_ragged` and `maxsim_ragged_pairwise` against one pair at a time, and against packed sequences."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_padded_queries_may_have_a_mask(kind: str) -> None:
 
 def test_pairs_are_the_diagonal() -> None:
     queries, documents = ragged(3, 0, 2), ragged(5, 1, 0, seed=1)
-    every = maxsim_ragged(queries, documents, empty_score=-7.0)
+    all_pairs = maxsim_ragged(queries, documents, empty_score=-7.0)
     result = maxsim_ragged_pairwise(queries, documents, empty_score=-7.0)
-    torch.testing.assert_close(result, every.diagonal())
+    torch.testing.assert_close(result, all_pairs.diagonal())
     padded = torch.stack(ragged(3, 3))
     torch.testing.assert_close(
         maxsim_ragged_pairwise(padded, documents[:2]), maxsim_ragged(padded, documents[:2]).diagonal()
@@ -54,7 +54,7 @@ def test_pairs_are_the_diagonal() -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_pairs_on_the_host_are_those_of_packed_sequences(dtype: torch.dtype, reduction: str) -> None:
-    """Where they lie, also without tokens, with NaN and infinity; or packed where there is a gradient."""
+    """Scored in place, also without tokens, with NaN and infinity; packed where a gradient is needed."""
     generator = torch.Generator().manual_seed(0)
     queries, documents = (
         [torch.randn(n, 8, generator=generator).to(dtype) for n in lengths]
@@ -89,12 +89,12 @@ def test_arrays_tuples_and_rows_that_are_not_contiguous_are_sequences() -> None:
     arrays = [t.numpy() for t in documents]
     mixed = [documents[0].numpy(), *documents[1:]]
     parameters = [torch.nn.Parameter(documents[0]), *documents[1:]]
-    for others in (wide, turned, every_other, arrays, mixed, tuple(documents), parameters):
-        assert torch.equal(maxsim_ragged([t.numpy() for t in queries], others).detach(), expected)
+    for variant in (wide, turned, every_other, arrays, mixed, tuple(documents), parameters):
+        assert torch.equal(maxsim_ragged([t.numpy() for t in queries], variant).detach(), expected)
 
 
 def test_a_row_of_a_window_is_one_row() -> None:
-    """Its strides are those of contiguous rows, of which it has as many as elements fill."""
+    """Its strides are those of contiguous rows of 4, and its 8 elements would fill two of them."""
     queries, documents = ragged(2, size=4), [torch.ones(3, 4), torch.arange(16.0)[None].unfold(1, 8, 4)[0][:1]]
     assert documents[1].shape == (1, 8)
     assert documents[1].stride() == (4, 1)
@@ -123,7 +123,7 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("lengths", [(4, 4, 4), (3, 1, 2), (5,)])
 def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses and boundaries, each from a multiple of 16 bytes on; one query is taken as it is."""
+    """Addresses and boundaries each start at a multiple of 16 bytes; a single query is used as it is."""
     padded: list[tuple] = []
 
     def pad(origin, bounds, length, offsets, unit):
@@ -139,7 +139,7 @@ def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, m
     tensors, offsets = call.tensors, call.offsets
     assert offsets is not None
     assert (offsets.starts * offsets.unit * 4 + tensors.documents.data_ptr()).tolist() == addresses(documents)
-    assert (offsets.n_tokens, offsets.unit) == (13, 4 if all(at % 16 == 0 for at in addresses(documents)) else 1)
+    assert (offsets.n_tokens, offsets.unit) == (13, 4 if all(a % 16 == 0 for a in addresses(documents)) else 1)
     assert tensors.documents_cu_seqlens.tolist() == [0, 5, 6, 13]
     assert tensors.candidates_cu_seqlens.tolist() == candidates.tolist()
     parts = [offsets.starts, tensors.documents_cu_seqlens, tensors.candidates_cu_seqlens]

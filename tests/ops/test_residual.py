@@ -19,7 +19,7 @@ FIELDS = ("codes", "residuals", "centroids", "bucket_weights", "cu_seqlens", "sc
 
 
 def element_by_element(documents: ResidualCodes) -> torch.Tensor:
-    """What codes stand for, in float64, bit by bit."""
+    """Decompress codes in float64, bit by bit."""
     rows = []
     for code, packed in zip(documents.codes.tolist(), documents.residuals.tolist(), strict=True):
         bits = "".join(f"{byte:08b}" for byte in packed)

@@ -1,4 +1,4 @@
-"""`train_residual_codec`, `compress` and `read_fast_plaid`; indexes are made by fast-plaid itself."""
+"""`train_residual_codec`, `compress` and `read_fast_plaid`, on indexes built by fast-plaid itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUNDS = torch.tensor([0, 100, 100, 400])
 
 
 def clustered(n_tokens: int = 400, size: int = 16) -> torch.Tensor:
-    """Unit vectors around 20 centres, as those of models are."""
+    """Unit vectors clustered around 20 centres, like those of models."""
     generator = torch.Generator().manual_seed(0)
     centres = F.normalize(torch.randn(20, size, generator=generator), dim=-1)
     noise = torch.randn(n_tokens, size, generator=generator) / size**0.5
@@ -40,8 +40,8 @@ def test_more_bits_come_closer(nbits: int, codecs: dict[int, ResidualCodec]) -> 
     assert documents.nbits == nbits
     assert torch.equal(documents.cu_seqlens, BOUNDS)
     similarity = (documents.decompress() * embeddings).sum(dim=1)
-    of_centroids = (codecs[nbits].centroids.float()[documents.codes] * embeddings).sum(dim=1)
-    assert (1 - similarity).mean() < (1 - of_centroids).mean() / {2: 3, 4: 10}[nbits]
+    centroid_similarity = (codecs[nbits].centroids.float()[documents.codes] * embeddings).sum(dim=1)
+    assert (1 - similarity).mean() < (1 - centroid_similarity).mean() / {2: 3, 4: 10}[nbits]
 
 
 @pytest.mark.parametrize("nbits", [2, 4])
@@ -105,7 +105,7 @@ def test_without_fastkmeans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_by_fast_plaid(folder: Path, nbits: int):
-    """An index of 40 documents of 1 to 15 tokens in two chunks, and fast-plaid's object of it."""
+    """Build an index of 40 documents of 1 to 15 tokens in two chunks; return fast-plaid's index object."""
     search = pytest.importorskip("fast_plaid.search")
     documents = list(clustered(295, 32).split([1 + i % 15 for i in range(40)]))
     index = search.FastPlaid(index=str(folder), device="cpu")
@@ -154,13 +154,13 @@ FILES = {
         ("doclens.0.json", [2, 2], "cu_seqlens must rise from 0 to the number of codes, 3"),
         ("doclens.0.json", ["2", "1"], "holds no index of fast-plaid"),
         ("0.codes.npy", np.array([0, 7, 3]), "codes must be from 0 to 6"),
-        # Of 32 bits, it would be 0.
+        # Truncated to 32 bits, it would be 0.
         ("0.codes.npy", np.array([0, 1 << 32, 3]), "codes must be from 0 to 6"),
         ("0.codes.npy", np.array([0.0, 1.0, 2.0]), "0.codes.npy must hold numbers of kind i or u, got float64"),
         ("0.residuals.npy", np.zeros((3, 2), dtype=np.uint8), r"residuals must have shape \[3, 4\], got \[3, 2\]"),
         ("centroids.npy", b"", "centroids.npy holds no array"),
         ("bucket_weights.npy", np.zeros(4, dtype=np.float32), "holds no index of fast-plaid"),
-        # An array of objects, which is pickled.
+        # An object array, which numpy would pickle.
         ("bucket_weights.npy", np.array([{}]), "bucket_weights.npy holds no array: Object arrays cannot be loaded"),
     ],
 )
@@ -172,8 +172,8 @@ def test_a_folder_without_a_whole_index(name: str, content, message: str, tmp_pa
             written = content if isinstance(content, bytes) else json.dumps(content).encode()
             (tmp_path / name).write_bytes(written)
 
-    for each in FILES:
-        write(each, FILES[each])
+    for file in FILES:
+        write(file, FILES[file])
     assert read_fast_plaid(tmp_path).n_documents == 2
     write(name, content)
     with pytest.raises(ValueError, match=message):

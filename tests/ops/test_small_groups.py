@@ -1,4 +1,4 @@
-"""The blocked implementation where groups of few similarities go together, and the memory of its backward."""
+"""The blocked implementation where small groups of similarities are batched, and the memory of its backward."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_documents_without_tokens_may_have_a_block_to_themselves(monkeypatch: py
 
 
 def test_runs_of_queries_stay_within_the_budget() -> None:
-    bounds = [torch.tensor(each) for each in ([0, 3, 6, 9, 12], [0, 10, 20, 520, 530, 540], [0, 1, 2, 4, 5])]
+    bounds = [torch.tensor(b) for b in ([0, 3, 6, 9, 12], [0, 10, 20, 520, 530, 540], [0, 1, 2, 4, 5])]
     tensors = Tensors(torch.randn(12, 8), torch.randn(540, 8), None, None, *bounds)
     arguments = operands_of(problem_of(tensors, Options(3, 500, 2)), tensors)
     assert groups_at_once(arguments, 8 * 100) == [(0, 2), (2, 3), (3, 4)]
@@ -106,5 +106,5 @@ def test_the_backward_needs_its_gradient_and_a_block(packed: bool) -> None:
             held += event.nbytes()
             peak = max(peak, held)
     gradient = documents.numel() * 2
-    # A block is 16 MiB in float32, and there are its widened tokens, its gradient and what the norms make of it.
+    # A block is 16 MiB in float32: its widened tokens, its gradient, and that gradient through the norms.
     assert gradient <= peak <= gradient + 3 * (16 << 20)

@@ -18,7 +18,7 @@ BETAS = st.sampled_from([0.3, 2.0, 30.0])
 
 
 def soft_gradients(function, case: Case, beta: float | Tensor) -> tuple[Tensor, ...]:
-    """Gradients of beta, queries and documents, as `differentiated`."""
+    """Gradients of beta, queries and documents, computed by `differentiated`."""
     learned = torch.tensor(float(beta), dtype=torch.float64, device=case.queries.device)
     return differentiated(lambda b, q, d, **o: function(q, d, b, **o), (learned, *case.tensors), case.keywords)
 
@@ -31,14 +31,14 @@ def varlen_reference(queries, documents, beta, queries_cu_seqlens, documents_cu_
 def varlen_gradients(function, case: tuple, beta: float, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     (queries, documents, *bounds), options = case
     learned = torch.tensor(beta, dtype=torch.float64, device=queries.device)
-    leaves = learned, *(each.to(dtype or each.dtype) for each in (queries, documents))
+    leaves = learned, *(t.to(dtype or t.dtype) for t in (queries, documents))
     return differentiated(lambda b, q, d, **o: function(q, d, b, *bounds, **o), leaves, options)
 
 
 def check_gradients(
     actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float, beta_scale: float = 1.0
 ) -> None:
-    """Relative errors; that of beta's gradient, a sum of terms of both signs, at least of `beta_scale`."""
+    """Check relative errors; that of beta's gradient, a sum of terms of both signs, is relative to >= `beta_scale`."""
     assert abs(actual[0] - expected[0]) <= tolerance * max(beta_scale, abs(expected[0]))
     for gradient, reference in zip(actual[1:], expected[1:], strict=True):
         assert relative_error(gradient, reference) <= tolerance
@@ -50,7 +50,7 @@ def test_nan_and_infinity_behave_as_in_torch() -> None:
     actual, expected = soft_maxsim(queries, documents, 2.0), soft_maxsim_reference(queries, documents, 2.0)
     torch.testing.assert_close(actual, expected, equal_nan=True)
     assert actual.isnan().any(dim=0).tolist() == [True, False, False, False]
-    # Whose documents are finite has a finite gradient.
+    # Finite documents have finite gradients.
     leaf = documents.requires_grad_()
     (gradient,) = torch.autograd.grad(soft_maxsim(queries, leaf, 2.0).sum(), leaf)
     assert gradient[0].isnan().all()

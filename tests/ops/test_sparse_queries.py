@@ -48,7 +48,7 @@ def test_packed_documents_by_hand(function) -> None:
 
 
 def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is gathered and multiplied at a time stays within the budget of a block."""
+    """Each gathered and multiplied block stays within its budget."""
     largest = 0
     product = torch.bmm
 

@@ -1,4 +1,4 @@
-"""Sequences that go to a GPU in blocks: every one in its order, in blocks that are worth a thread each."""
+"""Sequences are copied to a GPU in blocks, in order, each block large enough to be worth a thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_blocks(lengths: list[int], row_bytes: int) -> None:
     if ends[-1] * row_bytes <= 2 * COPIED:
         assert len(stops) == 1
         return
-    # A block but the last has what is worth copying, and no sequence that it could do without.
+    # Every block but the last is large enough to be worth copying, and holds no sequence more than that takes.
     copied = [0, *(int(ends[stop - 1]) * row_bytes for stop in stops)]
     longest = max(lengths) * row_bytes
     assert max(np.diff(copied)) <= COPIED + longest

@@ -1,4 +1,4 @@
-"""Every tensor that an operation takes is dense, and what it has to be beside the others, or one error names it."""
+"""Every tensor argument must be dense and fit the other arguments; otherwise one error names it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TEACHER = {"teacher_scores": torch.ones(2, 3)}
 QUANTIZED = quantize(D, "uint8")
 VALUES = {name: getattr(QUANTIZED, name) for name in ("values", "scales", "offsets")}
 
-# A function, and all tensors that it takes by name.
+# A function, and all tensors that it takes, by argument name.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     "maxsim": (maxsim, PADDED),
     "pairs": (maxsim_pairwise, {**PADDED, "queries": D, "queries_mask": torch.ones(3, 5)}),
@@ -129,7 +129,7 @@ def test_tensors_are_dense(call: str, layout: str) -> None:
             function(**{**tensors, name: LAYOUTS[layout](tensor)})
 
 
-# What is made of a tensor, and the error, which names that tensor, or another that does not go with it.
+# A change of a tensor, and its error, which names that tensor, or another one that does not fit it.
 ITSELF, ANY = r"{name}(\[\d\])? ", "(^| )[a-z_]+ "
 CHANGES: dict[str, tuple[Callable[[Tensor], object], type[Exception], str]] = {
     "no tensor": (lambda tensor: [1.0], TypeError, ITSELF + "must be (a|a number or a floating) .*, got list"),
@@ -142,7 +142,7 @@ CHANGES: dict[str, tuple[Callable[[Tensor], object], type[Exception], str]] = {
     "elsewhere": (lambda tensor: tensor.to("meta"), ValueError, ANY + "must (.* on|hold values, .* on) .*(meta|cpu)"),
 }
 EMBEDDINGS = {"queries", "documents", "weight", "bias", "queries_weight", "queries_bias", "x", "y"}
-# What decides of the others what they are to be, and what may be anything.
+# Tensors that determine what the others must be, and tensors that may be anything.
 FREE = {
     ("packed hidden", "queries"), ("explain", "documents"), ("unpack", "values"), ("quantize", "embeddings"),
     ("quantized", "values"), ("codec", "centroids"),

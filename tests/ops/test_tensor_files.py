@@ -1,4 +1,4 @@
-"""Containers of tensors as files: to the bit, whole or not at all, and no other file is taken for one."""
+"""Tensor containers as files: bitwise round trips, atomic writes, and other files are refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TOKENS, BOUNDS = pack([NUMBERS[0, :3], NUMBERS[1, :0], NUMBERS[2, :2]])
 
 
 def views(precision: str) -> QuantizedEmbeddings:
-    """Of larger tensors, which safetensors does not take as they are."""
-    whole = quantize(NUMBERS, precision)
-    offsets = None if whole.offsets is None else whole.offsets[:, :3]
-    return QuantizedEmbeddings(whole.values[:, :3], whole.scales[:, :3], offsets)
+    """Embeddings that are views of larger tensors, which safetensors does not take as they are."""
+    full = quantize(NUMBERS, precision)
+    offsets = None if full.offsets is None else full.offsets[:, :3]
+    return QuantizedEmbeddings(full.values[:, :3], full.scales[:, :3], offsets)
 
 
 CONTAINERS = {
@@ -87,7 +87,7 @@ def test_other_files_are_refused(container: TensorContainer, what: str, path: Pa
 
 
 def test_codes_without_a_centroid_are_refused(path: Path) -> None:
-    """They would be read from memory that is not the centroids'."""
+    """They would index memory beyond the centroids."""
     documents = residual_codes([3], 8, 4)
     object.__setattr__(documents, "codes", documents.codes + 7)
     documents.save(path)

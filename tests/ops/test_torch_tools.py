@@ -43,7 +43,7 @@ EVERY, CALLS = operations(), calls(masked=True)
 
 
 def step(operation: Operation) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """What training does with an operation."""
+    """A training step of an operation: scores and the gradient of the queries."""
 
     def run(queries: Tensor) -> tuple[Tensor, Tensor]:
         scores = operation(queries)
@@ -66,11 +66,11 @@ def test_results_can_be_changed_in_place(name: str) -> None:
 def test_only_the_needed_gradients(name: str) -> None:
     call = CALLS[name]
     _, *expected = value_and_gradients(call, call.tensors)
-    for place, reference in enumerate(expected):
+    for index, reference in enumerate(expected):
         leaves = [tensor.clone() for tensor in call.tensors]
-        call(*leaves[:place], leaves[place].requires_grad_(), *leaves[place + 1 :]).square().sum().backward()
-        torch.testing.assert_close(leaves[place].grad, reference)
-        assert all(leaf.grad is None for leaf in leaves if leaf is not leaves[place])
+        call(*leaves[:index], leaves[index].requires_grad_(), *leaves[index + 1 :]).square().sum().backward()
+        torch.testing.assert_close(leaves[index].grad, reference)
+        assert all(leaf.grad is None for leaf in leaves if leaf is not leaves[index])
     assert not call(*call.tensors).requires_grad
 
 
@@ -110,7 +110,7 @@ def test_results_and_gradients_are_bitwise_reproducible(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_retained_graph_can_be_differentiated_again(name: str) -> None:
-    """Those of the first time were given away, of a loss as they had been kept, and may have been changed."""
+    """The first gradients, those that a loss saved included, belong to the caller, who may have changed them."""
     leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
     total = CALLS[name](*leaves).sum()
     first = torch.autograd.grad(total, leaves, retain_graph=True)
@@ -131,7 +131,7 @@ def test_second_derivative_is_refused(name: str) -> None:
             gradient.sum().backward()
 
 
-# Squared distances of rounded points would be far off; beta is multiplied with sums.
+# Not Chamfer: squared distances of rounded points would be far off. Beta, which multiplies sums, is not rounded.
 @pytest.mark.parametrize("name", [name for name in CALLS if "Chamfer" not in name])
 def test_autocast_gives_the_autocast_type(name: str) -> None:
     call = CALLS[name]
@@ -140,7 +140,7 @@ def test_autocast_gives_the_autocast_type(name: str) -> None:
         actual = value_and_gradients(call, call.tensors)
     expected = value_and_gradients(call, rounded)
     assert {tensor.dtype for tensor in actual} == {torch.float32}
-    assert all(torch.equal(one, other.float()) for one, other in zip(actual, expected, strict=True))
+    assert all(torch.equal(a, b.float()) for a, b in zip(actual, expected, strict=True))
     assert not torch.equal(actual[0], call(*call.tensors))
 
 
@@ -198,7 +198,7 @@ def test_results_do_not_depend_on_the_default_type(name: str, set_default: Calla
 
 @pytest.mark.parametrize("name", CALLS)
 def test_modes_meet_the_operator(name: str) -> None:
-    """Which what looks at operators, as a compiler does, gets to see, without the work inside."""
+    """Dispatch modes, such as a compiler's, see the operator and not the operations inside it."""
     call = CALLS[name]
     expected = value_and_gradients(call, call.tensors)
     with Operators() as operators:
@@ -219,15 +219,15 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(forward, saved, test_utils=("test_schema", "test_faketensor"))
     leaves = {tensor.data_ptr() for tensor in call.tensors}
     arguments = [
-        each.detach().requires_grad_() if isinstance(each, Tensor) and each.data_ptr() in leaves else each
-        for each in arguments
+        arg.detach().requires_grad_() if isinstance(arg, Tensor) and arg.data_ptr() in leaves else arg
+        for arg in arguments
     ]
     torch.library.opcheck(operator, arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "ragged" not in name])
 def test_compiles_for_other_lengths_too(name: str) -> None:
-    """In one graph; ragged lists are a test of their own."""
+    """In one graph; ragged lists have a test of their own."""
     compiled = torch.compile(CALLS[name].function, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (5, 9):
         call = calls(length=length, masked=True)[name]
@@ -246,7 +246,7 @@ def test_compiles_for_other_lengths_too(name: str) -> None:
     ],
 )
 def test_compiles_by_default(operation: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> None:
-    """With inductor, which reads results by the strides that the operators promise."""
+    """With inductor, which relies on the strides that the operators declare."""
     leaves = [tensor.clone().requires_grad_() for tensor in arguments]
     actual, expected = torch.compile(operation, fullgraph=True)(*leaves), operation(*leaves)
     torch.testing.assert_close(actual, expected)
@@ -273,7 +273,7 @@ LISTS = {
 
 @pytest.mark.parametrize("lists", LISTS)
 def test_lists_of_all_lengths_are_two_graphs(lists: str) -> None:
-    """The first is for the lengths that it met, the second for all."""
+    """The first is specialized to the lengths it met, the second is dynamic."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(LISTS[lists], fullgraph=True, backend=counter)
     for lengths in ((2, 3, 4, 5), (5, 2, 9, 4), (3, 8, 6, 7)):
@@ -324,7 +324,7 @@ def test_a_label_out_of_range_is_not_a_number_where_no_value_can_be_looked_at() 
 
 
 def test_results_are_contiguous(operation: Operation) -> None:
-    """As the operators say of them, whatever computes them, and as `view` needs."""
+    """As the operators declare, whatever implementation computes them, and as `view` needs."""
     scores = operation(QUERIES)
     assert torch.equal(scores.view(-1), scores.reshape(-1))
     assert torch.equal(EVERY["in-batch"](QUERIES.transpose(0, 1).contiguous().transpose(0, 1)).view(-1),
@@ -352,7 +352,7 @@ def forward_mode(operation: Operation, queries: Tensor) -> Tensor:
     ids=["grad", "jacrev", "vmap of grad", "grad of vmap", "jvp", "jacfwd", "forward_ad"],
 )
 def test_other_ways_to_differentiate_are_refused(operation, differentiate) -> None:
-    """In forward mode, torch would take the derivative of an operator without a rule to be 0."""
+    """In forward mode, torch would take the derivative of an operator without a formula to be 0."""
     with pytest.raises(RuntimeError, match="is differentiated by torch.autograd.grad and Tensor.backward only"):
         differentiate(operation, QUERIES)
 

@@ -27,7 +27,7 @@ def packed(
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.float64),
     sizes: st.SearchStrategy[int] = SIZES,
 ) -> tuple:
-    """Packed queries and documents of lengths from 0, with or without candidates, and their boundaries."""
+    """Draw packed queries and documents of lengths from 0, with or without candidates, and their boundaries."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     size, dtype = draw(sizes), draw(st.sampled_from(dtypes))
     query_lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
@@ -55,9 +55,9 @@ def packed(
 
 
 def gradients(function: Callable[..., torch.Tensor], case: tuple, dtype: torch.dtype | None = None) -> tuple:
-    """Gradients of queries and documents, in `dtype` or as they are, as `differentiated`."""
+    """Gradients of queries and documents, in `dtype` or their own, computed by `differentiated`."""
     (queries, documents, *bounds), options = case
-    return differentiated(function, [each.to(dtype or each.dtype) for each in (queries, documents)], options, *bounds)
+    return differentiated(function, [t.to(dtype or t.dtype) for t in (queries, documents)], options, *bounds)
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": True, "reduction": "mean", "empty_score": -3.0}])
@@ -143,7 +143,7 @@ test_bad_input_names_the_argument = mistakes(
 
 
 def test_boundaries_of_candidates_are_not_looked_at() -> None:
-    """On a GPU, as here in a graph, where none of their values is known."""
+    """On a GPU, and as here in a graph, their values are unknown on the host."""
     with FakeTensorMode():
         tensors = torch.zeros(40, 8), torch.zeros(90, 8), torch.zeros(5).int(), torch.zeros(31).int()
         scores = maxsim_varlen(

@@ -40,12 +40,12 @@ def test_by_hand(function) -> None:
     documents = torch.tensor([[[3.0, -1.0], [2.0, -2.0]], [[1.0, -3.0], [-1.0, 4.0]]])
     # Token 0 retrieves 3 and 2, both of document 0; token 1 retrieves 4, of document 1, and -1, of document 0.
     assert function(queries, documents, k=2, normalizer="retrieved").tolist() == [[1.0, 4.0]]
-    # As positive ones, only the 3 counts for document 0: its other token has a 0 for token 1.
+    # Normalized by positive scores, only the 3 counts for document 0: it has a 0 for token 1.
     assert function(queries, documents, k=2).tolist() == [[3.0, 4.0]]
-    # Token 1 retrieves both tokens of document 0 now, and so no 0, and three of all for token 0 leave one out.
+    # Token 1 now retrieves both tokens of document 0, so there is no 0; the top 3 of token 0 leave out one token.
     assert function(queries, documents, k=3).tolist() == [[2.0, 2.5]]
     mask = torch.tensor([[True, True], [False, True]])
-    # With one more, that is the masked token, and document 1 is retrieved as a whole: -1 and 4.
+    # With one more, the masked token is retrieved too, and so all of document 1: -1 and 4.
     assert function(queries, documents, k=3, documents_mask=mask).tolist() == [[2.0, 4.0]]
     assert function(queries, documents, k=4, documents_mask=mask).tolist() == [[2.0, 3.0]]
     assert function(queries, documents, k=3, documents_mask=mask, normalizer="retrieved").tolist() == [[1.0, 1.5]]
@@ -80,7 +80,7 @@ def test_nan_and_infinity() -> None:
         scores = xtr_scores(queries, documents, k=2, normalizer=normalizer)
         assert scores[:, 1].isnan().all()
         assert scores[:, [0, 2]].isfinite().all()
-        # A masked one is as if it were not there.
+        # A masked token has no effect.
         mask = ~documents.isnan().any(dim=-1)
         leaf = documents.clone().requires_grad_()
         scores = xtr_scores(queries, leaf, k=2, documents_mask=mask, normalizer=normalizer)
@@ -110,7 +110,7 @@ def test_the_similarities_are_never_together(monkeypatch: pytest.MonkeyPatch) ->
     queries, documents = torch.randn(10, 16, 4, requires_grad=True), torch.randn(60, 40, 4, requires_grad=True)
     with Elements() as elements:
         xtr_scores(queries, documents, k=50).sum().backward()
-    # [Nd, rows], or the documents.
+    # The largest tensor is [Nd, rows] or the documents.
     assert elements.largest <= 60 * 10 * 16
     assert elements.largest < queries.shape[0] * 16 * 60 * 40 / 30
 

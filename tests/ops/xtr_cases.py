@@ -1,7 +1,7 @@
 """Random calls of `xtr_scores`, drawn by hypothesis, for every implementation's tests.
 
 Embeddings are multiples of 1/4 of at most 1, of few elements: every product and every sum is exact in any floating
-type that accumulates in float32, so what is retrieved does not hang on rounding, and ties abound.
+type that accumulates in float32, so rounding never decides what is retrieved, and ties are frequent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def xtr_cases(
     draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES, max_batch: int = 5, max_length: int = 12
 ) -> Case:
-    """Masks, weights, empty queries and documents, and k up to more than there are tokens."""
+    """Draw masks, weights, empty queries and documents, and k up to more than the number of tokens."""
     n_queries, n_documents = draw(st.integers(1, max_batch)), draw(st.integers(1, max_batch))
     query_length, length, size = (
         draw(st.integers(1, max_length)),
@@ -33,7 +33,7 @@ def xtr_cases(
     dtype = draw(st.sampled_from(dtypes))
 
     def numbers(*shape: int) -> Tensor:
-        # Where all similarities are negative, PyLate's imputation and ours must not be mistaken for each other.
+        # All similarities may be negative, where PyLate's imputation and ours differ.
         low = draw(st.sampled_from([-4, -4, 0, 1]))
         return torch.randint(low, 5, shape, generator=generator).div(4).to(dtype)
 

@@ -1,4 +1,4 @@
-"""Negatives gathered over ranks that have other numbers of queries and other lengths, against one process with all.
+"""Negatives gathered over ranks with unequal batch sizes and lengths, against one process with the whole batch.
 
 Two and four processes over gloo, in float64. Scores are float32.
 """
@@ -33,9 +33,9 @@ from tests.ranks import (
 )
 from tests.recorded import recorded
 
-# One of them longer than all others.
+# One is longer than all others.
 POSITIVES = [*POSITIVES[:5], "Join: a, b, c and d, in this order, and return one string", "It"]
-# The rows of the batch on each rank, of which one has a single query.
+# The rows of the batch on each rank; one rank has a single query.
 ROWS = {2: [slice(0, 6), slice(6, 7)], 4: [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 7)]}
 
 TYPES = torch.float32, torch.bfloat16
@@ -70,7 +70,7 @@ def batch(model: models.ColBERT, rows: slice, pad: bool, columns: int = 2) -> li
 def learned_temperature(model: models.ColBERT, columns: list, **arguments) -> tuple[Tensor, Tensor]:
     temperature = nn.Parameter(torch.tensor([0.7], dtype=torch.float64))
     value = losses.Contrastive(model, temperature=temperature, **arguments)(columns)
-    # As a loss scaler does.
+    # As with a loss scaler.
     (8 * value).backward()
     return value.detach(), temperature.grad / 8
 
@@ -110,11 +110,11 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
     masks = masks_of(loss, own)[1]
     results["tokens"] = sum(mask.sum().item() for mask in masks)
 
-    for what, tokens in (("sizes", torch.zeros(3, 4 + rank)), ("types", torch.zeros(3, 4).to(TYPES[rank % 2]))):
+    for field, tokens in (("sizes", torch.zeros(3, 4 + rank)), ("types", torch.zeros(3, 4).to(TYPES[rank % 2]))):
         try:
             distributed.exchange(Packed(tokens, torch.tensor([3]), 3), 1)
         except (TypeError, ValueError) as error:
-            results["other", what] = type(error), str(error)
+            results["other", field] = type(error), str(error)
 
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     for name, arguments in (("texts", {"mini_batch_size": 2}), ("tokens", {"mini_batch_num_tokens": 40})):
@@ -153,7 +153,7 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
 
 @pytest.fixture(scope="module")
 def ranks_of(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list]:
-    """What the ranks of a world have found, which run once, in whatever order the tests ask."""
+    """The results of all ranks, by world size; each world size runs once, whatever the order of the tests."""
 
     @functools.cache
     def result(world: int) -> list:
@@ -161,7 +161,7 @@ def ranks_of(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -
         run_ranks(work, (tiny_colbert_path, folder, world), world)
         results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
         for column in (1, 2):
-            assert len({one["lengths"][column] for one in results}) > 1, "the ranks must differ"
+            assert len({r["lengths"][column] for r in results}) > 1, "the ranks must differ"
         return results
 
     return result
@@ -178,7 +178,7 @@ def model(tiny_colbert_path: str) -> models.ColBERT:
 
 
 def whole(model: models.ColBERT, name: str, expansion: bool = True) -> tuple[Tensor, Tensor]:
-    """The loss of one process with the whole batch, times the ranks where that is averaged over the ranks."""
+    """The loss and the gradient of one process with the whole batch."""
     kind, arguments = CASES[name]
     arguments = {key: value for key, value in arguments.items() if key != "gather"}
     model.do_query_expansion = expansion
@@ -198,7 +198,7 @@ def test_the_ranks_together_are_one_process_with_the_whole_batch(
 
 
 def test_the_ring_brings_one_block_at_a_time(ranks: list, model: models.ColBERT) -> None:
-    """Each of them once in the forward and once in the backward; the rows of a chunk do not matter."""
+    """Each block comes once in the forward and once in the backward, whatever the chunk size."""
     value, gradient = whole(model, "Contrastive")
     tokens = [results["tokens"] for results in ranks]
     for rank, results in enumerate(ranks):
@@ -230,7 +230,7 @@ def test_a_learned_temperature(ranks: list, model: models.ColBERT, gather: str) 
 
 @pytest.mark.parametrize("gather", ["all_gather", "ring"])
 def test_numbers_of_columns_may_differ(ranks: list, model: models.ColBERT, gather: str) -> None:
-    """The negatives of some ranks are missing: every query meets all documents that there are."""
+    """Some ranks have no negatives: every query is scored against all documents that exist."""
     world = len(ranks)
     model.do_query_expansion = True
     model.zero_grad()
@@ -238,9 +238,9 @@ def test_numbers_of_columns_may_differ(ranks: list, model: models.ColBERT, gathe
         nn.functional.normalize(model(features)["token_embeddings"], dim=-1)
         for features in batch(model, slice(None), True)
     )
-    there = [i for rank, rows in enumerate(ROWS[world]) for i in range(rows.start, rows.stop) if rank % 2]
+    present = [i for rank, rows in enumerate(ROWS[world]) for i in range(rows.start, rows.stop) if rank % 2]
     masks = masks_of(losses.Contrastive(model), batch(model, slice(None), True))[1]
-    documents, mask = torch.cat([positives, negatives[there]]), torch.cat([masks[0], masks[1][there]])
+    documents, mask = torch.cat([positives, negatives[present]]), torch.cat([masks[0], masks[1][present]])
     similarities = torch.einsum("qsd,ntd->qnst", queries, documents).masked_fill(~mask[None, :, None], -torch.inf)
     value = nn.functional.cross_entropy(similarities.amax(-1).sum(-1), torch.arange(len(queries)))
     value.backward()

@@ -1,4 +1,4 @@
-"""Mini-batches of one length: what the cached loss encodes and keeps, and that neither changes it."""
+"""Mini-batches of one length: what the cached loss encodes and stores, and that neither changes its value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEGATIVES = [" ".join(reversed(text.split())) for text in reversed(DOCUMENTS)]
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ColBERT:
     model = request.getfixturevalue(request.param)
     monkeypatch.setattr(model, "do_query_expansion", True)
-    # Padded texts are much longer than most.
+    # Padding makes most texts much longer.
     monkeypatch.setattr(model, "document_length", 30)
     return model
 
@@ -56,12 +56,12 @@ def test_value_and_gradients_are_those_of_the_whole_batch(
     model: ColBERT, arguments: dict, masking: str, expansion: bool
 ) -> None:
     model.do_query_expansion = expansion
-    of_loss = {name: value for name, value in arguments.items() if "mini" not in name}
-    expected = value_and_gradients(losses.Contrastive(model, masking=masking, **of_loss), batch(model))
+    loss_kwargs = {name: value for name, value in arguments.items() if "mini" not in name}
+    expected = value_and_gradients(losses.Contrastive(model, masking=masking, **loss_kwargs), batch(model))
     with Watch(model) as watch:
         actual = value_and_gradients(losses.CachedContrastive(model, masking=masking, **arguments), batch(model))
     assert_same(actual, expected)
-    # All texts twice, and most of them cut.
+    # All texts are encoded twice, most of them with less padding.
     sizes = [ids.shape for ids in watch.ids]
     assert sum(rows for rows, _ in sizes) == 2 * 3 * len(QUERIES)
     if "mini_batch_size" in arguments:
@@ -74,7 +74,7 @@ def test_value_and_gradients_are_those_of_the_whole_batch(
 
 
 def test_a_document_without_any_masked_token_under_zero(model: ColBERT) -> None:
-    """The similarity of 0 is that of a masked token, and there is none."""
+    """The similarity of 0 comes from masked tokens, and this document has none."""
     columns = batch(model)
     full = columns[1]["attention_mask"].sum(dim=1).argmax()
     columns[1]["input_ids"][full] = torch.arange(2000, 2000 + columns[1]["input_ids"].shape[1])
@@ -99,7 +99,7 @@ def test_padding_on_the_left_is_not_cut(model: ColBERT) -> None:
 
 @pytest.mark.parametrize("expansion", [True, False], ids=["expansion", "no-expansion"])
 def test_only_what_is_scored_is_kept(model: ColBERT, expansion: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither padding nor what the skiplist names; of queries with expansion, all."""
+    """Padding and skiplist tokens are dropped; queries with expansion keep all tokens."""
     model.do_query_expansion = expansion
     scored = recorded(monkeypatch, contrast, "maxsim_cross_entropy")
     columns = batch(model)
@@ -118,7 +118,7 @@ def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
         with Watch(model) as watch:
             torch.manual_seed(0)
             before = loss(batch(model))
-            # What else draws numbers does not matter.
+            # Other random draws do not matter.
             torch.rand(7)
             before.backward()
         half = len(watch.outputs) // 2
@@ -130,20 +130,20 @@ def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
 
 
 def test_embeddings_are_freed_before_the_second_pass(model: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask: list[weakref.ref] = []
+    refs: list[weakref.ref] = []
     batch_of = grad_cache._batch_of
 
     def observed(options, queries, documents, leaves):
-        mask.extend(weakref.ref(leaf) for leaf in leaves if leaf is not None)
+        refs.extend(weakref.ref(leaf) for leaf in leaves if leaf is not None)
         return batch_of(options, queries, documents, leaves)
 
     monkeypatch.setattr(grad_cache, "_batch_of", observed)
     loss = losses.CachedContrastive(model, mini_batch_size=3)
     value = loss(batch(model))
-    assert len(mask) == 2
-    assert all(leaf() is not None for leaf in mask)
+    assert len(refs) == 2
+    assert all(leaf() is not None for leaf in refs)
     alive = []
-    hook = model.register_forward_pre_hook(lambda *_: alive.append([leaf() is not None for leaf in mask]))
+    hook = model.register_forward_pre_hook(lambda *_: alive.append([leaf() is not None for leaf in refs]))
     value.backward()
     hook.remove()
     assert len(alive) > 6
@@ -208,19 +208,19 @@ def test_nothing_but_the_temperature_is_learned(model: ColBERT) -> None:
 )
 def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts, tokens, zero_masked, random) -> None:
     padded = max(lengths) + 3
-    attended = torch.tensor([[place < length for place in range(padded)] for length in lengths])
+    attended = torch.tensor([[position < length for position in range(padded)] for length in lengths])
     inputs = attended & torch.tensor([[random.random() < 0.7 for _ in range(padded)] for _ in lengths])
     ids = torch.arange(attended.numel()).view(attended.shape)
     features = {"input_ids": ids, "attention_mask": attended.long(), "of_text": torch.arange(len(lengths))}
-    of_all = {"prompt_length": torch.ones(len(lengths)), "modality": "text", "scale": torch.tensor(2.0)}
-    (column,) = mini_batches([features | of_all], [inputs], Limits(texts, tokens), [zero_masked], [{"task": "query"}])
+    shared = {"prompt_length": torch.ones(len(lengths)), "modality": "text", "scale": torch.tensor(2.0)}
+    (column,) = mini_batches([features | shared], [inputs], Limits(texts, tokens), [zero_masked], [{"task": "query"}])
     seen = []
 
     def model(features: dict[str, Tensor], task: str) -> dict[str, Tensor]:
         seen.append(features)
         assert task == "query"
-        # What is none of the texts' own comes as it was.
-        assert all(features[name] is value for name, value in of_all.items())
+        # Features that are not per text are passed on unchanged.
+        assert all(features[name] is value for name, value in shared.items())
         assert features["attention_mask"].shape == features["input_ids"].shape
         return {"token_embeddings": features["input_ids"].unsqueeze(-1).double() + 1}
 
@@ -241,7 +241,7 @@ def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts,
     assert column.lengths == column.n_kept.tolist() == [len(row) for row in expected]
     assert actual.flatten().tolist() == [value for row in expected for value in row]
 
-    # Padded again, and packed from there.
+    # Pad again, and pack the result.
     values, mask = unpack_padded(actual, column.n_kept, max(column.lengths))
     mask = torch.ones(values.shape[:2], dtype=torch.bool) if mask is None else mask
     assert torch.equal(values[mask], actual)

@@ -1,4 +1,4 @@
-"""What the losses refuse, and the batches that they warn about."""
+"""Arguments that the losses refuse, and batches that they warn about."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_gather_is_one_of_two(model: models.ColBERT, kind: type) -> None:
 def test_what_pylates_code_cannot_do_is_refused(
     model: models.ColBERT, kind: type, arguments: dict, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the loss is made, as far as it is known then, and when it is called."""
+    """When the loss is constructed, as far as known by then, and when it is called."""
     message = f'^{named}: needs the scorer "pylate_flash" or "auto"'
     with pytest.raises(ValueError, match=message):
         kind(model, scorer="torch", **arguments)

@@ -1,4 +1,4 @@
-"""The largest mini-batch that fits, on a model that says when it does not."""
+"""The largest mini-batch that fits, on a model that raises when it does not."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_full_documents_are_encoded_and_the_way_back_is_gone(
 
     def limited(self, features):
         shapes.append(tuple(features["input_ids"].shape))
-        # A single token is padding, for which attention needs a mask.
+        # One token is padding, so attention needs a mask.
         assert not features["attention_mask"][0, -1]
         assert features["attention_mask"].sum() == features["attention_mask"].numel() - 1
-        # As from the second mini-batch of a step on.
+        # As in the second and later mini-batches of a step.
         assert all(parameter.grad is not None for parameter in self.parameters())
         assert self.training
         assert torch.is_autocast_enabled("cpu")
@@ -53,7 +53,7 @@ def test_full_documents_are_encoded_and_the_way_back_is_gone(
     assert largest_token_budget(loss, 64, torch.bfloat16) == 12 * 16
     assert [rows for rows, _ in shapes] == [1, 2, 4, 8, 16, 12]
     assert {length for _, length in shapes} == {16}
-    # As if nothing had been tried.
+    # The trials leave no trace.
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -70,7 +70,7 @@ def test_not_even_one_document(model: models.ColBERT, monkeypatch: pytest.Monkey
 
 
 def test_what_a_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is free and what it has reserved itself, but no more than its limit."""
+    """Free memory and what the process has reserved, up to its limit."""
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)

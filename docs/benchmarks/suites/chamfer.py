@@ -1,10 +1,10 @@
 """The suite `chamfer`: Chamfer distances between sets of points, and training steps with them.
 
-Points are uniform in a cube: of 3 coordinates, as in clouds of points, and of 64, as of embeddings. In a step, both
-gradients of the sum of all distances are computed too.
+Points are uniform in a cube: with 3 coordinates, as in point clouds, and with 64, as embeddings. A step also computes
+both gradients of the sum of all distances.
 
-The floor has the products of all points, and the bytes; finding the two maxima of every product takes longer than that
-where points have few coordinates.
+The floor counts the products of all points, and the bytes; with few coordinates, the two maxima of every product take
+longer than that.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Sets:
 
     @property
     def shape(self) -> str:
-        """The shape, for people."""
+        """The shape for display."""
         return f"{self.N} pairs, {self.L} x {self.L}, d = {self.d}, {'step' if self.step else 'distances'}"
 
     def work(self, dtype: torch.dtype) -> Work:
-        """The products of all pairs of points; points read, and gradients of them written, once."""
+        """The products of all pairs of points; points read once, and in a step their gradients written once."""
         points = 2 * self.N * self.L * self.d * dtype.itemsize
         return Work(flops=2.0 * self.N * self.L**2 * self.d, bytes=float(points * (2 if self.step else 1) + 4 * self.N))
 
     def within(self, flops: float) -> Sets:
-        """The same row with fewer pairs, or one pair of fewer points, costing no more than ``flops``."""
+        """The same row with fewer pairs, or one pair of fewer points, taking at most ``flops``."""
         most = flops / (2.0 * self.L**2 * self.d)
         if most >= 1:
             return replace(self, N=min(self.N, int(most)))
@@ -56,20 +56,21 @@ ROWS = (*SHAPES, *(replace(shape, name=f"{shape.name}-step", step=True) for shap
 
 
 def exact_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Distances from differences, of the nearest points of each pair."""
-    found = []
-    for points, others in zip(x, y, strict=True):
+    """Distances of each pair, from the differences of nearest points."""
+    distances = []
+    for points, other_points in zip(x, y, strict=True):
         with torch.no_grad():
-            between = torch.cdist(points, others, compute_mode="donot_use_mm_for_euclid_dist")
-            nearest, chosen = between.argmin(dim=1), between.argmin(dim=0)
-        found.append(
-            (points - others[nearest]).square().sum(1).mean() + (others - points[chosen]).square().sum(1).mean()
+            pair_distances = torch.cdist(points, other_points, compute_mode="donot_use_mm_for_euclid_dist")
+            nearest, nearest_of_others = pair_distances.argmin(dim=1), pair_distances.argmin(dim=0)
+        distances.append(
+            (points - other_points[nearest]).square().sum(1).mean()
+            + (other_points - points[nearest_of_others]).square().sum(1).mean()
         )
-    return torch.stack(found)
+    return torch.stack(distances)
 
 
 def cdist_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The plain way: all distances of all pairs, in float32."""
+    """Plain Chamfer distances: all distances of all pairs, in float32."""
     between = torch.cdist(x.float(), y.float())
     return between.amin(dim=2).square().mean(dim=1) + between.amin(dim=1).square().mean(dim=1)
 
@@ -90,25 +91,25 @@ class Pairs:
         return Step(loss.detach(), scores.detach(), *torch.autograd.grad(loss, (self.x, self.y)))
 
     def candidate(self, label: str, distances: Score) -> Candidate:
-        """The call of a system that computes distances so."""
+        """The candidate that times ``distances``, or a step with them."""
         if self.is_step:
             return Candidate(label, partial(self.stepped, distances))
         return Candidate(label, partial(distances, self.x, self.y))
 
     def reference(self) -> exact.Result:
-        """Distances, or a step, in float64, of the (already rounded) inputs, a pair at a time."""
+        """Distances, or a step, of the (already rounded) inputs in float64, one pair at a time."""
         x, y = (points.detach().double().requires_grad_() for points in (self.x, self.y))
-        found = replace(self, x=x, y=y).stepped(exact_distances)
+        result = replace(self, x=x, y=y).stepped(exact_distances)
         if self.is_step:
-            return found
-        assert found.scores is not None
-        return found.scores
+            return result
+        assert result.scores is not None
+        return result.scores
 
     def accuracy(self, dtype: torch.dtype) -> float:
         """The relative error that pylate_flash stays within, of distances or of a step's gradients.
 
-        Of two points that are equally near but for rounding either may win, and a few among 131072 move a gradient so
-        far.
+        If two points are equally near up to rounding, either may win; a few among 131072 change a gradient by this
+        much.
         """
         return 1e-2 if self.is_step else exact.accuracy(dtype)
 
@@ -119,7 +120,7 @@ class Pairs:
         return [self.candidate("chamfer", chamfer)]
 
     def flash_maxsim(self) -> list[Candidate]:
-        """flash-maxsim, which takes one pair at a time; with gradients, by either of its backwards."""
+        """flash-maxsim, one pair at a time; with gradients, either of its backwards."""
         from flash_maxsim import flash_chamfer, flash_chamfer_invgrid_train, flash_chamfer_train
 
         def of_pairs(function: Callable, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -129,12 +130,12 @@ class Pairs:
         return [self.candidate(function.__name__, partial(of_pairs, function)) for function in functions]
 
     def torch(self) -> list[Candidate]:
-        """The plain way."""
+        """`torch.cdist`, the plain way."""
         return [self.candidate("cdist", cdist_distances)]
 
 
 def make_inputs(row: Sets, device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Draw points from a cube, the same ones for the same row on the same kind of device."""
+    """Draw points from a cube, reproducible per row and device type."""
     generator = torch.Generator(device).manual_seed(0)
     x, y = (
         torch.rand(row.N, row.L, row.d, device=device, generator=generator).mul_(2).sub_(1).to(dtype).requires_grad_()

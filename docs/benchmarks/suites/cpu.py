@@ -1,5 +1,5 @@
-"""The suite `cpu`: scores of float32 batches on the processor, reranking, and steps of distillation, in which a query
-has a few candidates; with as many threads as torch uses.
+"""The suite `cpu`: scores of float32 batches on the CPU, reranking, and distillation steps with a few candidates per
+query; with as many threads as torch uses.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ROWS = (
     Row("distill-2", 256, 2, 32, 32, own=True, step=True),
     Row("distill-4", 64, 4, 32, 32, own=True, step=True),
 )
-# Share of a candidate's tokens that it has at least.
+# The least share of the full length that a candidate has.
 SHORTEST = 0.25
 
 
 class Distillation(steps.Step):
-    """A model's embeddings for a step of distillation, in the way of PyLate: a masked similarity is 0."""
+    """A distillation step from a model's embeddings with PyLate's masking: a masked similarity is 0."""
 
     def through(self, label: str, loss: Any) -> list[Candidate]:
         """The step by a PyLate user's loss, whose documents are [Nq * K, Ld, d].
 
-        Scores are not rescaled to [0, 1]: of two that is a constant, whose gradient is rounding.
+        Scores are not rescaled to [0, 1]: for two candidates that is constant, and its gradient only rounding.
         """
         assert self.documents_mask is not None
         masks = torch.ones(self.queries.shape[:2], dtype=torch.bool), self.documents_mask.flatten(0, 1)
@@ -71,21 +71,21 @@ class Distillation(steps.Step):
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Padded | Rerank:
-    """As the suites `forward` and `varlen`; of a step, candidates of several lengths."""
+    """Draw inputs as the suites `forward` and `varlen` do; for a step, candidates of several lengths."""
     if not row.step:
         inputs = (varlen if isinstance(row, varlen.Arrays) else forward).make_inputs(row, device, dtype)
         assert isinstance(inputs, Padded | Rerank)
         return inputs
-    given = training.make_inputs(row, device, dtype)
+    batch = training.make_inputs(row, device, dtype)
     generator = torch.Generator(device).manual_seed(1)
     shortest = max(1, int(SHORTEST * row.Ld))
     lengths = torch.randint(shortest, row.Ld + 1, (row.Nq, row.Nd, 1), generator=generator, device=device)
     mask = torch.arange(row.Ld, device=device) < lengths
-    return Distillation(given.queries, given.documents, None, mask, teacher=given.teacher)
+    return Distillation(batch.queries, batch.documents, None, mask, teacher=batch.teacher)
 
 
 def pylate(inputs: Padded | Rerank) -> list[Candidate]:
-    """PyLate's own scorer in torch, and its `rank.rerank` and its distillation with it."""
+    """PyLate's own torch scorer, and its `rank.rerank` and distillation loss with it."""
     if isinstance(inputs, Rerank | Distillation):
         return inputs.torch()
     from pylate.scores import colbert_scores
@@ -94,12 +94,12 @@ def pylate(inputs: Padded | Rerank) -> list[Candidate]:
 
 
 def maxsim_cpu(inputs: Padded | Rerank) -> list[Candidate]:
-    """maxsim-cpu: a query at a time, which is all that it offers."""
+    """maxsim-cpu, one query at a time, as it offers nothing else."""
     if isinstance(inputs, Rerank | Distillation):
         return []
     if inputs.queries.dtype != torch.float32:
         raise Unavailable(f"takes float32 only, not {inputs.queries.dtype}")
-    # It reads this when it first computes; by itself it would take every core, and torch possibly fewer.
+    # Read when it first computes; the default is every core, while torch may use fewer.
     os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
     from maxsim_cpu import maxsim_scores
 
@@ -113,14 +113,14 @@ def maxsim_cpu(inputs: Padded | Rerank) -> list[Candidate]:
     ]
 
 
-# The similarities that the yardstick computes at a time: few enough to stay in the cache.
+# Similarities that the yardstick computes at a time: few enough to stay in cache.
 BLOCK = 1 << 20
 
 
 def products(inputs: Padded | Rerank) -> list[Candidate]:
-    """The similarities alone, in blocks that are thrown away: by MKL, either way round, and by oneDNN.
+    """The similarities alone, in blocks that are discarded: by MKL, in either operand order, and by oneDNN.
 
-    Of a request, the documents of each query are packed already. A step is more than products.
+    For reranking, the documents of each query are packed beforehand. Steps have no such yardstick.
     """
     if isinstance(inputs, Distillation):
         return []
@@ -150,7 +150,7 @@ def _each(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], blocks:
 
 
 def _convolution(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """The product as `ops.products` computes it: documents are the pixels of an image, and the kernel has one."""
+    """The product as `ops.products` computes it: a convolution of 1 x 1 kernels with documents as pixels."""
     image = documents[None, None].permute(0, 3, 1, 2)
     return torch.nn.functional.conv2d(image, queries[:, :, None, None], dilation=(2, 1))
 

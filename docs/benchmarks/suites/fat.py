@@ -1,6 +1,6 @@
-"""The suite `fat`: scores of long embeddings, as of models that keep their hidden size.
+"""The suite `fat`: scores of embeddings as large as the hidden size of a model.
 
-A kernel that holds a whole embedding has a cliff where one no longer fits the chip; the time should be linear in d.
+A kernel that holds a full embedding on chip has a cliff where it no longer fits; the time should be linear in d.
 """
 
 from __future__ import annotations

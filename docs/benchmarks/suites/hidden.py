@@ -1,11 +1,11 @@
 """The suite `hidden`: scores from an encoder's hidden states, projection and normalisation included.
 
-In the rows named "step", the cross entropy of every query against all documents is differentiated for the queries, the
-hidden states and the projection's weight. Queries are projected already: there are few of them, and every system would
-do the same.
+In the rows named "step", the cross entropy of every query against all documents is differentiated with respect to the
+queries, the hidden states and the projection's weight. Queries are already projected: there are few of them, and every
+system would do the same.
 
-The reference projects as a linear layer does, rounded to the inputs' type, rounds once more what it divided by the
-norms, and computes everything after that in float64.
+The reference projects as a linear layer does, rounded to the inputs' dtype, rounds again after normalisation, and
+computes everything else in float64.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pylate_flash.bench.training import TEMPERATURE
 
 @dataclass(frozen=True)
 class States(Row):
-    """Queries against documents of hidden states of size ``d_model``; with a ``shortest`` one, they are packed."""
+    """Queries against documents as hidden states of size ``d_model``, which are packed if ``shortest`` is set."""
 
     d_model: int = 768
 
     @property
     def shape(self) -> str:
-        """The shape, for people."""
+        """The shape for display."""
         return f"{super().shape}, {self.d_model} to {self.d}"
 
     def work(self, dtype: torch.dtype) -> Work:
-        """Hidden states read and their gradient written once; one projection, and two more products in its backward;
-        the products of MaxSim once; the rows that its backward gathers for every winner.
+        """Hidden states read once and their gradient written once; one projection, and two products in its backward;
+        the products of MaxSim once; the rows that its backward gathers per argmax.
         """
         projected = super().work(dtype)
         tokens, passes = int(self.lengths().sum()), 2 if self.step else 1
@@ -84,7 +84,7 @@ class Inputs(FromHidden):
 
     @property
     def options(self) -> dict:
-        """What `maxsim_varlen` and `maxsim_from_hidden` have to know of packed documents."""
+        """The arguments of `maxsim_varlen` and `maxsim_from_hidden` for packed documents."""
         if self.cu_seqlens is None:
             return {}
         return {"documents_cu_seqlens": self.cu_seqlens, "max_document_length": self.longest}
@@ -103,11 +103,11 @@ class Inputs(FromHidden):
         return scores.detach(), *torch.autograd.grad(loss, (self.queries, self.hidden, self.weight))
 
     def candidate(self, label: str, score: Callable[[], torch.Tensor]) -> Candidate:
-        """What is timed of a way to score."""
+        """The candidate that times ``score``."""
         return Candidate(label, partial(self.computed, score))
 
     def reference(self) -> Result:  # type: ignore[override]
-        """Scores, and in a step the gradients, in float64, from the rounded embeddings."""
+        """Scores, and in a step gradients, in float64, from the rounded embeddings."""
         dtype = self.queries.dtype
 
         def score(*embeddings: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
@@ -122,17 +122,19 @@ class Inputs(FromHidden):
             )
         if not self.step:
             return (exact.scores(self.queries, projected, documents_mask=mask, score=score),)
-        found = exact.step(self.queries, projected, documents_mask=mask, loss=self.loss, score=score)
-        assert found.scores is not None
-        grad = found.grad_documents if mask is None else found.grad_documents[mask]
+        step = exact.step(self.queries, projected, documents_mask=mask, loss=self.loss, score=score)
+        assert step.scores is not None
+        grad = step.grad_documents if mask is None else step.grad_documents[mask]
         grad_weight = grad.flatten(0, -2).T @ self.hidden.detach().flatten(0, -2).double()
-        return found.scores, found.grad_queries, grad @ self.weight.detach().double(), grad_weight
+        return step.scores, step.grad_queries, grad @ self.weight.detach().double(), grad_weight
 
     def ours(self) -> list[Candidate]:
-        return [self.candidate(way.label, partial(way.call, **self.options)) for way in super().ours()]
+        return [
+            self.candidate(candidate.label, partial(candidate.call, **self.options)) for candidate in super().ours()
+        ]
 
     def unfused(self, normalized: bool) -> list[Candidate]:
-        """A linear layer and our `maxsim`, which normalises, or is given what `F.normalize` did."""
+        """A linear layer and our `maxsim`, with normalisation by `F.normalize` or inside `maxsim`."""
         from pylate_flash import maxsim, maxsim_varlen
 
         queries, cu_seqlens = self.queries, self.cu_seqlens
@@ -159,17 +161,17 @@ class Inputs(FromHidden):
 
     def lik(self) -> list[Candidate]:
         self._need_padded()
-        return [self.candidate(way.label, way.call) for way in super().lik()]
+        return [self.candidate(candidate.label, candidate.call) for candidate in super().lik()]
 
     def lik_unfused(self) -> list[Candidate]:
-        """late-interaction-kernels: a linear layer, and its `maxsim` on what is normalised, or that normalises."""
+        """A linear layer and `maxsim` of late-interaction-kernels, with normalisation before or inside it."""
         self._need_padded()
         maxsim = LIK["maxsim"]
 
         def score(normalize: bool) -> torch.Tensor:
             documents = F.linear(self.hidden, self.weight)
-            given = documents if normalize else F.normalize(documents, dim=-1)
-            return maxsim(self.queries, given, normalize=normalize)
+            embeddings = documents if normalize else F.normalize(documents, dim=-1)
+            return maxsim(self.queries, embeddings, normalize=normalize)
 
         return [
             self.candidate(label, partial(score, normalize))
@@ -182,11 +184,11 @@ class Inputs(FromHidden):
 
 
 def make_inputs(row: States, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Draw random states, the same ones for the same row on the same kind of device."""
+    """Draw random states, reproducible per row and device type."""
     generator = torch.Generator(device).manual_seed(0)
     lengths, packed = row.lengths(), row.shortest is not None
     shape = (int(lengths.sum()),) if packed else (row.Nd, row.Ld)
-    # Drawn in the inputs' type, as the float32 of the largest row would be gigabytes.
+    # Drawn in the inputs' dtype, as float32 would take gigabytes in the largest row.
     hidden = torch.randn(*shape, row.d_model, device=device, generator=generator, dtype=dtype)
     weight = torch.randn(row.d, row.d_model, device=device, generator=generator, dtype=dtype) / math.sqrt(row.d_model)
     queries = unit_vectors(row.Nq, row.Lq, row.d, generator=generator, dtype=dtype)
@@ -196,12 +198,12 @@ def make_inputs(row: States, device: torch.device, dtype: torch.dtype) -> Inputs
     return Inputs(queries, hidden, weight, None, None, cu_seqlens, int(lengths.max()), row.step)
 
 
-def error(found: Result, expected: Result) -> float:
-    """Return the largest of the scores' relative errors, and of the gradients' relative Frobenius errors."""
-    if len(found) != len(expected):
+def error(result: Result, expected: Result) -> float:
+    """Return the largest of the scores' relative error and the gradients' relative Frobenius errors."""
+    if len(result) != len(expected):
         return math.inf
-    gradients = zip(found[1:], expected[1:], strict=True)
-    return max(exact.relative_error(found[0], expected[0]), *(exact.frobenius(*pair) for pair in gradients), 0.0)
+    gradients = zip(result[1:], expected[1:], strict=True)
+    return max(exact.relative_error(result[0], expected[0]), *(exact.frobenius(*pair) for pair in gradients), 0.0)
 
 
 def suite() -> Suite:

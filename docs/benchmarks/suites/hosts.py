@@ -1,12 +1,12 @@
-"""The suite `hosts`: what a user of sentence-transformers 6 calls, by its own code, and as it is while registered.
+"""The suite `hosts`: calls of sentence-transformers 6, by its own code, and by ours while registered.
 
 Scores by `util.maxsim`, of a padded batch, with masks, and of lists as its encoders return them; and the cached loss of
-a batch of embeddings, scores and gradients, without the encoder. Nothing is registered here: systems take turns within
-a run, and the host's own code calls what would be routed. What is measured of this package is the function that the
-host's becomes.
+a batch of embeddings (scores and gradients), without the encoder. Nothing is registered here, as systems take turns
+within a run and the host's own code would call routed functions. For this package, the function that replaces the
+host's is measured.
 
-Every call is timed twice: with the host's part in view, and as the GPU's alone. Its own code bounds the elements that
-it multiplies at once; beside the bound that it has by itself, the best of several is measured.
+Every call is timed twice: with the host's part, and on the GPU alone. Its own code bounds the elements that it
+multiplies at once; the best of several bounds is measured besides the default.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CALCULATE = (
     "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking:" + _LOSS + ".calculate_loss"
 )
 
-# Its bounds that are tried: of elements (its own is 1e8), and of queries whose scores the loss computes at once (32).
+# Bounds to try: elements at once (default 1e8), and queries whose scores the loss computes at once (default 32).
 CHUNK_ELEMENTS = (10**8, 4 * 10**8, 16 * 10**8)
 SCORED_AT_ONCE = (32, 128, 512)
 
-# Texts that a mini-batch of the cached loss holds.
+# Texts per mini-batch of the cached loss.
 MINI_BATCH = 32
 
-# A row's kind is how queries and documents are given: "padded", "masked" or "lists"; a loss has a padded batch.
+# The kind of a row is the format of queries and documents: "padded", "masked" or "lists"; a loss has a padded batch.
 ROWS = (
     Row("maxsim-padded", 32, 1024, 32, 180, kind="padded"),
     Row("maxsim-masked", 32, 1024, 32, 180, shortest=60, kind="masked"),
@@ -51,18 +51,18 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Scores(Padded):
-    """`util.maxsim` of queries and documents as the host is given them: ``arguments``."""
+    """`util.maxsim` of queries and documents, with the host's ``arguments``."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def registered(self) -> list[Candidate]:
-        """What the host's function is while registered."""
+        """The function that replaces the host's while registered."""
         from pylate_flash.hosts import SENTENCE_TRANSFORMERS as HOST
 
         return [Candidate("maxsim, registered", partial(HOST.routed(_MAXSIM), **self.arguments))]
 
     def theirs(self, sweep: bool) -> list[Candidate]:
-        """The host's own function, with its own bound or with several."""
+        """The host's own function, with its default bound or with several."""
         from pylate_flash.hosts import SENTENCE_TRANSFORMERS as HOST
 
         own = partial(HOST.original(_MAXSIM), **self.arguments)
@@ -88,16 +88,16 @@ class Loss(losses.LargeStep):
     """The cached loss's scores and gradients of a batch: `calculate_loss` of the embeddings of all mini-batches."""
 
     def reference(self) -> Step:
-        """The loss, and some of the gradients."""
+        """The loss, and a sample of the gradients."""
         return losses.reference(self)
 
     def columns(self) -> list[list[torch.Tensor]]:
         """Mini-batches [MINI_BATCH, L, d] of queries, and of documents, each a leaf."""
-        whole = self.queries, self.documents
-        return [[part.detach().clone().requires_grad_() for part in column.split(MINI_BATCH)] for column in whole]
+        batch = self.queries, self.documents
+        return [[part.detach().clone().requires_grad_() for part in column.split(MINI_BATCH)] for column in batch]
 
     def calculated(self, label: str, calculate: Callable[..., torch.Tensor], scored_at_once: int) -> Candidate:
-        """What is timed: the loss with its gradients, of embeddings that have none yet."""
+        """The candidate that times the loss and its gradients, which are cleared before every call."""
         from sentence_transformers.multi_vector_encoder import losses as host
 
         scale = 1 / self.temperature
@@ -113,16 +113,16 @@ class Loss(losses.LargeStep):
                 value = calculate(loss, columns, masks, with_backward=True)
             return value, [[part.grad for part in column if part.grad is not None] for column in columns]
 
-        return Candidate(label, call, lambda found: Step(found[0], None, *map(torch.cat, found[1])))
+        return Candidate(label, call, lambda output: Step(output[0], None, *map(torch.cat, output[1])))
 
     def registered(self) -> list[Candidate]:
-        """What the host's method is while registered."""
+        """The method that replaces the host's while registered."""
         from pylate_flash.hosts import SENTENCE_TRANSFORMERS as HOST
 
         return [self.calculated("calculate_loss, registered", HOST.routed(_CALCULATE), MINI_BATCH)]
 
     def theirs(self, sweep: bool) -> list[Candidate]:
-        """The host's own method, which scores as many queries at once as a mini-batch has, or several numbers."""
+        """The host's own method, which scores one mini-batch of queries at once, or one of several numbers."""
         from pylate_flash.hosts import SENTENCE_TRANSFORMERS as HOST
 
         own = HOST.original(_CALCULATE)
@@ -132,31 +132,31 @@ class Loss(losses.LargeStep):
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Scores | Loss:
-    """Draw random unit vectors, the same ones for the same row on the same kind of device."""
+    """Draw random unit vectors, reproducible per row and device type."""
     if row.step:
-        given = training.make_inputs(row, device, dtype)
-        return Loss(given.queries, given.documents, temperature=given.temperature)
+        batch = training.make_inputs(row, device, dtype)
+        return Loss(batch.queries, batch.documents, temperature=batch.temperature)
     inputs = forward.make_inputs(row, device, dtype)
     queries, documents, lengths = inputs.queries, inputs.documents, row.lengths()
     active = (torch.arange(row.Ld) < lengths.unsqueeze(1)).to(device)
     arguments: dict[str, Any] = {"a": queries, "b": documents}
     if row.kind == "masked":
-        of_queries = torch.ones(row.Nq, row.Lq, dtype=torch.bool, device=device)
-        arguments |= {"a_mask": of_queries, "b_mask": active}
+        queries_mask = torch.ones(row.Nq, row.Lq, dtype=torch.bool, device=device)
+        arguments |= {"a_mask": queries_mask, "b_mask": active}
     if row.kind == "lists":
-        # Each with memory of its own, as a model returns them.
-        cut = zip(documents, lengths.tolist(), strict=True)
-        arguments = {"a": [q.clone() for q in queries], "b": [document[:n].clone() for document, n in cut]}
+        # Cloned, as a model returns separate tensors.
+        pairs = zip(documents, lengths.tolist(), strict=True)
+        arguments = {"a": [q.clone() for q in queries], "b": [document[:n].clone() for document, n in pairs]}
     return Scores(queries, documents, None, active, arguments=arguments)
 
 
-def error(found: Any, expected: Any) -> float:
-    """The relative error of scores, or the largest of a loss and of its gradients."""
-    return (losses if isinstance(expected, Step) else exact).error(found, expected)
+def error(result: Any, expected: Any) -> float:
+    """The relative error of scores; for a step, the largest of the loss and its gradients."""
+    return (losses if isinstance(expected, Step) else exact).error(result, expected)
 
 
 def registered(inputs: Scores | Loss) -> Sequence[Candidate]:
-    """What calls the host's code, routed."""
+    """The candidates that call the host's code as routed while registered."""
     if reason := SENTENCE_TRANSFORMERS.unavailable(inputs.device):
         raise Unavailable(f"sentence-transformers: {reason}")
     return inputs.registered()

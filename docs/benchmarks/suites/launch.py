@@ -1,9 +1,9 @@
-"""The suite `launch`: how long a call keeps the host, and how often a new shape makes it compile.
+"""The suite `launch`: host time of a call, and how often new shapes cause compilation.
 
-On a small batch the GPU is done before the host has launched the next call, and the host's time is what a user waits
-for. Each row is a call as users make it (`calls`, and `steps` for training). It is shown beside what any implementation
-is built of, the launch of an empty Triton kernel and one operation of torch, or for a step a sum and its gradient, and
-beside the same call replayed as a CUDA graph.
+On a small batch the GPU is done before the host has launched the next call, so the host time is what a user waits for.
+Each row is a call as users make it (`calls`, and `steps` for training). It is compared with what any implementation is
+built from, the launch of an empty Triton kernel and one torch operation, or for a step a sum and its gradient, and with
+the same call replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pylate_flash.bench.suite import Candidate, Suite, System, Unavailable
 
 
 class HostStopwatch(CpuStopwatch):
-    """Times how long the host is busy with a call, whatever the device then takes for it.
+    """Times how long a call keeps the host busy, whatever the device takes for it.
 
-    A batch of calls is made one after the other, and only then waited for: the device's queue holds a thousand
-    launches, so a short batch never makes the host wait for room in it. The result is the batch's mean.
+    A batch of calls is made back to back, and only then synchronised: the device's queue holds a thousand launches, so
+    a short batch never fills it and blocks the host. The result is the mean of the batch.
     """
 
     def __init__(self, device: torch.device, calls: int = 20) -> None:
@@ -46,7 +46,7 @@ class HostStopwatch(CpuStopwatch):
         self.clock = f"host clock, each the mean of {calls} in a row"
 
     def time(self, call: Callable[[], object]) -> Sample:
-        """Make the calls, wait for the device, and return how long one call kept the host."""
+        """Make the calls, synchronise, and return the host time of one call."""
         started = time.perf_counter()
         for _ in range(self.calls):
             call()
@@ -60,7 +60,7 @@ class Pairwise(calls.Padded):
     """`maxsim_pairwise`: queries [N, Lq, d], and their documents as candidates [N, 1, Ld, d]."""
 
     def scored(self, score: Callable, queries_mask: str, documents_mask: str) -> list[Candidate]:
-        """A call with documents [N, Ld, d], and the masks under these names."""
+        """A call with documents [N, Ld, d], and the masks as keyword arguments of these names."""
         masks = {queries_mask: self.queries_mask}
         if self.documents_mask is not None:
             masks[documents_mask] = self.documents_mask.squeeze(1)
@@ -74,7 +74,7 @@ class Pairwise(calls.Padded):
 
 
 class Turn:
-    """Calls that are made in turn, one at a time; the results of the first few are read."""
+    """Calls that are cycled through, one at a time; the results of the first ``n_read`` are read."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]], n_read: int) -> None:
         self.calls = calls
@@ -86,12 +86,12 @@ class Turn:
         return self.calls[self.last]()
 
     def read(self, last: Any) -> Result:
-        """What the calls that are read return, joined; ``last`` is what the last call made has returned."""
+        """Join the results of the calls that are read; ``last`` is the result of the last call made."""
         return joined([last if index == self.last else self.calls[index]() for index in range(self.n_read)])
 
 
 def joined(results: Sequence[Any]) -> Result:
-    """The scores of several calls, stacked; of steps the losses, and the gradients as one vector for each leaf."""
+    """Stack the scores of several calls; for steps the losses, and the gradients as one vector per leaf."""
     if isinstance(results[0], torch.Tensor):
         return torch.stack(list(results))
     losses, _, *gradients = zip(*results, strict=True)
@@ -100,7 +100,7 @@ def joined(results: Sequence[Any]) -> Result:
 
 @dataclass(frozen=True)
 class InTurn(Call):
-    """The same kind of call of other inputs every time; of the first ``n_read`` of them, results are compared."""
+    """The same kind of call with different inputs every time; the results of the first ``n_read`` are compared."""
 
     calls: Sequence[Call]
     n_read: int
@@ -122,9 +122,12 @@ class InTurn(Call):
         return self.calls[0].accuracy(dtype)
 
     def candidates(self, system: str) -> list[Candidate]:
-        """A system's candidates, each of which makes one of the calls."""
-        offered = [getattr(call, system)() for call in self.calls]
-        turns = [(ways[0].label, Turn([way.call for way in ways], self.n_read)) for ways in zip(*offered, strict=True)]
+        """The candidates of a system, each of which cycles through the calls."""
+        by_call = [getattr(call, system)() for call in self.calls]
+        turns = [
+            (variants[0].label, Turn([variant.call for variant in variants], self.n_read))
+            for variants in zip(*by_call, strict=True)
+        ]
         return [Candidate(label, turn, turn.read) for label, turn in turns]
 
     ours = partialmethod(candidates, "ours")
@@ -143,10 +146,10 @@ def padded(
     mask_type: torch.dtype = torch.bool,
     autocast: bool = False,
 ) -> calls.Padded:
-    """Unit vectors, in float32 where the call casts them, and masks of ``"documents"`` or ``"both"``."""
+    """Unit vectors, in float32 if the call casts them, and masks of ``"documents"`` or ``"both"``."""
     stored = dtype
     if autocast:
-        # What a model's linear layers give is of the type already.
+        # A model's linear layers return the autocast dtype already.
         stored = calls.autocast_type(dtype) if kind is steps.Contrastive else torch.float32
     documents = (row.Nq, row.Nd) if row.own else (row.Nd,)
     mask = partial(calls.prefixes, generator=generator, dtype=mask_type)
@@ -164,44 +167,46 @@ def padded(
 
 
 def new_lengths(row: Row, generator: torch.Generator, dtype: torch.dtype, **options: Any) -> InTurn:
-    """The call of `padded` with documents of another length every time: nothing that is kept for a size helps.
+    """The call of `padded` with documents of another length every time, so that caches per size do not help.
 
-    Every batch lies at the beginning of one memory.
+    Every batch is a prefix of one allocation.
     """
     longest = padded(row, generator, dtype, **options)
     tokens = longest.documents.detach().flatten(0, 1)
     lengths = list(range(row.shortest or row.Ld, row.Ld + 1))
     random.Random(0).shuffle(lengths)
-    found = []
+    batches = []
     for length in lengths:
         documents = tokens[: row.Nd * length].view(row.Nd, length, row.d)
         mask = longest.documents_mask
         if mask is not None:
             mask = calls.prefixes(row.Nd, length, generator=generator, dtype=mask.dtype)
         documents.requires_grad_(longest.documents.requires_grad)
-        found.append(replace(longest, documents=documents, documents_mask=mask))
-    return InTurn(found, min(READ, len(found)))
+        batches.append(replace(longest, documents=documents, documents_mask=mask))
+    return InTurn(batches, min(READ, len(batches)))
 
 
 def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing: bool = False) -> Call:
-    """Documents of many lengths, `IN_TURN` times with another number of tokens if it is ``changing``.
+    """Packed documents of many lengths; if ``changing``, `IN_TURN` batches with different numbers of tokens.
 
-    Of candidates, every 17th has no tokens.
+    With candidates, every 17th has no tokens.
     """
     draw = partial(calls.unit_vectors, generator=generator, dtype=dtype)
     queries, documents = draw(row.Nq, row.Lq, row.d), draw(row.documents * row.Ld, row.d)
     drawn = torch.Generator().manual_seed(0)
-    found: dict[int, torch.Tensor] = {}
-    wanted = IN_TURN if changing else 1
-    # Very few documents do not have so many different totals.
-    for _ in range(100 * wanted):
-        if len(found) == wanted:
+    lengths_by_total: dict[int, torch.Tensor] = {}
+    n_batches = IN_TURN if changing else 1
+    # Bounded, as very few documents do not have that many different totals.
+    for _ in range(100 * n_batches):
+        if len(lengths_by_total) == n_batches:
             break
         lengths = torch.randint(row.shortest or row.Ld, row.Ld + 1, (row.documents,), generator=drawn)
         if row.own:
             lengths[1::17] = 0
-        found[int(lengths.sum())] = lengths
-    batches = [calls.Varlen(queries, documents[:tokens], lengths, row.own) for tokens, lengths in found.items()]
+        lengths_by_total[int(lengths.sum())] = lengths
+    batches = [
+        calls.Varlen(queries, documents[:tokens], lengths, row.own) for tokens, lengths in lengths_by_total.items()
+    ]
     return InTurn(batches, len(batches)) if changing else batches[0]
 
 
@@ -219,7 +224,7 @@ def from_hidden(row: Row, generator: torch.Generator, dtype: torch.dtype, *, mas
 
 
 def candidates(row: Row, generator: torch.Generator, dtype: torch.dtype) -> Rerank:
-    """Queries and the candidates of each one as tensors, each with memory of its own as a model returns them."""
+    """Queries and their candidates, each as a separate tensor, as a model returns them."""
     draw = partial(calls.unit_vectors, generator=generator, dtype=dtype)
     queries = [draw(row.Lq, row.d) for _ in range(row.Nq)]
     lengths = row.lengths().view(row.Nq, row.Nd).tolist()
@@ -229,18 +234,18 @@ def candidates(row: Row, generator: torch.Generator, dtype: torch.dtype) -> Rera
 
 @dataclass(frozen=True)
 class Made(Row):
-    """A row whose call ``make`` makes."""
+    """A row whose call is created by ``make``."""
 
     make: Callable[[Row, torch.Generator, torch.dtype], Call] = padded
 
 
 def made(name: str, make: Callable[..., Call], Nq: int = 32, Nd: int = 32, Ld: int = 180, **shape: Any) -> Made:
-    """A row of queries of 32 tokens, and small documents."""
+    """A row with queries of 32 tokens, and short documents."""
     return Made(name, Nq, Nd, 32, Ld, **shape, make=make)
 
 
-# How many inputs the rows take in turn whose number of tokens changes, of how many new lengths results are compared,
-# and the size of the hidden states.
+# The number of inputs that rows with a changing number of tokens cycle through, the number of new lengths whose results
+# are compared, and the size of the hidden states.
 IN_TURN = 64
 READ = 3
 HIDDEN_SIZE = 768
@@ -249,7 +254,7 @@ under_autocast = partial(padded, masks="both", autocast=True)
 changing = partial(packed, changing=True)
 in_turn = f"{IN_TURN} in turn"
 projected = f"{HIDDEN_SIZE} to 128"
-# More lengths than calls are made of a row: 600, and some to choose between ways.
+# More lengths than a row has calls: 600, and some to choose between candidates.
 another_length = partial(made, Ld=760, shortest=61, kind="another length every time")
 ROWS = (
     made("maxsim-query", padded, Nq=1, Nd=100),
@@ -274,18 +279,18 @@ ROWS = (
     made("step-maxsim-masks", partial(padded, masks="both", kind=steps.Step)),
     made("step-maxsim", partial(under_autocast, kind=steps.Step), kind="autocast"),
     made("step-contrastive", partial(under_autocast, kind=steps.Contrastive)),
-    # So many tokens that one of PyLate's padding, which it does not mask in `rerank`, is never the best.
+    # Long enough that PyLate's padding, which `rerank` there does not mask, is never the argmax.
     made("rerank", candidates, Nq=10, Nd=100, own=True, shortest=40),
 )
 
 
 def make_inputs(row: Made, device: torch.device, dtype: torch.dtype) -> Call:
-    """Draw a row's inputs, the same ones for the same row on the same kind of device."""
+    """Draw a row's inputs, reproducible per row and device type."""
     return row.make(row, torch.Generator(device).manual_seed(0), dtype)
 
 
 def replayed(inputs: Call) -> list[Candidate]:
-    """Our call, captured into a CUDA graph."""
+    """Our call, captured in a CUDA graph and replayed."""
     if inputs.device.type != "cuda":
         raise Unavailable("a CUDA graph needs a CUDA GPU")
     if not inputs.replayable:
@@ -296,7 +301,7 @@ def replayed(inputs: Call) -> list[Candidate]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         scores = candidate.call()
-    # What a replay does not write is not found right.
+    # Elements that a replay does not write must not pass the check.
     scores.fill_(torch.nan)
 
     def replay() -> torch.Tensor:
@@ -307,9 +312,9 @@ def replayed(inputs: Call) -> list[Candidate]:
 
 
 def _waits(candidate: Candidate) -> bool:
-    """Make the call twice (the first one compiles), and return whether the host waited for the device in the second.
+    """Make the call twice (the first one compiles), and return whether the second one synchronises with the device.
 
-    Asked before a capture, because one that fails leaves torch's random generator in disorder.
+    Checked before a capture, because a failed one leaves torch's random generator in a broken state.
     """
     candidate.call()
     before = torch.cuda.get_sync_debug_mode()
@@ -326,13 +331,13 @@ def _waits(candidate: Candidate) -> bool:
 
 
 def empty_kernel(inputs: Call) -> list[Candidate]:
-    """The launch of a Triton kernel that does nothing, as `triton.jit` launches it."""
+    """The launch of an empty Triton kernel by `triton.jit`."""
     kernel, tensor = _nothing(inputs.device)
     return [Candidate("empty kernel", lambda: kernel[(1,)](tensor))]
 
 
 def bare_launch(inputs: Call) -> list[Candidate]:
-    """The same launch by Triton's C function, all of whose arguments are there already."""
+    """The same launch by Triton's C function, with all arguments prepared."""
     kernel, tensor = _nothing(inputs.device)
     from pylate_flash.kernels.versions import launcher_is_known
 
@@ -343,13 +348,13 @@ def bare_launch(inputs: Call) -> list[Candidate]:
     stream = torch.cuda.current_stream(inputs.device).cuda_stream
     # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
     options = run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
-    # The kernel never looks at the address.
+    # The kernel never dereferences the pointer.
     call = partial(run.launch, 1, 1, 1, stream, compiled.function, *options, tensor.data_ptr())
     return [Candidate("bare launch", call)]
 
 
 def _nothing(device: torch.device) -> tuple[Any, torch.Tensor]:
-    """A Triton kernel that does nothing, and the tensor that it takes."""
+    """An empty Triton kernel, and the tensor that it takes."""
     if device.type != "cuda":
         raise Unavailable("a Triton kernel needs a CUDA GPU")
     import triton
@@ -362,13 +367,13 @@ def _nothing(device: torch.device) -> tuple[Any, torch.Tensor]:
 
 
 def torch_operation(inputs: Call) -> list[Candidate]:
-    """One operation of torch on one element."""
+    """One torch operation on one element."""
     tensor = torch.zeros(1, device=inputs.device)
     return [Candidate("add_", lambda: tensor.add_(1.0))]
 
 
 def torch_gradient(inputs: Call) -> list[Candidate]:
-    """The least that a step by autograd takes: a sum of a matrix, and its gradient."""
+    """The least work of an autograd step: the sum of a matrix, and its gradient."""
     if not inputs.differentiated:
         raise Unavailable("the rows of steps measure it")
     leaf = torch.zeros(32, 32, device=inputs.device, requires_grad=True)
@@ -381,7 +386,7 @@ def torch_gradient(inputs: Call) -> list[Candidate]:
     return [Candidate("x.sum() and its gradient", gradient)]
 
 
-# How many shapes `compilations` draws.
+# The number of shapes that `compilations` draws.
 SHAPES = 50
 
 
@@ -398,7 +403,7 @@ def compilations(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def random_shapes() -> list[Row]:
-    """Draw the shapes, always the same: a single query in every other one."""
+    """Draw the shapes with a fixed seed: every other one has a single query."""
     draw = random.Random(0).randint
     return [
         Row(str(i), 1 if i % 2 else draw(2, 64), Nd=draw(1, 256), Lq=draw(1, 128), Ld=draw(1, 512))
@@ -407,7 +412,7 @@ def random_shapes() -> list[Row]:
 
 
 def count_here(device: torch.device, dtype: torch.dtype) -> int:
-    """Call `maxsim` with every shape; return how often Triton compiled, a binary found on disk included."""
+    """Call `maxsim` with every shape; return the number of Triton compilations, disk cache hits included."""
     from triton import knobs
 
     compiled: list[str] = []
@@ -423,14 +428,13 @@ def count_here(device: torch.device, dtype: torch.dtype) -> int:
     return len(compiled)
 
 
-# Calls that are made before the device is waited for: of a training step in torch, with some 70 launches, more would
-# fill the device's queue.
+# Calls between synchronisations: a training step in torch has some 70 launches, so more would fill the device's queue.
 CALLS = 10
 
 
 def suite() -> Suite:
     """Return the suite."""
-    others = suites.LIK_SYSTEM, suites.FLASH_MAXSIM_SYSTEM, replace(suites.TORCH_SYSTEM, about="an einsum")
+    peers = suites.LIK_SYSTEM, suites.FLASH_MAXSIM_SYSTEM, replace(suites.TORCH_SYSTEM, about="an einsum")
     yardstick = partial(System, yardstick=True)
     return Suite(
         name="launch",
@@ -439,7 +443,7 @@ def suite() -> Suite:
         systems=(
             suites.OUR_SYSTEM,
             suites.another_way("graph", "replayed", candidates=replayed, about="the same call as a CUDA graph"),
-            *(replace(system, tolerance=exact.ROUNDED) for system in others),
+            *(replace(system, tolerance=exact.ROUNDED) for system in peers),
             yardstick("bare_launch", "C launch", bare_launch, about="an empty kernel, by Triton's C function"),
             yardstick(
                 "triton_launch", "Triton launch", empty_kernel, about="an empty kernel, by `triton.jit`", counted=True
@@ -453,7 +457,7 @@ def suite() -> Suite:
         unit="us",
         stopwatch=lambda device, flush_bytes: HostStopwatch(device, CALLS),
         facts=compilations,
-        # What the host does hangs on no tile size.
+        # Host time does not depend on tile sizes.
         retunes=False,
     )
 

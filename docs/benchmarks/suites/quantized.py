@@ -1,9 +1,9 @@
-"""The suite `quantized`: scores of documents in 8 bits, in the rows of `forward` that are bound by more than a launch.
+"""The suite `quantized`: scores of 8-bit documents, in the rows of `forward` that are not bound by the launch.
 
-Every system is checked against float64. Those of this package are held to the scores of their own dequantized
-embeddings, which they compute; bfloat16 and the other packages, which quantize in their own ways, to the scores of the
-embeddings before that. Documents are quantized before the calls; queries in every call of this package, and before it
-for the others, which can take them so.
+Every system is checked against float64. Those of this package are compared with the scores of their dequantized
+embeddings, which they compute; bfloat16 and the other packages, which quantize in their own ways, with the scores of
+the original embeddings. Documents are quantized before the calls; queries in every call of this package, and before it
+for the others, which accept quantized queries.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from pylate_flash.bench.suite import (
 from pylate_flash.ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
 from pylate_flash.ops.quantized import query_precision
 
-# Bytes of a token's scale.
+# Bytes of the scale of a token.
 _SCALE = 4
-# Query tokens from which on late-interaction-kernels is left out.
+# Query length from which late-interaction-kernels is left out.
 _UNROLLED = 1024
 
 
 @dataclass(frozen=True)
 class Quantized(Row):
-    """A shape whose documents have 8 bits."""
+    """A shape with 8-bit documents."""
 
     def work(self, dtype: torch.dtype) -> Work:
-        """Documents read with their scales."""
+        """8-bit documents read with their scales."""
         wide = super().work(dtype)
         saved = self.Nd * self.Ld * (self.d * (dtype.itemsize - 1) - _SCALE)
         return Work(flops=wide.flops, bytes=wide.bytes - saved, eight_bits=True)
@@ -60,18 +60,18 @@ ROWS = tuple(
 
 
 class Reference(NamedTuple):
-    """Scores [Nq, Nd] in float64: of the embeddings, and of what they are in each precision, queries too."""
+    """Scores [Nq, Nd] in float64: of the embeddings, and of queries and documents quantized in each precision."""
 
     plain: torch.Tensor
     int8: torch.Tensor
     uint8: torch.Tensor
     fp8: torch.Tensor
-    # Queries as they are, documents in int8.
+    # Unquantized queries, documents in int8.
     widened: torch.Tensor
 
 
 class Scores(NamedTuple):
-    """What a system returned, and which of the references it is held to."""
+    """The scores of a system, and the name of the reference to compare them with."""
 
     of: str
     scores: torch.Tensor
@@ -79,17 +79,17 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs(Padded):
-    """Embeddings, and the documents by precision."""
+    """Embeddings, and the quantized documents by precision."""
 
     quantized: dict[str, QuantizedEmbeddings] = field(default_factory=dict)
 
     def accuracy(self, dtype: torch.dtype) -> float:
-        """What products of fp8 may be off by, which tensor cores sum with few bits; other types are far closer."""
+        """The error bound of fp8 products, which tensor cores sum with few bits; other types are far closer."""
         return 2e-4
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Random unit vectors, and the documents quantized."""
+    """Draw random unit vectors, and quantize the documents."""
     plain = forward.make_inputs(row, device, dtype)
     quantized = {precision: quantize(plain.documents, precision) for precision in PRECISIONS}
     return Inputs(plain.queries, plain.documents, quantized=quantized)
@@ -108,61 +108,61 @@ def reference(inputs: Inputs) -> Reference:
     return Reference(plain, scores("int8"), scores("uint8"), scores("fp8"), scores("int8", False))
 
 
-def error(found: Scores, expected: Reference) -> float:
-    """The relative error of the scores, against the reference that they are held to."""
-    return exact.relative_error(found.scores, getattr(expected, found.of))
+def error(result: Scores, expected: Reference) -> float:
+    """The relative error of the scores against their reference."""
+    return exact.relative_error(result.scores, getattr(expected, result.of))
 
 
 def candidate(label: str, call: Callable[[], torch.Tensor], of: str = "plain") -> Candidate:
-    """A way to compute the row, held to a reference."""
+    """A candidate whose scores are compared with the reference ``of``."""
     return Candidate(label, call, partial(Scores, of))
 
 
 def ours(of: str, precision: str | None, inputs: Inputs, **options: Any) -> list[Candidate]:
-    """The public `pylate_flash.maxsim`, as a user calls it, on documents of a precision, or as they are."""
+    """The public `pylate_flash.maxsim`, as users call it, with documents in a precision, or unquantized."""
     documents = inputs.documents if precision is None else inputs.quantized[precision]
     label = ", ".join(["maxsim", *(f"{name}={value}" for name, value in options.items())])
     return [candidate(label, partial(pylate_flash.maxsim, inputs.queries, documents, **options), of)]
 
 
 def lik(inputs: Inputs) -> list[Candidate]:
-    """late-interaction-kernels: fp8 with a scale per token, which is its own way to quantize too."""
+    """late-interaction-kernels: fp8 with a scale per token, by its own quantization."""
     if inputs.queries.shape[1] >= _UNROLLED:
         raise Unavailable("unrolls the loop over a query's tokens, and compiles twelve tiles for minutes")
-    (queries, of_queries), (documents, of_documents) = map(
+    (queries, query_scales), (documents, document_scales) = map(
         LIK["fp8.quantize_fp8_per_token"], (inputs.queries, inputs.documents)
     )
-    call = partial(LIK["fp8.maxsim_inference_fp8"], queries, documents, scale_Q=of_queries, scale_D=of_documents)
+    call = partial(LIK["fp8.maxsim_inference_fp8"], queries, documents, scale_Q=query_scales, scale_D=document_scales)
     return [candidate("maxsim_inference_fp8", call)]
 
 
 def flash_maxsim(inputs: Inputs) -> list[Candidate]:
-    """flash-maxsim: int8 by int8, and its kernels that widen int8 and affine uint8; of one query."""
+    """flash-maxsim, for one query: int8 by int8, and its kernels that widen int8 and affine uint8."""
     if len(inputs.queries) > 1:
         raise Unavailable("scores one query at a time")
     query, lengths = inputs.queries[0], inputs.lengths()
     documents, scales = FLASH_MAXSIM["quantize_int8_symmetric"](inputs.documents)
     affine = FLASH_MAXSIM["quantize_int8"](inputs.documents)
     quantized, query_scales = FLASH_MAXSIM["quantize_query_int8"](query)
-    ways = {
+    calls = {
         "flash_maxsim_int8x8": (query, documents, scales, quantized, query_scales, lengths),
         "flash_maxsim_int8_symmetric": (query, documents, scales, lengths),
         "flash_maxsim_int8": (query, *affine, lengths),
     }
-    return [candidate(name, partial(FLASH_MAXSIM[name], *arguments)) for name, arguments in ways.items()]
+    return [candidate(name, partial(FLASH_MAXSIM[name], *arguments)) for name, arguments in calls.items()]
 
 
 def measure_eight_bits(device: torch.device, size: int = 8192) -> float | None:
-    """Return the operations per second of a large product of fp8 matrices, or None where torch or the GPU has none.
+    """Return the operations per second of a large fp8 matrix product, or None if torch or the GPU does not support it.
 
-    Of 8-bit products, it is the one that torch makes fast: that of int8 took 1.7 times as long on an H200.
+    It is torch's fastest 8-bit product: that of int8 took 1.7 times as long on an H200.
     """
     if not hasattr(functional, "scaled_mm"):
         return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return None
     left = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
-    # The right one is wanted column by column.
+    # The right operand must be column-major.
     right = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()
     scale, recipe = torch.ones((), device=device), functional.ScalingType.TensorWise
 

@@ -1,8 +1,8 @@
-"""The suite `residual`: scores of documents that are residual codes, as they lie in a PLAID index.
+"""The suite `residual`: scores of documents as residual codes, as stored in a PLAID index.
 
-Every system is checked against float64, of the embeddings decompressed to the type of the queries. The floor counts
-codes, residuals and scales read once, and the table of centroids once: that a row of it is fetched for every token, out
-of L2, it does not count.
+Every system is checked against float64 scores of the embeddings decompressed to the dtype of the queries. The floor
+counts one read of codes, residuals and scales, and one of the centroid table, but not the fetch of a centroid from L2
+for every token.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, TORCH_SYSTEM, Candidate, Suite, another_way
 from pylate_flash.ops.residual_codes import ResidualCodes
 
-# Bytes of a token's code and of its scale.
+# Bytes of the code and the scale of a token.
 _CODE_AND_SCALE = 8
-# The largest bucket weights, of elements of a norm of 1 in all, as those of a codec of a model's embeddings.
+# The largest bucket weight, times sqrt(d), as in a codec of a model's embeddings.
 _LARGEST_WEIGHT = 1.0
 
 
 @dataclass(frozen=True)
 class Residual(Row):
-    """A shape whose documents are residual codes of so many bits."""
+    """A shape whose documents are residual codes of ``nbits`` bits."""
 
     nbits: int = 4
 
@@ -66,7 +66,7 @@ class Inputs(Call):
     length: int
 
     def embeddings(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Documents, or some of them, [n, Ld, d], in the type of the queries."""
+        """Decompress documents ``first`` to ``last``, [n, Ld, d], to the dtype of the queries."""
         last = self.documents.n_documents if last is None else min(last, self.documents.n_documents)
         tokens = slice(first * self.length, last * self.length)
         return self.documents.decompress_tokens(tokens, self.queries.dtype).unflatten(0, (-1, self.length))
@@ -76,22 +76,22 @@ class Inputs(Call):
         return exact.scores(self.queries, self.embeddings())
 
     def accuracy(self, dtype: torch.dtype) -> float:
-        """What products of 8 bits may be off by; at full precision, scores are as close as any."""
+        """The error bound of 8-bit products; at full precision scores are as accurate as any."""
         return 2e-3
 
     def ours(self) -> list[Candidate]:
         return only(pylate_flash.maxsim_residual, self.queries, self.documents)
 
     def full(self) -> list[Candidate]:
-        """`pylate_flash.maxsim_residual` without products of 8 bits."""
+        """`pylate_flash.maxsim_residual` without 8-bit products."""
         return only(pylate_flash.maxsim_residual, self.queries, self.documents, precision="full")
 
     def decompressed(self) -> list[Candidate]:
-        """`pylate_flash.maxsim` of documents that are decompressed before it."""
+        """`pylate_flash.maxsim` of documents that are decompressed beforehand."""
         return only(pylate_flash.maxsim, self.queries, self.embeddings())
 
     def lik(self) -> list[Candidate]:
-        """late-interaction-kernels: padded, and packed. Its indices begin in the lowest bits of a byte."""
+        """late-interaction-kernels, padded and packed. Its bucket indices start at the lowest bits of a byte."""
         documents, nbits = self.documents, self.documents.nbits
         residuals = in_other_order(documents.residuals, nbits)
         shape = documents.n_documents, self.length
@@ -106,24 +106,24 @@ class Inputs(Call):
         ]
 
     def torch(self) -> list[Candidate]:
-        """Documents decompressed by a look-up of every byte, then an einsum, the chunk size swept."""
+        """Documents decompressed by a look-up per byte, then an einsum, one candidate per chunk size."""
         n_documents = self.documents.n_documents
-        # Of the documents themselves, a few bytes for each element.
-        shaped = self.queries.new_empty(1).expand(n_documents, self.length, self.documents.size)
+        # Only the shape is read; decompressed documents take a few bytes per element.
+        like = self.queries.new_empty(1).expand(n_documents, self.length, self.documents.size)
         return [
             Candidate(f"decompress, einsum, chunks of {chunk}", partial(self.decompress_then_score, chunk))
-            for chunk in chunk_sizes(self.queries, shaped)
+            for chunk in chunk_sizes(self.queries, like)
         ]
 
     def decompress_then_score(self, chunk: int):
-        """The plain way, over ``chunk`` documents at a time."""
+        """Plain scores, over ``chunk`` documents at a time."""
         starts = range(0, self.documents.n_documents, chunk)
         parts = (self.embeddings(first, first + chunk) for first in starts)
         return torch.cat([einsum_scores(self.queries, part) for part in parts], dim=1)
 
 
 def make_inputs(row: Residual, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Random unit vectors for queries and centroids, random codes and residuals."""
+    """Draw random unit vectors for queries and centroids, and random codes and residuals."""
     generator = torch.Generator(device).manual_seed(0)
     n_tokens = row.Nd * row.Ld
     largest = _LARGEST_WEIGHT / row.d**0.5
@@ -140,9 +140,9 @@ def make_inputs(row: Residual, device: torch.device, dtype: torch.dtype) -> Inpu
 
 
 def in_other_order(residuals: torch.Tensor, nbits: int) -> torch.Tensor:
-    """Bytes with their indices of so many bits in the other order."""
-    places = range(0, 8, nbits)
-    parts = [(residuals >> place & (1 << nbits) - 1) << 8 - nbits - place for place in places]
+    """Reverse the order of the ``nbits``-bit indices in each byte."""
+    shifts = range(0, 8, nbits)
+    parts = [(residuals >> shift & (1 << nbits) - 1) << 8 - nbits - shift for shift in shifts]
     return torch.stack(parts).sum(dim=0, dtype=torch.uint8)
 
 

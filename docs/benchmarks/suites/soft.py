@@ -1,11 +1,11 @@
 """The suite `soft`: scores by a smooth maximum, and training steps with them.
 
-The peer is the plain way, in which colpali-engine computes its smooth maximum: an einsum of all similarities, and
-torch's logsumexp of them.
+The peer computes the smooth maximum as colpali-engine does: an einsum of all similarities, and torch's logsumexp of
+them.
 
-The floor of scores is the longer of their products and their exponentials, at the rates that this machine reached. A
-step has four products of every query token with every document token, one of them in the forward, and computes its
-exponentials twice; its floor is the sum of both, though a machine can do both at a time.
+The floor of scores is the longer of products and exponentials, at the measured rates. A step has four products of every
+query token with every document token, one of them in the forward, and computes exponentials twice; its floor is the sum
+of both, although a GPU can overlap them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pylate_flash.bench.rows import Row
 from pylate_flash.bench.steps import Step
 from pylate_flash.bench.suite import OUR_SYSTEM, Candidate, Suite, System
 
-# How sharp the maximum is: one over 0.1, as colpali-engine has it.
+# Sharpness of the maximum: 1 / 0.1, as in colpali-engine.
 BETA = 10.0
 # The same of sums of exponentials of rounded similarities: 1 % of a gradient of bfloat16.
 ROUNDED = 0.1
@@ -36,11 +36,11 @@ class SoftBatch(Row):
 
     @property
     def shape(self) -> str:
-        """The shape, for people."""
+        """The shape for display."""
         return f"{super().shape}, {'step' if self.step else 'scores'}"
 
     def work(self, dtype: torch.dtype) -> Work:
-        """Products and exponentials of all pairs of tokens; embeddings read, and gradients of them written, once."""
+        """Products and exponentials of all token pairs; embeddings read once, and in a step gradients written once."""
         forward = super().work(dtype)
         pairs = float(self.Nq * self.Nd * self.Lq * self.Ld)
         return Work(
@@ -61,13 +61,13 @@ ROWS = (*SHAPES, *(replace(shape, name=f"{shape.name}-step", step=True) for shap
 
 
 def einsum_scores(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """The plain way: all similarities, in the type of the inputs."""
+    """Plain scores: all similarities, in the dtype of the inputs."""
     similarities = torch.einsum("qsd,ntd->qnst", queries, documents)
     return (torch.logsumexp(BETA * similarities, dim=-1) / BETA).sum(dim=-1)
 
 
 def widened_scores(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """The same, with logarithms and scores in float32, as torch takes them under autocast."""
+    """Plain scores, with logsumexp and sums in float32, as torch computes them under autocast."""
     similarities = torch.einsum("qsd,ntd->qnst", queries, documents)
     return (torch.logsumexp((BETA * similarities).float(), dim=-1) / BETA).sum(dim=-1)
 
@@ -90,7 +90,7 @@ class Soft(Step):
         return exact.step(self.queries, self.documents, loss=self.loss, score=einsum_scores)
 
     def accuracy(self, dtype: torch.dtype) -> float:
-        """What pylate_flash promises of scores, or of a step's gradients."""
+        """The relative error that pylate_flash promises, for scores or for the gradients of a step."""
         return exact.accuracy(dtype, gradients=self.is_step)
 
     def ours(self) -> list[Candidate]:
@@ -100,7 +100,7 @@ class Soft(Step):
         return [self.candidate("soft_maxsim", partial(soft_maxsim, beta=BETA))]
 
     def torch(self) -> list[Candidate]:
-        """The plain way, and if that rounds similarities, the one that widens them before it sums."""
+        """The plain einsum and, unless inputs are float32, the one with float32 sums."""
         candidates = [self.candidate("einsum", einsum_scores)]
         if self.queries.dtype != torch.float32:
             candidates.append(self.candidate("einsum, float32 sums", widened_scores))
@@ -108,28 +108,28 @@ class Soft(Step):
 
 
 def make_inputs(row: SoftBatch, device: torch.device, dtype: torch.dtype) -> Soft:
-    """As of the suite `training`."""
-    given = training.make_inputs(row, device, dtype)
-    return Soft(given.queries, given.documents, temperature=given.temperature, is_step=row.step)
+    """Draw the inputs of the suite `training`."""
+    batch = training.make_inputs(row, device, dtype)
+    return Soft(batch.queries, batch.documents, temperature=batch.temperature, is_step=row.step)
 
 
-# Values of a program of eight warps, and how often it takes the exponentials of all.
+# Values per program of eight warps, and repetitions of the exponentials of all.
 TILE = 4096
 REPEATS = 1024
 
 
 @triton.jit
 def _exponentials(sums, repeats, TILE: tl.constexpr):
-    """Each program takes powers of 2 of its own values, again and again, all in registers."""
+    """Each program repeatedly computes powers of 2 of its own values, all in registers."""
     values = tl.arange(0, TILE).to(tl.float32) / TILE
     for _ in range(repeats):
-        # Which goes to the one value that is its own: never to 0, infinity or a subnormal number.
+        # Converges to the fixed point, so never to 0, infinity or a subnormal number.
         values = tl.exp2(-values)
     tl.store(sums + tl.program_id(0), tl.sum(values))
 
 
 def measure_exponentials(device: torch.device) -> float:
-    """Return the powers of 2 per second, float32, that all of a GPU computes."""
+    """Return the float32 powers of 2 per second that the whole GPU computes."""
     programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
     sums = torch.empty(programs, device=device)
 

@@ -1,6 +1,6 @@
 """The suite `sparse`: one query against many documents, each scored by a few of the query's tokens.
 
-The suite `forward` has the same shapes with all of the query's tokens.
+The suite `forward` has the same shapes with all query tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pruned(Row):
 
     @property
     def shape(self) -> str:
-        """The shape, for people."""
+        """The shape for display."""
         return f"{super().shape}, {self.k} chosen"
 
     def work(self, dtype: torch.dtype) -> Work:
@@ -47,18 +47,18 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Sparse(Padded):
-    """Embeddings, and ``chosen`` [Nd, k], int32: positions of the query's tokens in rising order."""
+    """Embeddings, and ``chosen`` [Nd, k], int32: positions of query tokens in ascending order."""
 
     chosen: torch.Tensor | None = None
 
     @property
     def positions(self) -> torch.Tensor:
-        """The tokens that were chosen."""
+        """The positions of the chosen tokens."""
         assert self.chosen is not None
         return self.chosen
 
     def reference(self) -> torch.Tensor:
-        """The scores [1, Nd] in float64, of the (already rounded) inputs, so many documents at a time."""
+        """The scores [1, Nd] of the (already rounded) inputs in float64, in chunks of documents."""
         from pylate_flash.ops import maxsim_sparse_queries_reference
 
         queries, documents = self.queries.double(), self.documents
@@ -77,31 +77,31 @@ class Sparse(Padded):
 
     def flash_maxsim(self) -> list[Candidate]:
         """flash-maxsim's function for chosen tokens of one query."""
-        # The package itself names only the module so.
+        # In the package, this name is the module.
         from flash_maxsim.flash_maxsim_sparse import flash_maxsim_sparse
 
         call = partial(flash_maxsim_sparse, self.queries[0], self.documents, self.positions, self.lengths())
         return [Candidate("flash_maxsim_sparse", lambda: call().unsqueeze(0))]
 
     def torch(self) -> list[Candidate]:
-        """The plain way: the chosen rows of every document gathered, and an einsum of them over chunks of documents."""
+        """The plain way: gather the chosen query rows per document, and an einsum over chunks of documents."""
         query, documents, chosen = self.queries[0], self.documents, self.positions.long()
 
         def call() -> torch.Tensor:
             parts = zip(documents.split(1024), chosen.split(1024), strict=True)
-            found = [torch.einsum("nsd,ntd->nst", query[positions], part) for part, positions in parts]
-            return torch.cat([part.amax(dim=2).sum(dim=1, dtype=torch.float32) for part in found]).unsqueeze(0)
+            similarities = [torch.einsum("nsd,ntd->nst", query[positions], part) for part, positions in parts]
+            return torch.cat([part.amax(dim=2).sum(dim=1, dtype=torch.float32) for part in similarities]).unsqueeze(0)
 
         return [Candidate("einsum of gathered rows, chunks of 1024", call)]
 
 
 def make_inputs(row: Pruned, device: torch.device, dtype: torch.dtype) -> Sparse:
-    """Draw random unit vectors, and k positions of each document, the same ones for the same row and kind of device."""
+    """Draw random unit vectors, and k positions per document, reproducible per row and device type."""
     generator = torch.Generator(device).manual_seed(1)
     order = torch.rand(row.Nd, row.Lq, device=device, generator=generator).argsort(dim=1)
     chosen = order[:, : row.k].sort(dim=1).values.to(torch.int32)
-    given = forward.make_inputs(row, device, dtype)
-    return Sparse(given.queries, given.documents, chosen=chosen)
+    batch = forward.make_inputs(row, device, dtype)
+    return Sparse(batch.queries, batch.documents, chosen=chosen)
 
 
 def suite() -> Suite:

@@ -1,1 +1,1 @@
-"""What `train` alone needs: the losses and trainers of both libraries, a run, its checkpoints, the model it writes."""
+"""Internals of `train`: the losses and trainers of both libraries, a run, its checkpoints, the model it writes."""

@@ -1,4 +1,4 @@
-"""The checkpoints of `pylate-flash train`, in a folder of their own in the output folder."""
+"""The checkpoints of `pylate-flash train`, in a subfolder of the output folder."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Checkpoints:
         self._settings = self.folder / "run.json"
 
     def exist(self) -> bool:
-        """Whether an earlier run left any; a folder of this name that no run of this command has made is refused."""
+        """Whether an earlier run left any; raises for a folder of this name that `train` did not create."""
         if os.path.lexists(self.folder) and not self._settings.is_file() and not _is_empty(self.folder):
             raise UserError(f"{self.folder} is none that `train` has made; move it away, or name another --output")
         return self.last() is not None
 
     def last(self) -> Path | None:
-        """The last checkpoint that is whole: a trainer writes its state last."""
-        found = []
+        """The last complete checkpoint: a trainer writes its state last."""
+        checkpoints = []
         for path in self.folder.glob("checkpoint-*"):
             with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-                found.append((json.loads((path / "trainer_state.json").read_bytes())["global_step"], path))
-        return max(found)[1] if found else None
+                checkpoints.append((json.loads((path / "trainer_state.json").read_bytes())["global_step"], path))
+        return max(checkpoints)[1] if checkpoints else None
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Start a run with these settings: what an earlier one left is removed."""
+        """Start a run with these settings, and remove what an earlier one left."""
         self.remove()
         self.folder.mkdir(exist_ok=True)
         self._settings.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def check(self, settings: dict[str, Any]) -> Path:
-        """Return the last checkpoint of the run, which must have had the same settings; what differs is named."""
+        """Return the last checkpoint of the run; raise an error naming settings that differ."""
         checkpoint = self.last()
         if checkpoint is None or not self._settings.is_file():
             raise UserError(f"--resume: there is no checkpoint in {self.folder}; leave --resume out to start")
@@ -55,12 +55,12 @@ class Checkpoints:
         if "--data" in changed:
             raise UserError(f"--resume: --data holds other lines than when the run in {self.folder} was started")
         if changed:
-            was = ", ".join(f"{name} {_shown(before[name])}, not {_shown(settings[name])}" for name in changed)
-            raise UserError(f"--resume: the run in {self.folder} was started with {was}")
+            differences = ", ".join(f"{name} {_shown(before[name])}, not {_shown(settings[name])}" for name in changed)
+            raise UserError(f"--resume: the run in {self.folder} was started with {differences}")
         return checkpoint
 
     def remove(self) -> None:
-        """Remove the checkpoints and the settings, and the folder, unless it holds anything else."""
+        """Remove the checkpoints and the settings, and the folder if it is then empty."""
         for path in self.folder.glob("checkpoint-*"):
             if re.fullmatch(r"checkpoint-\d+", path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -70,7 +70,7 @@ class Checkpoints:
             self.folder.rmdir()
 
     def tidy(self) -> None:
-        """Remove all of it if no checkpoint was written."""
+        """Remove everything if no checkpoint was written."""
         if self.last() is None:
             self.remove()
 

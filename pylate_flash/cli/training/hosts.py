@@ -1,4 +1,4 @@
-"""The losses and the trainers of `pylate-flash train`: for PyLate's models, and for those of sentence-transformers."""
+"""The losses and trainers of `pylate-flash train`, for models of PyLate and of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ..models import Model
 
 
-# What is trained with; every library has a loss of each kind.
+# The kinds of losses; each library has one of each kind.
 Loss = Literal["contrastive", "cached", "distillation"]
-# The options that only some of the losses use, by library. PyLate's distillation scales each query's scores by itself.
+# Options that only some losses use, by library. PyLate's distillation loss normalises each query's scores itself.
 USED_BY: dict[str, dict[str, tuple[Loss, ...]]] = {
     host: {"temperature": losses, "mini_batch_size": ("cached",), "mini_batch_tokens": ("cached",)}
     for host, losses in ((PYLATE, ("contrastive", "cached")), (SENTENCE_TRANSFORMERS, get_args(Loss)))
@@ -28,8 +28,8 @@ USED_BY: dict[str, dict[str, tuple[Loss, ...]]] = {
 def make_loss(
     model: Model, loss: Loss, scorer: str, mini_batch_size: int | None, tokens: int | str | None, temperature: float
 ) -> Any:
-    """The loss of a kind, of the library of a model."""
-    # What "auto" is, is found when the trainer has put the model where it will be.
+    """Create the loss of a kind, from the library of the model."""
+    # "auto" is resolved after the trainer has moved the model to its device.
     limits: dict[str, Any] = {"mini_batch_num_tokens": 1 if tokens == "auto" else tokens}
     kinds: dict[Loss, tuple[Any, dict[str, Any]]]
     if not is_multi_vector_encoder(model):
@@ -59,11 +59,17 @@ def make_loss(
 
 
 def make_trainer(
-    model: Model, rows: Dataset, evaluated: Dataset | None, loss: Any, scorer: str, progress: Any = None, **given: Any
+    model: Model,
+    rows: Dataset,
+    evaluated: Dataset | None,
+    loss: Any,
+    scorer: str,
+    progress: Any = None,
+    **training_args: Any,
 ) -> MeasuredTrainer:
-    """A trainer of the library of a model, which shows its progress, and with `evaluated` the loss of these rows.
+    """Create a trainer from the library of the model, which shows progress, and evaluates the loss on `evaluated`.
 
-    What else is `given` are training arguments that both libraries have; `progress` is a callback of its own.
+    `training_args` are training arguments that both libraries have; `progress` is a callback replacing the default.
     """
     import torch
     from transformers.trainer_callback import PrinterCallback
@@ -80,7 +86,7 @@ def make_trainer(
         "disable_tqdm": True,
         "dataloader_pin_memory": model.device.type == "cuda",
         **({} if "scores" in rows.column_names else {"batch_sampler": DistinctTexts}),
-        **given,
+        **training_args,
     }
     sets = [rows, evaluated]
     kind: Any
@@ -91,8 +97,8 @@ def make_trainer(
         from ...hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
 
         kind, arguments_of = MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
-        sets = [None if some is None else _with_columns(some) for some in sets]
-        # Its trainer puts no prompt before the texts but those that it is told, and `encode_query` does.
+        sets = [None if dataset is None else _with_columns(dataset) for dataset in sets]
+        # Unlike `encode_query`, its trainer only prepends prompts that it is given.
         query, *documents = (name for name in sets[0].column_names if name != "scores")
         prompts = {query: prompt_of(model, is_query=True), **dict.fromkeys(documents, prompt_of(model, is_query=False))}
         arguments["prompts"] = {name: prompt for name, prompt in prompts.items() if prompt} or None
@@ -102,22 +108,22 @@ def make_trainer(
         kind, arguments_of = ColBERTTrainer, partial(ColBERTTrainingArguments, scorer=scorer)
     args = arguments_of(**arguments)
     if args.world_size > 1 and args.device.type == "cpu":
-        # Of "cpu:1", as accelerate calls that of the second process, torch loads no optimizer of a checkpoint.
+        # torch cannot load an optimizer checkpoint to "cpu:1", accelerate's device of the second process.
         vars(args)["_setup_devices"] = torch.device("cpu")
     trainer = kind(model=model, args=args, train_dataset=sets[0], eval_dataset=sets[1], loss=loss)
     args = trainer.args
     steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(rows) / args.train_batch_size
-    if steps < 10 and "warmup_steps" not in given:
-        # A tenth would be rounded up to a step at a learning rate of 0, the only one perhaps.
+    if steps < 10 and "warmup_steps" not in training_args:
+        # A tenth would be rounded up to one step at a learning rate of 0, perhaps the only step.
         args.warmup_steps = 0
-    # It prints every log entry to standard output.
+    # PrinterCallback prints every log entry to standard output.
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(progress or Progress())
     return trainer
 
 
 def _with_columns(rows: Dataset) -> Dataset:
-    """Lines as sentence-transformers' losses take them: every candidate of distillation in a column of its own."""
+    """Rows in the format of sentence-transformers' losses: one column per candidate of distillation."""
     if "documents" not in rows.column_names:
         return rows
     from datasets import Dataset

@@ -1,4 +1,4 @@
-"""The folder that a trained model is written to: tried out before the training, changed file by file after it."""
+"""The output folder of a trained model: checked before the training, replaced file by file after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..models import Model
     from .checkpoints import Checkpoints
 
-# What models consist of, by the names that sentence-transformers, transformers and tokenizers read.
+# Names of model files that sentence-transformers, transformers and tokenizers read.
 _OF_A_MODEL = re.compile(
     r"(modules|config|config_sentence_transformers|sentence_\w+_config|generation_config|(pre)?processor_config)\.json"
     r"|README\.md"
@@ -28,19 +28,19 @@ _OF_A_MODEL = re.compile(
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
     r"|vocab\.txt|merges\.txt|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model|chat_template\.jinja"
 )
-# A folder with one of these two looks like a model or an encoder, so they go first and come last.
+# These two mark a folder as a model or an encoder, so they are moved out first and moved in last.
 _MARKS = ("config.json", "modules.json")
-# What the names of the folders begin with in which a model is written before its files are moved.
+# Prefix of the folders in which a model is written before its files are moved into place.
 UNFINISHED = "unfinished-model-"
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a folder holds a model, as far as its files say."""
+    """Whether a folder holds a model, judging by its files."""
     return (folder / "modules.json").is_file()
 
 
 def first_non_finite(model: Model) -> str | None:
-    """Name of the first tensor of a model that holds NaN or an infinity, if there is one."""
+    """Name of the first tensor of a model that has NaN or infinity, or None."""
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             return name
@@ -48,7 +48,7 @@ def first_non_finite(model: Model) -> str | None:
 
 
 def check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume: bool) -> None:
-    """Refuse an output folder in which a model, or an interrupted run, is not to be replaced or continued."""
+    """Raise unless the output folder is usable, or the options allow to replace or continue what it holds."""
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; name a folder")
     interrupted = checkpoints.exist()
@@ -57,15 +57,15 @@ def check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume
             hint = ", --resume continues the run that was interrupted" if interrupted else ""
             raise UserError(f"there is a model in {output} already; --overwrite replaces it{hint}")
         return
-    others = other_files(output, checkpoints.folder.name)
-    cut_short = [name for name in others if name.startswith(UNFINISHED)]
+    unknown_files = other_files(output, checkpoints.folder.name)
+    cut_short = [name for name in unknown_files if name.startswith(UNFINISHED)]
     if cut_short:
         raise UserError(
             f"a model was being written to {output} when the program was killed: it is in {output / cut_short[0]}, and "
             "so is the one that was there before; move them away first"
         )
-    if others:
-        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    if unknown_files:
+        names = ", ".join(unknown_files[:3]) + (", ..." if len(unknown_files) > 3 else "")
         raise UserError(f"{output} holds files that are no model ({names}); name another folder")
     if interrupted and not overwrite and not resume:
         raise UserError(
@@ -74,11 +74,11 @@ def check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume
 
 
 def write_model(model: Model, folder: Path) -> list[str]:
-    """Write a model into a folder in place of the one that may be there, and return the names of what else is there.
+    """Write a model into a folder, replacing any old one, and return the names of other entries in the folder.
 
-    The model is written whole beside the old one's files, and then takes their places. Were the program killed between
-    these moves, the folder would hold no model that loads, and both of them in a subfolder. If the model cannot be
-    written, a `UserError` names where it is instead, and the old one is still there.
+    The model is written to a subfolder, then its files replace the old ones. If the program is killed between these
+    moves, the folder does not load as a model, and both models are in the subfolder. If the model cannot be written, a
+    `UserError` says where it was saved instead, and the old one is kept.
     """
     try:
         aside = Path(tempfile.mkdtemp(dir=folder, prefix=UNFINISHED))
@@ -87,7 +87,7 @@ def write_model(model: Model, folder: Path) -> list[str]:
     new, old = aside / "model", aside / "old"
     try:
         model.save_pretrained(str(new))
-    except Exception as error:  # safetensors has an exception of its own for a full disk
+    except Exception as error:  # safetensors has its own exception for a full disk
         shutil.rmtree(aside, ignore_errors=True)
         raise UserError(saved_elsewhere(model, f"the model could not be written to {folder}: {error}")) from error
     try:
@@ -100,28 +100,28 @@ def write_model(model: Model, folder: Path) -> list[str]:
 
 
 def saved_elsewhere(model: Model, failed: str) -> str:
-    """Save a model where temporary files go, after what failed, and say both: where it is, or that this failed too.
+    """Save a model to a temporary folder; return `failed` with the folder, or with the error if this fails too.
 
-    Nothing is left of one that cannot be saved.
+    An incomplete folder is removed.
     """
     folder = Path(tempfile.mkdtemp(prefix="pylate-flash-model-"))
     try:
         model.save_pretrained(str(folder))
     except BaseException as second:
         shutil.rmtree(folder, ignore_errors=True)
-        if not isinstance(second, Exception):  # safetensors has one of its own for a full disk
+        if not isinstance(second, Exception):  # safetensors has its own for a full disk
             raise
         return f"{failed}; nor could the model be saved among the temporary files: {second}"
     return f"{failed}; the model is in {folder}"
 
 
 def _exchange(folder: Path, new: Path, old: Path) -> None:
-    """Move the files of a model out of a folder and those of another one in, or, if that fails, move all back."""
-    coming = sorted((path.relative_to(new) for path in new.rglob("*") if path.is_file()), key=_rank)
-    going = {path.relative_to(folder) for path in _model_files(folder)}
-    going |= {path for path in coming if os.path.lexists(folder / path)}
-    moves = [(folder / path, old / path) for path in sorted(going, key=_rank, reverse=True)]
-    moves += [(new / path, folder / path) for path in coming]
+    """Move the files of a model out of a folder and those of another one in; on failure, move all back."""
+    new_files = sorted((path.relative_to(new) for path in new.rglob("*") if path.is_file()), key=_rank)
+    old_files = {path.relative_to(folder) for path in _model_files(folder)}
+    old_files |= {path for path in new_files if os.path.lexists(folder / path)}
+    moves = [(folder / path, old / path) for path in sorted(old_files, key=_rank, reverse=True)]
+    moves += [(new / path, folder / path) for path in new_files]
     done: list[tuple[Path, Path]] = []
     try:
         for source, target in moves:
@@ -135,9 +135,9 @@ def _exchange(folder: Path, new: Path, old: Path) -> None:
             except OSError as error:
                 note(f"pylate-flash: {target} could not be moved back to {source}: {error}")
         raise
-    for path in going:
+    for path in old_files:
         with contextlib.suppress(OSError):
-            # The folder of a module that the new model does not have.
+            # Only empty folders, of modules that the new model does not have.
             (folder / path).parent.rmdir()
 
 
@@ -147,13 +147,13 @@ def _rank(path: Path) -> tuple[int, str]:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """The files of the model in a folder: those with names of a model's files, in it and in its modules' folders."""
+    """The files with names of model files in a folder, and in the folders of its modules."""
     folders = [folder]
     try:
         modules = json.loads((folder / "modules.json").read_bytes())
         folders += [folder / module["path"] for module in modules if module["path"]]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
-        # No model, or one whose list of modules is broken: what a loader would find is what lies in the folder itself.
+        # No model, or a broken list of modules: a loader would only look in the folder itself.
         pass
     inside = [path for path in folders if path.is_dir() and path.resolve().is_relative_to(folder.resolve())]
     return sorted({path for part in inside for path in part.iterdir() if _OF_A_MODEL.fullmatch(path.name)})

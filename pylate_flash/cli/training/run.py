@@ -1,4 +1,4 @@
-"""A run of `pylate-flash train`: its batches, what may interrupt it, and what it shows."""
+"""A run of `pylate-flash train`: batches, interruption, and progress."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from ...training.trainer_mixin import MeasuredTrainer
     from ..models import Model
 
-# Seconds within which ranks are told of one signal twice.
+# Seconds within which a repeated signal counts as the same one.
 SAME_SIGNAL = 5.0
 
 
 class DistinctTexts(BatchSampler):
-    """Batches of lines in which no text comes twice, because it would be its own negative; of all lines in every epoch.
+    """Batches without duplicate texts, which would be their own negatives; every epoch covers all lines.
 
-    The batches are those of sentence-transformers' `no_duplicates`, whose length is that of batches which are all full.
-    Trainers count on the length: where texts repeat, they would end an epoch before most lines had their turn.
+    The batches are those of sentence-transformers' `no_duplicates`, whose length assumes that all batches are full.
+    Trainers rely on the length: if texts repeat, they would end an epoch before most lines had their turn.
 
-    Every epoch has as many batches as the first, by which trainers count epochs and resume. In the order of another
-    one, a few more or fewer may be needed: it ends before the last ones, of a line or two, or begins again.
+    Every epoch has as many batches as the first, as trainers count epochs and resume by it. Another order may need a
+    few more or fewer: the epoch then skips the last ones, of a line or two, or starts over.
 
-    `dataset` has columns of texts; `drop_last` and `valid_label_columns` are given to every sampler, and not used. The
-    `generator` draws the order of the lines, and begins the first epoch with the `seed`.
+    `dataset` has columns of texts; `drop_last` and `valid_label_columns` are passed to every sampler, but unused. The
+    `generator` draws the order of the lines, seeded with `seed` for the first epoch.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class DistinctTexts(BatchSampler):
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
-        again_and_again = itertools.chain.from_iterable(self._batches() for _ in itertools.count())
-        return itertools.islice(again_and_again, len(self))
+        repeated = itertools.chain.from_iterable(self._batches() for _ in itertools.count())
+        return itertools.islice(repeated, len(self))
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch next."""
+        """Use the order of this epoch from now on."""
         self.epoch = epoch
 
     def _batches(self) -> list[list[int]]:
-        """Every line once, in the first batch that has room and none of its texts."""
+        """Assign every line to the first batch that has room and none of its texts."""
         self.generator.manual_seed(self.seed + self.epoch)
         batches: list[list[int]] = []
         texts_in: list[set[int]] = []
-        # Batches before the first with room; and of a text, batches before the first that has room and not this text.
-        # So where a few texts fill all batches, each line finds its own without looking at all of them.
-        full = 0
-        taken: dict[int, int] = {}
+        # Index of the first batch with room, and per text that of the first one with room and without this text: if a
+        # few texts repeat in all batches, a line need not scan all of them.
+        first_with_room = 0
+        first_without: dict[int, int] = {}
 
         def has_room(batch: int, *texts: int) -> bool:
             return batch == len(batches) or (
@@ -91,7 +91,7 @@ class DistinctTexts(BatchSampler):
 
         for line in torch.randperm(len(self._texts), generator=self.generator).tolist():
             texts = self._texts[line]
-            batch = max(full, *(taken.get(text, 0) for text in texts))
+            batch = max(first_with_room, *(first_without.get(text, 0) for text in texts))
             while not has_room(batch, *texts):
                 batch += 1
             if batch == len(batches):
@@ -99,30 +99,30 @@ class DistinctTexts(BatchSampler):
                 texts_in.append(set())
             batches[batch].append(line)
             texts_in[batch].update(texts)
-            while not has_room(full):
-                full += 1
+            while not has_room(first_with_room):
+                first_with_room += 1
             for text in texts:
-                taken[text] = max(full, taken.get(text, 0))
-                while not has_room(taken[text], text):
-                    taken[text] += 1
+                first_without[text] = max(first_with_room, first_without.get(text, 0))
+                while not has_room(first_without[text], text):
+                    first_without[text] += 1
         return batches
 
 
 class StopRequest:
-    """Ctrl-C and SIGTERM while this is entered: a request the first time, an interruption the second time.
+    """Handle Ctrl-C and SIGTERM in its context: the first is a request to stop, the second interrupts.
 
-    Of several `ranks`, what came to one is a request to all, and what comes within seconds of it is the same, which
-    torchrun passes on.
+    With several `ranks`, a signal to one is a request to all; another within seconds is the same signal, forwarded by
+    torchrun.
     """
 
     def __init__(self, ranks: Ranks | Alone | None = None) -> None:
-        self.signal: int | None = None  # that came
+        self.signal: int | None = None  # received
         self.ranks = ranks or Alone()
         self._before: dict[int, Any] = {}
         self._came = 0.0
 
     def __enter__(self) -> StopRequest:
-        # Python lets no other thread set handlers, and a process that ignores a signal (nohup) is meant to.
+        # Only the main thread may set handlers; a signal that is ignored on purpose (nohup) stays ignored.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not signal.SIG_IGN:
@@ -143,29 +143,29 @@ class StopRequest:
         if self.ranks.rank:
             return
         with contextlib.suppress(OSError):
-            # Not by `print`, which may be what was interrupted.
+            # `print` is not reentrant, and may be what was interrupted.
             os.write(2, b"\nStopping after this step; once more to stop at once, without saving\n")
 
     def agree(self) -> None:
-        """Hear of a request to any rank; all have to call it."""
-        came = [number for number in self.ranks.gather(self.signal) if number]
-        if came:
-            self.signal, self._came = came[0], self._came or time.monotonic()
+        """Share a request to any rank with all; every rank must call it."""
+        signals = [number for number in self.ranks.gather(self.signal) if number]
+        if signals:
+            self.signal, self._came = signals[0], self._came or time.monotonic()
 
 
 class EvaluationStopped(Exception):
-    """The run is to end, and an evaluation is under way."""
+    """Raised to abort an evaluation if the run is to end."""
 
 
 class Guard(TrainerCallback):
-    """Ends a run when that is asked for, with a checkpoint, and lets none be written of a model that is not finite.
+    """Ends a run on request, with a checkpoint, and prevents checkpoints of a model that is not finite.
 
-    Adds itself to the trainer. An evaluation that is under way, or due, when the run is to end is left out.
+    Adds itself to the trainer. When the run is to end, a current or due evaluation is skipped.
     """
 
     def __init__(self, trainer: MeasuredTrainer, request: StopRequest) -> None:
         self.model, self.request = cast("Model", trainer.model), request
-        # Once training has begun, what a run resumes from has been loaded; and whether a checkpoint is being written.
+        # `started`: training has begun, so the checkpoint has been loaded; `saving`: a checkpoint is being written.
         self.started = self.saving = False
         self._saved_at: int | None = None
         trainer.add_callback(self)
@@ -183,7 +183,7 @@ class Guard(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step >= state.max_steps:
-            # The model itself is written next, and the last loss is told.
+            # The model itself is written next; log the last loss.
             control.should_save, control.should_log = False, True
         self._heed_request(state, control)
 
@@ -191,7 +191,7 @@ class Guard(TrainerCallback):
         self._heed_request(state, control)
 
     def on_prediction_step(self, args, state, control, **kwargs) -> None:
-        # The others would go on with theirs.
+        # With several ranks, the others would continue their evaluation.
         if self.request.signal is not None and self.request.ranks.size == 1:
             self._heed_request(state, control)
             raise EvaluationStopped
@@ -216,7 +216,7 @@ class Guard(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """A bar, where standard error is a terminal, and a line for each log entry, on standard error."""
+    """A progress bar if standard error is a terminal, and a line per log entry, on standard error."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True, disable=None)
@@ -239,7 +239,7 @@ class Progress(TrainerCallback):
 
 
 class LossBar(Progress):
-    """The bar alone, with the last loss."""
+    """Only the bar, with the last loss."""
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if logs and "loss" in logs:

@@ -1,7 +1,7 @@
-"""What of PyLate is routed to this package.
+"""The parts of PyLate that are routed to this package.
 
-- The three scoring functions run other code, and stay the objects that they are (`routes`). PyLate's own code serves
-  the backends "torch", "flash" and "lik". So does the method of `XTRScores` that scores.
+- The three scoring functions, and the scoring method of `XTRScores`, run other code and remain the same objects
+  (`routes`). PyLate's own code serves the backends "torch", "flash" and "lik".
 - `rerank`, `ColBERTScores`, the losses and the evaluators are looked up by name when they are used, so their names are
   rebound in every loaded PyLate module that holds them.
 
@@ -17,9 +17,9 @@ from typing import Any
 
 from ..routes import Routes
 
-# What is routed: functions of pylate.scores that keep their identity and gain the backend ...
+# Functions of pylate.scores that keep their identity and gain the backend.
 SCORING_FUNCTIONS = ("colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores")
-# ... and names of pylate.<module> that stand for those of pylate_flash.<module> while registered, the same ones ...
+# Names of pylate.<module> that refer to the same names of pylate_flash.<module> while registered ...
 REBOUND = {
     "scores": ("ColBERTScores",),
     "rank": ("rerank",),
@@ -31,14 +31,14 @@ REBOUND = {
         "NanoBEIREvaluator",
     ),
 }
-# ... or these.
+# ... except these, which refer to other names.
 RENAMED = {"CachedContrastive": "RegisteredCachedContrastive"}
 
-# The functions of this package that serve PyLate's, by name, and where these are.
+# The functions of this package that serve PyLate's, and the paths of those.
 _PATHS = {name: f"pylate.scores.colbert:{name}" for name in SCORING_FUNCTIONS}
 _PATHS["XTRScores._score"] = "pylate.scores.xtr:XTRScores._score"
 
-# register() and every open use_scorer() block hold the routes.
+# Held by register() and by every open use_scorer() block.
 ROUTES = Routes(
     {path: f"pylate_flash.scores:{name}" for name, path in _PATHS.items()}, asked="pylate_flash._config:asks_for_ours"
 )
@@ -67,7 +67,7 @@ def release() -> None:
 
 
 def original(name: str) -> Callable:
-    """PyLate's own scoring function or method `name`: never routed, so it knows only PyLate's own backends."""
+    """Return PyLate's own scoring function or method `name`: never routed, so it knows only PyLate's own backends."""
     return ROUTES.original(_PATHS[name])
 
 
@@ -77,8 +77,8 @@ def _rebind(old: Any, new: Any) -> None:
         if module is None or module_name.partition(".")[0] != "pylate":
             continue
         if isinstance(old, type) and module_name == old.__module__:
-            # PyLate's losses say `super(Contrastive, self)`: there the name has to remain the class itself, or the
-            # constructor of a subclass of it would call itself.
+            # PyLate's losses call `super(Contrastive, self)`: in that module the name must remain the class itself,
+            # or the constructor of a subclass would call itself.
             continue
         for name, value in list(vars(module).items()):
             if value is old:

@@ -1,4 +1,4 @@
-"""Imported first by the modules that need PyLate: where it is not installed, the error names the extra."""
+"""Imported first by the modules that need PyLate: if it is not installed, the error names the extra."""
 
 from ..._extras import check_host
 

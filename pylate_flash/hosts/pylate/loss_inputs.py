@@ -1,7 +1,7 @@
-"""What PyLate's losses are given, checked, and what they read off their flags and a ColBERT model.
+"""Inputs of PyLate's losses, checked, and the options that they read from their flags and a ColBERT model.
 
-Scorers other than this package's, and a `score_metric` of the caller, leave PyLate's code as it is: `FlagScores` is the
-score function that it calls.
+With a scorer other than this package's, or the caller's `score_metric`, PyLate's code computes the loss; `FlagScores`
+is the score function that it calls.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ...training.options import LossOptions, check_sizes, check_temperature
 
 Columns = list[dict[str, Tensor]]
 
-# The scorers that leave a loss to this package.
+# The scorers with which this package computes a loss.
 _OURS = ("auto", "pylate_flash")
 
 
 class FlagScores:
-    """The score function of a loss that was given none: it reads the flags at the time of the call.
+    """The default score function of a loss: it reads the flags on every call.
 
-    The queries are [Nq, Lq, d]. The documents are [Nd, N, Ld, d], one group of N per query, and give [Nq, Nd * N]; or,
-    with ``own_candidates``, [Nq, K, Ld, d], and give [Nq, K].
+    Queries [Nq, Lq, d] and documents [Nd, N, Ld, d], one group of N per query, give scores [Nq, Nd * N]; with
+    ``own_candidates``, documents [Nq, K, Ld, d] give scores [Nq, K].
     """
 
     def __init__(self, loss: Any, own_candidates: bool = False) -> None:
@@ -57,9 +57,9 @@ class FlagScores:
         return scores(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
 
     def backend(self) -> str:
-        """The backend of a call made now."""
+        """Return the backend of a call made now."""
         scorer = _scorer_of(self.loss)
-        # "auto" asks for nothing by name, so PYLATE_SCORES_BACKEND and use_scorer() still have their say.
+        # "auto" names no backend, so PYLATE_SCORES_BACKEND and use_scorer() still apply.
         return backend_in_force(None if scorer == "auto" else scorer)
 
 
@@ -77,13 +77,13 @@ def set_options(
     scorer: str | None,
     masking: str | None,
     fuse_projection: bool | None,
-    **beyond: Any,
+    **extra: Any,
 ) -> None:
-    """Check and store what a loss is asked for beyond PyLate's arguments, as far as the model's flags do not matter.
+    """Check and store the options of a loss beyond PyLate's arguments, as far as they do not depend on the model.
 
-    `beyond` are those of `gather`, `smooth` and `mini_batch_num_tokens` that the loss has, which PyLate does not know.
+    `extra` holds those of `gather`, `smooth` and `mini_batch_num_tokens` that the loss has, which PyLate does not.
     """
-    smooth = beyond.get("smooth")
+    smooth = extra.get("smooth")
     if score_metric is not None and (scorer is not None or masking is not None):
         raise ValueError(
             f"score_metric: given together with scorer={scorer!r}, masking={masking!r}; a score_metric computes the "
@@ -98,64 +98,64 @@ def set_options(
     if fuse_projection:
         dense_layers(loss.model)
         _check_fusion(loss)
-    check_choice("gather", beyond.get("gather", "all_gather"), GATHERINGS)
-    check_sizes(mini_batch_num_tokens=beyond.get("mini_batch_num_tokens"))
+    check_choice("gather", extra.get("gather", "all_gather"), GATHERINGS)
+    check_sizes(mini_batch_num_tokens=extra.get("mini_batch_num_tokens"))
     if smooth is not None:
         check_temperature(smooth, "smooth")
         if fuse_projection:
             raise ValueError("smooth: given together with fuse_projection, which has no smooth maximum")
-        if beyond.get("gather") == "ring":
+        if extra.get("gather") == "ring":
             raise ValueError('smooth: given together with gather="ring", which has no smooth maximum')
-    # A score_metric of the caller is called, and a maximum smoothed, whatever the model's flag says.
+    # The caller's score_metric, and the smooth maximum, take precedence over the model's flag.
     loss.fuse_projection = False if score_metric is not None or smooth is not None else fuse_projection
-    for name, value in beyond.items():
+    for name, value in extra.items():
         setattr(loss, name, value)
     if score_metric is not None or loss.scorer not in (None, *_OURS):
         _check_pylates_way(loss)
 
 
 def _check_fusion(loss: Any) -> None:
-    """Raise ValueError if a loss is to be fused, and another scorer is asked for."""
+    """Raise ValueError if a loss that fuses the projection has another scorer than this package's."""
     if _scorer_of(loss) not in _OURS:
         raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{_scorer_of(loss)}"')
 
 
 def _check_pylates_way(loss: Any) -> None:
-    """Raise ValueError if PyLate's code, which computes this loss, does not know what it was asked for."""
-    asked = [f"gather={loss.gather!r}"] if getattr(loss, "gather", "all_gather") != "all_gather" else []
-    beyond = {name: getattr(loss, name, None) for name in ("smooth", "mini_batch_num_tokens")}
-    asked += [f"{name}={value}" for name, value in beyond.items() if value is not None]
-    if asked:
+    """Raise ValueError if PyLate's code, which computes this loss, does not support its options."""
+    unsupported = [f"gather={loss.gather!r}"] if getattr(loss, "gather", "all_gather") != "all_gather" else []
+    extra = {name: getattr(loss, name, None) for name in ("smooth", "mini_batch_num_tokens")}
+    unsupported += [f"{name}={value}" for name, value in extra.items() if value is not None]
+    if unsupported:
         raise ValueError(
-            f'{", ".join(asked)}: needs the scorer "pylate_flash" or "auto", and the loss has another one or a '
+            f'{", ".join(unsupported)}: needs the scorer "pylate_flash" or "auto", and the loss has another one or a '
             "score_metric"
         )
 
 
 def options_of(loss: Any) -> LossOptions | None:
-    """How a loss compares embeddings, which are not normalised yet, by its flags and its model's as they are now.
+    """Resolve how a loss compares embeddings, not yet normalized, from its flags and its model's current ones.
 
-    None: PyLate's code computes it, with a score function. ValueError if the projection is to be fused, and another
-    scorer is asked for.
+    None: PyLate's code computes the loss, with a score function. Raises ValueError if `fuse_projection` is set and
+    another scorer is requested.
     """
     fuse = loss.fuse_projection
     if fuse is None:
         fuse = getattr(unwrapped(loss.model), "fuse_projection", False)
     if fuse:
-        # The flags may have been set since.
+        # The flags may have changed since the constructor.
         _check_fusion(loss)
     gathered = gathers(loss)
-    # What ranks exchange are projected embeddings, as hidden states are several times as large.
+    # Ranks exchange projected embeddings, as hidden states are several times as large.
     fuse = bool(fuse) and not gathered
     if not fuse and not (isinstance(loss.score_metric, FlagScores) and loss.score_metric.backend() in _OURS):
         return None
-    # A distillation has no temperature, and says by its function whether it averages.
+    # Distillation has no temperature, and its loss function says whether it averages.
     temperature = getattr(loss, "temperature", 1.0)
-    averages = loss.size_average if hasattr(loss, "size_average") else loss.loss_function.reduction == "batchmean"
+    size_average = loss.size_average if hasattr(loss, "size_average") else loss.loss_function.reduction == "batchmean"
     return LossOptions(
-        # A number of numpy's, or a fraction, is no operand of torch's everywhere.
+        # torch does not accept a numpy number or a fraction as an operand everywhere.
         temperature if isinstance(temperature, Tensor) else float(temperature),
-        averages,
+        size_average,
         _masking_of(loss),
         fuse_projection=fuse,
         smooth=getattr(loss, "smooth", None),
@@ -166,7 +166,7 @@ def options_of(loss: Any) -> LossOptions | None:
 
 
 def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:
-    """What the model makes of tokenized columns, the queries first; of each column of documents likewise."""
+    """Run the model on tokenized columns, the queries first, and collect its outputs in a batch."""
     with hidden_states(loss.model) if options.fuse_projection else nullcontext():
         outputs = [loss.model(features) for features in columns]
     queries, *documents = [output["token_embeddings"] for output in outputs]
@@ -176,7 +176,7 @@ def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:
 
 
 def masks_of(loss: Any, columns: Columns) -> tuple[Tensor | None, list[Tensor]]:
-    """Which tokens are scored: of the queries, None where all are, and of each column of documents."""
+    """Return masks of the scored tokens: of the queries, None if all are, and of each column of documents."""
     model = unwrapped(loss.model)
     queries, *documents = columns
     scored = _scored_tokens(tuple(model.skiplist), queries["input_ids"].device)
@@ -189,9 +189,9 @@ def masks_of(loss: Any, columns: Columns) -> tuple[Tensor | None, list[Tensor]]:
 
 @functools.lru_cache(maxsize=16)
 def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of each token up to the last one of the skiplist, and of all that follow together, whether it is scored.
+    """Lookup table by token id of whether a token is scored; the last entry is for all ids beyond the skiplist.
 
-    PyLate compares a text with one token of the skiplist after the other: a hundred launches.
+    PyLate compares a text with one token of the skiplist after another: a hundred launches.
     """
     scored = torch.ones(max(skiplist, default=-1) + 2, dtype=torch.bool)
     scored[list(skiplist)] = False
@@ -199,7 +199,7 @@ def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) -> Columns:
-    """Check the columns of a contrastive batch, and bring its documents to one padded length, see `_padded_to`."""
+    """Check the columns of a contrastive batch, and pad its documents to a common length, see `_padded_to`."""
     query, *documents = sentence_features
     if not documents:
         raise ValueError("sentence_features: got only the queries; expected them and at least one column of documents")
@@ -209,8 +209,8 @@ def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) 
             f"sentence_features: columns of {batch_sizes} texts; a contrastive loss expects as many documents in each "
             "column as there are queries"
         )
-    others = batch_sizes[0] * len(documents) * (world_size() if loss.gather_across_devices else 1) - 1
-    if others == 0:
+    negatives = batch_sizes[0] * len(documents) * (world_size() if loss.gather_across_devices else 1) - 1
+    if negatives == 0:
         _warn_once(
             loss,
             "a contrastive batch of one query and one document has no negatives: its loss is 0, and nothing is learned "
@@ -221,10 +221,10 @@ def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) 
 
 
 def for_pylate(loss: Any, columns: Columns) -> Columns:
-    """The columns of a batch for PyLate's code, which knows less than this package's, and gathers equal shapes only.
+    """Prepare the columns of a batch for PyLate's code, which supports fewer options and gathers only equal shapes.
 
-    ValueError if it does not know what the loss is asked for; on all ranks, if they gather, and have different numbers
-    of queries or of columns.
+    Raises ValueError if it does not support the options of the loss; on all ranks, if they gather and have different
+    numbers of queries or of columns.
     """
     _check_pylates_way(loss)
     if not gathers(loss):
@@ -241,15 +241,15 @@ def for_pylate(loss: Any, columns: Columns) -> Columns:
 
 
 def _padded_to(loss: Any, length: int, columns: Columns) -> Columns:
-    """Columns whose documents are padded to so many tokens.
+    """Pad the documents of all columns to `length` tokens.
 
     PyLate's collator pads every document to ``document_length``, and its losses stack the columns. Columns tokenized
-    one by one (``pad=False``) end where their longest text ends: they get masked padding here, which changes no score.
+    separately (``pad=False``) are as long as their longest text: the masked padding added here changes no score.
     """
     query, *documents = columns
     if all(features["input_ids"].shape[1] == length for features in documents):
         return columns
-    # The mask is 0 there, so the token is never looked at; the padding token is what the encoder expects to see.
+    # The mask is 0 there, so any token would do; the padding token is what the encoder expects.
     padding_token = unwrapped(loss.model).tokenizer.pad_token_id
     padded = [
         {
@@ -264,7 +264,7 @@ def _padded_to(loss: Any, length: int, columns: Columns) -> Columns:
 
 
 def candidate_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]], labels: Any) -> tuple[Columns, Tensor]:
-    """Check the columns of a batch for distillation, and the teacher's scores, which come back as floats."""
+    """Check the columns of a distillation batch and the teacher's scores; the scores are returned as floats."""
     columns = list(sentence_features)
     if len(columns) != 2:
         raise ValueError(
@@ -288,7 +288,7 @@ def candidate_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]],
 
 
 def _warn_once(loss: Any, message: str) -> None:
-    """Warn about a batch that teaches nothing, once for each loss; in an evaluation there is nothing to learn."""
+    """Warn once per loss about a batch with no training signal; not in evaluations."""
     if torch.is_grad_enabled() and not getattr(loss, "_warned", False):
         loss._warned = True
         warnings.warn(message, stacklevel=4)

@@ -1,4 +1,4 @@
-"""Embeddings and masks in the forms in which PyLate's scoring functions take them, as tensors for the operations."""
+"""Conversion of the embeddings and masks that PyLate's scoring functions accept to tensors for the operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Embeddings = Tensor | np.ndarray | list
 
 
 def left_to_pylate(*embeddings: Tensor) -> bool:
-    """Whether `"auto"` leaves these embeddings to PyLate, because the op does not take their type; logged once."""
+    """Whether `"auto"` leaves these embeddings to PyLate, because the op does not support their dtype; logged once."""
     for tensor in embeddings:
         if tensor.dtype not in FLOATING:
             _log_left_to_pylate(tensor.dtype)
@@ -35,7 +35,7 @@ def _log_left_to_pylate(dtype: torch.dtype) -> None:
 
 
 def tensor_of(name: str, value: Any, shape: str) -> Tensor:
-    """`value` as a tensor of as many dimensions as `shape` names, converted as PyLate converts it."""
+    """Convert `value` to a tensor as PyLate does, and check that it has as many dimensions as `shape`."""
     try:
         tensor = convert_to_tensor(_numbers(name, value))
     except (RuntimeError, ValueError) as error:
@@ -51,7 +51,7 @@ def tensor_of(name: str, value: Any, shape: str) -> Tensor:
 
 
 def mask_of(name: str, value: Any) -> Tensor | None:
-    """A mask as a tensor; its shape is left to the op."""
+    """Convert a mask to a tensor; the op checks its shape."""
     if value is None:
         return None
     tensor = convert_to_tensor(_numbers(name, value))
@@ -61,16 +61,16 @@ def mask_of(name: str, value: Any) -> Tensor | None:
 
 
 def expanded(mask: Tensor | None, embeddings: Tensor) -> Tensor | None:
-    """A mask of embeddings [..., d] with axes of 1 expanded, as PyLate does; one that does not fit as it is."""
+    """Broadcast a mask to embeddings [..., d], as PyLate does; a mask that does not fit is returned unchanged."""
     shape = embeddings.shape[:-1]
     if mask is None or mask.dim() != len(shape):
         return mask
-    fits = all(given in (1, size) for given, size in zip(mask.shape, shape, strict=True))
+    fits = all(mask_size in (1, size) for mask_size, size in zip(mask.shape, shape, strict=True))
     return mask.expand(shape) if fits else mask
 
 
 def flat_mask(mask: Tensor | None, documents: Tensor) -> Tensor | None:
-    """The mask [G, N, Ld] of documents in groups, or one that expands to it, as [G * N, Ld]."""
+    """Flatten a mask [G, N, Ld] of grouped documents, or one that broadcasts to it, to [G * N, Ld]."""
     mask = expanded(mask, documents)
     if mask is None:
         return None
@@ -80,7 +80,7 @@ def flat_mask(mask: Tensor | None, documents: Tensor) -> Tensor | None:
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """An array that torch takes, a copy of one with negative strides; anything else as it is."""
+    """Copy an array with negative strides, which torch rejects; return anything else unchanged."""
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.kind not in "biufc":
@@ -89,7 +89,7 @@ def _numbers(name: str, value: Any) -> Any:
 
 
 def listed(value: Any, name: str) -> Tensor | np.ndarray | list:
-    """A list of what is neither a tensor nor a padded array, but can be gone through: a tuple, an iterator."""
+    """Convert an iterable that is neither a tensor nor a padded array, such as a tuple or an iterator, to a list."""
     if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.ndim == 3):
         return value
     try:
@@ -103,40 +103,40 @@ def _kind(value: Any) -> str:
 
 
 def tokens_of(values: Any, name: str, *index: int) -> list[Tensor]:
-    """Queries or documents, `name[index...][i]` in errors, each as a tensor [L, d], or [0] if it is an empty list."""
-    found = [torch.from_numpy(_numbers(name, value)) if isinstance(value, np.ndarray) else value for value in values]
-    # Of a thousand, what is asked of each alone takes longer than a kernel that scores them.
-    if set(map(type, found)) == {Tensor} and set(map(Tensor.dim, found)) == {2}:
-        return found
-    return [_tokens(value, name, *index, i) for i, value in enumerate(found)]
+    """Convert queries or documents to tensors [L, d], or [0] for an empty list; errors say `name[index...][i]`."""
+    tensors = [torch.from_numpy(_numbers(name, value)) if isinstance(value, np.ndarray) else value for value in values]
+    # Fast path: for a thousand items, checks one by one take longer than the kernel that scores them.
+    if set(map(type, tensors)) == {Tensor} and set(map(Tensor.dim, tensors)) == {2}:
+        return tensors
+    return [_tokens(value, name, *index, i) for i, value in enumerate(tensors)]
 
 
 def _tokens(value: Any, name: str, *index: int) -> Tensor:
     if isinstance(value, list):
-        with suppress(RuntimeError, ValueError):  # a ragged list stays one, and is refused below
+        with suppress(RuntimeError, ValueError):  # a ragged list stays a list, and is rejected below
             value = convert_to_tensor(value)
     if isinstance(value, Tensor) and (value.dim() == 2 or value.shape == (0,)):
         return value
-    found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
+    got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
     raise (ValueError if isinstance(value, (Tensor, list)) else TypeError)(
         f"{name}{''.join(f'[{i}]' for i in index)} must be a tensor, an array or a nested list of shape "
-        f"[tokens, embedding size], got {found}"
+        f"[tokens, embedding size], got {got}"
     )
 
 
 def of_one_type(queries: list[Tensor], documents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Query tokens and document tokens [L_i, d] of what `tokens_of` gave, each in the common type of all.
+    """Convert query and document tokens from `tokens_of` to [L_i, d] in their common dtype.
 
     Raises
     ------
     ValueError
         If the queries or the documents lie on several devices, or if there are two embedding sizes.
     """
-    # Mostly all are alike, which one look at each tells.
-    looks = set(map(attrgetter("device", "dtype", "shape"), (*queries, *documents)))
-    if len({(device, dtype, *shape[1:]) for device, dtype, shape in looks}) == 1 and queries[0].dim() == 2:
+    # Fast path for the common case: all have the same device, dtype and embedding size.
+    kinds = set(map(attrgetter("device", "dtype", "shape"), (*queries, *documents)))
+    if len({(device, dtype, *shape[1:]) for device, dtype, shape in kinds}) == 1 and queries[0].dim() == 2:
         return queries, documents
-    found = []
+    dims = []
     for name, sequences in (("queries_embeddings", queries), ("documents_embeddings", documents)):
         devices = sorted(map(str, {tokens.device for tokens in sequences}))
         if len(devices) > 1:
@@ -144,12 +144,12 @@ def of_one_type(queries: list[Tensor], documents: list[Tensor]) -> tuple[list[Te
         sizes = sorted({tokens.shape[1] for tokens in sequences if tokens.dim() == 2})
         if len(sizes) > 1:
             raise ValueError(f"{name} must have one embedding size, got {' and '.join(map(str, sizes))}")
-        found.append(sizes)
-    # An empty list has no embedding size of its own, and any will do if there are no others.
-    size = next((sizes[0] for sizes in found if sizes), 1)
-    if found[0] and found[1] and found[0] != found[1]:
+        dims.append(sizes)
+    # An empty list has no embedding size of its own; any will do if all are empty.
+    size = next((sizes[0] for sizes in dims if sizes), 1)
+    if dims[0] and dims[1] and dims[0] != dims[1]:
         raise ValueError(
-            f"documents_embeddings must have the embedding size of queries_embeddings, {found[0][0]}, got {found[1][0]}"
+            f"documents_embeddings must have the embedding size of queries_embeddings, {dims[0][0]}, got {dims[1][0]}"
         )
     dtype = _common_type(*queries, *documents)
 
@@ -163,17 +163,17 @@ def of_one_type(queries: list[Tensor], documents: list[Tensor]) -> tuple[list[Te
 
 
 def cu_seqlens(lengths: list[int]) -> Tensor:
-    """Boundaries [N + 1] of sequences of these lengths in their concatenation, int32, on the CPU."""
+    """Return the boundaries [N + 1] of sequences of these lengths in their concatenation, int32, on the CPU."""
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
 def promoted(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in their common floating type: float16 with float32 gives float32, float16 with bfloat16 too."""
+    """Convert both to their common floating dtype: float16 with float32 gives float32, float16 with bfloat16 too."""
     dtype = _common_type(queries, documents)
     return queries.to(dtype or queries.dtype), documents.to(dtype or documents.dtype)
 
 
 def _common_type(*embeddings: Tensor) -> torch.dtype | None:
-    """The floating type that all of them have in common; None where one has none, for the operation to refuse."""
+    """Return the promoted floating dtype of all; None if one is not floating, which the operation then rejects."""
     dtypes = {tensor.dtype for tensor in embeddings}
     return functools.reduce(torch.promote_types, dtypes) if all(dtype.is_floating_point for dtype in dtypes) else None

@@ -1,11 +1,11 @@
-"""sentence-transformers' scoring functions, fused: its arguments, shapes and meaning, to the letter.
+"""sentence-transformers' scoring functions, fused, with exactly its arguments, shapes and semantics.
 
     from pylate_flash.hosts.sentence_transformers import colbert_scores
 
     loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)
 
-`pylate_flash.register("sentence-transformers")` puts them in the place of its own. The modules `losses` and `models`
-have its losses and its model; hard negatives are in `pylate_flash.negatives`.
+`pylate_flash.register("sentence-transformers")` replaces its own functions by these. The modules `losses` and `models`
+provide its losses and its model; hard negatives are in `pylate_flash.negatives`.
 """
 
 from __future__ import annotations

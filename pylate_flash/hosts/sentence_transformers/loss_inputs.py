@@ -1,4 +1,4 @@
-"""What the losses are given, checked, and what they read off a `MultiVectorEncoder`."""
+"""Inputs of the losses, checked, and the options that they read from their model, a `MultiVectorEncoder`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from . import scoring
 
 Columns = list[dict[str, Any]]
 
-# How an operation reduces the best similarities of a query's tokens, by what the names of its scores begin with.
+# Reduction of an operation over the maxima of a query's tokens, to the name prefix of the matching score functions.
 _REDUCTIONS = {"sum": "", "mean": "mean_"}
-# What the losses of distillation score by, where the others compare a batch.
+# Score functions of the distillation losses; the other losses score a batch with `colbert_scores`.
 _OF_DISTILLATION = {
     host.MultiVectorDistillKLDivLoss: "colbert_kd_scores",
     host.MultiVectorMarginMSELoss: "colbert_scores_pairwise",
@@ -34,9 +34,9 @@ _OF_DISTILLATION = {
 
 
 def reduction_of(loss: Any) -> str | None:
-    """ "sum" or "mean" for MaxSim, the host's or ours; None for another `similarity_fct`, which is called.
+    """Return "sum" or "mean" for MaxSim, the host's or ours; None for another `similarity_fct`, which gets called.
 
-    Each loss has one of its own: the others give scores of other shapes, which the host's code then has to refuse.
+    Each loss has its own MaxSim function: the others return other shapes, which the host's code then rejects.
     """
     scores = next((name for kind, name in _OF_DISTILLATION.items() if isinstance(loss, kind)), "colbert_scores")
     for reduction, prefix in _REDUCTIONS.items():
@@ -46,22 +46,22 @@ def reduction_of(loss: Any) -> str | None:
 
 
 def asked_for(arguments: dict[str, Any]) -> list[str]:
-    """Names of the arguments that ask for something: neither None nor False, which 0.0 is not."""
+    """Return the names of the arguments that are set: neither None nor False (0.0 counts as set)."""
     return [name for name, value in arguments.items() if value is not None and value is not False]
 
 
-def check_asked(loss: Any, asked: dict[str, Any]) -> None:
-    """Raise ValueError where the scores are another function's, and more is asked of the loss than the host's has."""
-    given = asked_for(asked)
-    if given and reduction_of(loss) is None:
+def check_asked(loss: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError if options beyond the host's are set and the scores come from a custom `similarity_fct`."""
+    names = asked_for(options)
+    if names and reduction_of(loss) is None:
         raise ValueError(
-            f"{', '.join(given)}: given together with a similarity_fct that the loss has to call; expected MaxSim, "
+            f"{', '.join(names)}: given together with a similarity_fct that the loss has to call; expected MaxSim, "
             "which colbert_scores and mean_colbert_scores and their like compute"
         )
 
 
 def set_fusion(loss: Any, fuse_projection: Any) -> None:
-    """Check and store whether a loss scores from hidden states."""
+    """Check and store the flag `fuse_projection` of a loss."""
     if not isinstance(fuse_projection, bool):
         raise TypeError(f"fuse_projection: {fuse_projection!r}; expected True or False")
     check_asked(loss, {"fuse_projection": fuse_projection})
@@ -71,12 +71,12 @@ def set_fusion(loss: Any, fuse_projection: Any) -> None:
 
 
 def options_of(loss: Any) -> LossOptions | None:
-    """How a loss compares what its model gives it, which is not normalised once more; None: the host's code does."""
+    """Resolve how a loss compares its model's outputs, without normalizing again; None: the host's code computes it."""
     reduction = reduction_of(loss)
     if reduction is None:
         return None
     gathered = gathers(loss)
-    # What ranks exchange are embeddings, which are smaller.
+    # Ranks exchange embeddings, which are smaller than hidden states.
     fuse = loss.fuse_projection and not gathered
     options = LossOptions(
         normalize=fuse and normalizes(loss.model),
@@ -97,7 +97,7 @@ def options_of(loss: Any) -> LossOptions | None:
 
 
 def columns_of(sentence_features: Iterable[dict[str, Any]], least: int) -> Columns:
-    """The columns of a batch, queries first, to be changed by the model; each with its task.
+    """Copy the columns of a batch, queries first, so that the model may modify them, and set the task of each.
 
     Raises
     ------
@@ -120,33 +120,33 @@ def columns_of(sentence_features: Iterable[dict[str, Any]], least: int) -> Colum
 
 
 def size_of(features: dict[str, Any]) -> int:
-    """How many texts a column has, or images."""
+    """Return the number of texts or images of a column."""
     if "cu_seq_lens_q" in features:
-        # Flattened, one after the other.
+        # Flattened: the texts are concatenated.
         return len(features["cu_seq_lens_q"]) - 1
     tensors = {name: value for name, value in features.items() if isinstance(value, Tensor) and value.ndim > 0}
-    # Pixels may be those of several images of a text.
+    # Not the pixels: a text may have several images.
     first = next((name for name in ("input_ids", "attention_mask") if name in tensors), next(iter(tensors)))
     return len(tensors[first])
 
 
 def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:
-    """What the model makes of the columns of a batch, the queries first.
+    """Run the model on the columns of a batch, the queries first, and collect its outputs.
 
-    It gets a copy of each: it writes into what it is given.
+    The model gets copies, as it writes into its inputs.
     """
     query, *documents = columns
     with hidden_states(loss.model) if options.fuse_projection else nullcontext():
         output = loss.model(dict(query), task=query["task"])
-        found = embed_columns_padded(
+        padded = embed_columns_padded(
             loss.model, [dict(features) for features in documents], loss.mini_batch_size, task_default="document"
         )
     projection = (output[WEIGHT], output.get(BIAS)) if options.fuse_projection else None
-    return Batch(output["token_embeddings"], output["attention_mask"].bool(), list(map(Padded, *found)), projection)
+    return Batch(output["token_embeddings"], output["attention_mask"].bool(), list(map(Padded, *padded)), projection)
 
 
 def teacher_margins(labels: Any, n_queries: int, n_negatives: int) -> Tensor:
-    """A teacher's scores [N, 1 + negatives] whose margins are those of the labels, float32.
+    """Return teacher scores [N, 1 + negatives] with the margins of the labels, float32.
 
     The labels are such scores, or the margins themselves, [N, negatives], or [N] for one negative.
     """
@@ -154,7 +154,7 @@ def teacher_margins(labels: Any, n_queries: int, n_negatives: int) -> Tensor:
     if shape == (n_queries, n_negatives + 1):
         return labels.detach().float()
     if shape == (n_queries, n_negatives) or (shape == (n_queries,) and n_negatives == 1):
-        # The teacher scores the positive 0.
+        # Set the positive's score to 0.
         return F.pad(-labels.detach().float().view(n_queries, n_negatives), (1, 0))
     raise ValueError(
         f"labels: {type(labels).__name__ if shape is None else f'shape {shape}'}; expected the teacher's scores "
@@ -164,7 +164,7 @@ def teacher_margins(labels: Any, n_queries: int, n_negatives: int) -> Tensor:
 
 
 def teacher_scores(labels: Any, n_queries: int, n_candidates: int) -> Tensor:
-    """A teacher's scores [N, candidates], floating."""
+    """Check a teacher's scores [N, candidates], and return them as floats."""
     if not isinstance(labels, Tensor) or tuple(labels.shape) != (n_queries, n_candidates):
         got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(
@@ -175,20 +175,20 @@ def teacher_scores(labels: Any, n_queries: int, n_candidates: int) -> Tensor:
 
 
 def checked_exclude(exclude: Callable[[Columns], Tensor] | None, columns: Columns) -> Tensor | None:
-    """What a loss leaves out of each query's denominator, [Nq, Nq * columns of documents], if anything."""
+    """Call `exclude`, if any, and check its mask [Nq, Nq * columns of documents]."""
     if exclude is None:
         return None
-    out = exclude(columns)
+    mask = exclude(columns)
     n_queries = size_of(columns[0])
     shape = (n_queries, n_queries * (len(columns) - 1))
-    if not isinstance(out, Tensor) or out.dtype != torch.bool or tuple(out.shape) != shape:
-        got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != shape:
+        got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"exclude: returned {got}; expected torch.bool of shape {shape}")
-    return out
+    return mask
 
 
 def duplicates(columns: Columns) -> Tensor:
-    """Documents that are the same text as a query's right one, so that it is no negative: an `exclude` of the losses.
+    """Mask the documents with the same text as a query's positive, which are no negatives: an `exclude` of the losses.
 
     Waits for the device.
 
@@ -204,9 +204,9 @@ def duplicates(columns: Columns) -> Tensor:
     """
     documents = columns[1:]
     longest = max(features["input_ids"].shape[1] for features in documents)
-    # Padding says -1, whatever its token is.
+    # Padding becomes -1, whatever its token is.
     ids = [features["input_ids"].masked_fill(~features["attention_mask"].bool(), -1) for features in documents]
     texts = torch.cat([F.pad(tokens, (0, longest - tokens.shape[1]), value=-1) for tokens in ids])
     group = texts.unique(dim=0, return_inverse=True)[1]
-    right = group[: len(ids[0])]
-    return (right.unsqueeze(1) == group).fill_diagonal_(False)
+    positives = group[: len(ids[0])]
+    return (positives.unsqueeze(1) == group).fill_diagonal_(False)

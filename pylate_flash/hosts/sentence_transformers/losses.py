@@ -4,9 +4,9 @@
 
     loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_num_tokens=16384)
 
-Each class is the host's own, with its arguments, its values and its gradients, and takes a few more. Scores, loss and
-gradients are one operation (`maxsim_cross_entropy`, `maxsim_kl_divergence`, `maxsim_margin_mse`), whether the host is
-registered or not. A `similarity_fct` that is not MaxSim is called by the host's code.
+Each class subclasses the host's, with its arguments, values and gradients, and takes a few more arguments. Scores, loss
+and gradients are one operation (`maxsim_cross_entropy`, `maxsim_kl_divergence`, `maxsim_margin_mse`), whether the host
+is registered or not. With a `similarity_fct` that is not MaxSim, the host's code computes the loss.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _SIZES = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size")
 
 
 class _Fusing:
-    """What every loss is asked for beyond the host's arguments, checked and stored."""
+    """Mixin of all losses that checks and stores the arguments beyond the host's."""
 
     def __init__(self, model: MultiVectorEncoder, *, fuse_projection: bool = False, **arguments: Any) -> None:
         check_sizes(**{name: size for name, size in arguments.items() if name in _SIZES})
@@ -74,7 +74,7 @@ class _Fusing:
 
 
 class _Contrast(_Fusing):
-    """The same of both contrastive losses, which are asked for more."""
+    """Mixin of both contrastive losses, which have more arguments."""
 
     def __init__(
         self,
@@ -94,12 +94,12 @@ class _Contrast(_Fusing):
             raise TypeError(f"symmetric: {symmetric!r}; expected True or False")
         if exclude is not None and not callable(exclude):
             raise TypeError(f"exclude: {type(exclude).__name__}; expected a function of the columns, or None")
-        asked = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
-        check_asked(loss, {**asked, "gather": gather if gather != "all_gather" else None})
-        beyond = asked_for(asked)
-        if loss.gather_across_devices and {"symmetric", "exclude"} & set(beyond):
+        options = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
+        check_asked(loss, {**options, "gather": gather if gather != "all_gather" else None})
+        names = asked_for(options)
+        if loss.gather_across_devices and {"symmetric", "exclude"} & set(names):
             raise ValueError(
-                f"gather_across_devices: given together with {', '.join(beyond)}; a rank knows no queries of the "
+                f"gather_across_devices: given together with {', '.join(names)}; a rank knows no queries of the "
                 "others, and no texts"
             )
         if loss.gather_across_devices and gather == "ring" and margin is not None:
@@ -109,7 +109,7 @@ class _Contrast(_Fusing):
         loss.margin, loss.symmetric, loss.exclude, loss.gather = margin, symmetric, exclude, gather
 
     def get_config_dict(self) -> dict[str, Any]:
-        """The arguments, for the model card: a scale that is learned as the number that it is."""
+        """Return the arguments for the model card, with a learned scale as its current value."""
         loss: Any = self
         config = {"margin": loss.margin, "symmetric": loss.symmetric, "fuse_projection": loss.fuse_projection}
         if loss.exclude is not None:
@@ -118,8 +118,8 @@ class _Contrast(_Fusing):
             config["gather"] = loss.gather
         if isinstance(loss.scale, Tensor):
             config["scale"] = loss.scale.item()
-        of_host: dict[str, Any] = super().get_config_dict()  # type: ignore[misc]
-        return of_host | {name: config[name] for name in asked_for(config)}
+        host_config: dict[str, Any] = super().get_config_dict()  # type: ignore[misc]
+        return host_config | {name: config[name] for name in asked_for(config)}
 
 
 class MultiVectorMultipleNegativesRankingLoss(_Contrast, host.MultiVectorMultipleNegativesRankingLoss):
@@ -130,36 +130,36 @@ class MultiVectorMultipleNegativesRankingLoss(_Contrast, host.MultiVectorMultipl
     model
         `MultiVectorEncoder`, the host's or ours.
     margin
-        Leave every document out of the denominator that scores above the right one's score less `margin`, as
-        `maxsim_cross_entropy` does. None: none. Not with the ring.
+        Exclude documents that score above the positive's score minus `margin` from the denominator, as
+        `maxsim_cross_entropy` does. None: exclude none. Not with the ring.
     symmetric
-        The mean of this loss and of that of the other direction. Not with gathered documents.
+        Average this loss and that of the opposite direction. Not with gathered documents.
     exclude
-        A function of the tokenized columns that returns [Nq, Nq * columns of documents], bool: True leaves a document
-        out of the query's denominator; the documents of the first column come first. `duplicates` is one. Not with
+        A function of the tokenized columns that returns [Nq, Nq * columns of documents], bool: True excludes a document
+        from the query's denominator; the documents of the first column come first. `duplicates` is one. Not with
         gathered documents.
     gather
-        ``"all_gather"``: all documents on every rank. ``"ring"``: passed round the ranks, each scored while the next is
-        on its way, so that memory does not grow with the number of ranks.
+        ``"all_gather"``: all documents on every rank. ``"ring"``: blocks are passed from rank to rank, each scored
+        while the next is in flight, so that memory does not grow with the number of ranks.
     fuse_projection
         Score from the encoder's hidden states, and leave the model's Dense and Normalize modules to
-        `maxsim_from_hidden`. Values and gradients are the same but for rounding. It is no help in training, where a
-        step keeps the encoder's activations. Ranks that gather fuse nothing.
+        `maxsim_from_hidden`. Values and gradients are equal up to rounding. This does not help in training, where a
+        step keeps the encoder's activations. Ranks that gather do not fuse.
     **arguments
-        Those of the host's class, with its defaults. A ``scale`` is a number above 0, or a parameter of one element,
-        which is then learned. The ``similarity_fct`` is `colbert_scores` (the default) or `mean_colbert_scores`, the
-        host's or ours; a document without tokens scores -1e9 under both. Another function is called by the host's code,
-        which knows none of the arguments above, and scores ``score_mini_batch_size`` queries at a time; the operation
-        bounds its memory itself, and takes no notice. Ranks that ``gather_across_devices`` may have different batch
-        sizes, numbers of columns and padded lengths. A rank's loss is the sum over its own queries over the mean number
-        of queries of a rank. With as many on each, that is the host's; and the mean over ranks that
-        DistributedDataParallel takes of the gradients is that of one process with the whole batch.
+        Those of the host's class, with its defaults. A ``scale`` is a number above 0, or a one-element parameter, which
+        is then learned. The ``similarity_fct`` is `colbert_scores` (the default) or `mean_colbert_scores`, the host's
+        or ours; a document without tokens scores -1e9 under both. With another function the host's code computes the
+        loss: it supports none of the arguments above, and scores ``score_mini_batch_size`` queries at a time; the
+        operation bounds its memory itself and ignores that. Ranks that ``gather_across_devices`` may have different
+        batch sizes, numbers of columns and padded lengths. A rank's loss is the sum over its own queries divided by the
+        mean number of queries per rank. With equal numbers, that is the host's loss; averaging the gradients, as
+        DistributedDataParallel does, gives the gradient of a single process with the full batch.
 
     Raises
     ------
     ValueError
-        For arguments out of their range or that do not go together, and if the projection is to be fused and the model
-        is not a Transformer followed by linear Dense layers and at most a Normalize, beside masks. In the forward, for
+        For arguments that are out of range or incompatible, and for ``fuse_projection`` if the model is not a
+        Transformer followed by linear Dense layers and at most one Normalize, besides masks. In the forward, for
         columns of different numbers of texts, and on all ranks if they gather embeddings of different sizes.
     TypeError
         For arguments of another type.
@@ -180,25 +180,25 @@ class MultiVectorMultipleNegativesRankingLoss(_Contrast, host.MultiVectorMultipl
             Tokenized columns: the queries, their positives, then any number of columns of hard negatives. They may
             differ in length.
         labels
-            Not used; the trainer passes it.
+            Unused; the trainer passes it.
         """
         columns = columns_of(sentence_features, least=2)
         options = options_of(self)
         if options is None:
             return super().forward(columns, labels)
-        out = checked_exclude(self.exclude, columns)
-        return cross_entropy(options, embed(self, columns, options), exclude=out)
+        excluded = checked_exclude(self.exclude, columns)
+        return cross_entropy(options, embed(self, columns, options), exclude=excluded)
 
 
 class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiVectorMultipleNegativesRankingLoss):
     """The host's contrastive loss with cached gradients (GradCache): large batches in the memory of small ones.
 
-    Texts of about one length are encoded together, padded to the longest of them, and only tokens that are scored are
-    kept. Value and gradient are those of :class:`MultiVectorMultipleNegativesRankingLoss`, but for rounding. Under
+    Texts of similar length are encoded together, padded to the longest of them, and only tokens that are scored are
+    kept. Value and gradient equal those of :class:`MultiVectorMultipleNegativesRankingLoss` up to rounding. Under
     DistributedDataParallel, the ranks exchange gradients once per step, and may have different numbers of mini-batches.
 
-    Texts that cannot be sorted, as images and what is flattened for flash attention, and those of a model with modules
-    that make other tokens, as pooling does, go through the model by the host's code in the order of the batch, and
+    Inputs that cannot be sorted (images, texts flattened for flash attention), and those of a model with modules that
+    change the tokens, such as pooling, are encoded by the host's code in the order of the batch;
     `mini_batch_num_tokens` counts no padding then.
 
     Parameters
@@ -206,47 +206,47 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
     model, margin, symmetric, exclude, gather
         As in :class:`MultiVectorMultipleNegativesRankingLoss`.
     fuse_projection
-        Likewise. It costs memory here: what is kept between the two passes are hidden states and their gradients, each
-        d_model wide where embeddings are d wide.
+        Likewise. It costs memory here: the hidden states and their gradients are stored between the two passes, with
+        d_model elements per token instead of d.
     **arguments
-        Those of the host's class, with its defaults, as in :class:`MultiVectorMultipleNegativesRankingLoss`. With
-        ``mini_batch_num_tokens``, a forward pass of the model takes so many tokens at most, padding included, in place
-        of ``mini_batch_size`` texts: short texts go together in greater numbers than long ones. A text that has more
-        goes alone.
+        Those of the host's class, with its defaults, as in :class:`MultiVectorMultipleNegativesRankingLoss`.
+        ``mini_batch_num_tokens`` limits a forward pass of the model to this many tokens, padding included, instead of
+        ``mini_batch_size`` texts: mini-batches of short texts hold more texts. A text with more tokens gets its own
+        mini-batch.
 
     Raises
     ------
     ValueError, TypeError
-        As in :class:`MultiVectorMultipleNegativesRankingLoss`; in the forward, ValueError also if the projection is to
-        be fused of texts that cannot be sorted.
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`; in the forward, ValueError also for ``fuse_projection``
+        with texts that cannot be sorted.
     """
 
     def __init__(self, model: MultiVectorEncoder, **arguments: Any) -> None:
         if arguments.get("mini_batch_size", 32) is None:
             raise TypeError("mini_batch_size: NoneType; expected an integer")
         super().__init__(model, **arguments)
-        # What the host's code is to leave out: it asks for the loss of embeddings only.
+        # Mask of excluded documents while the host's code runs, as it passes only embeddings to `calculate_loss`.
         self._out: Tensor | None = None
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        """Return the loss, as :meth:`MultiVectorMultipleNegativesRankingLoss.forward` does, of such columns."""
+        """Return the loss; arguments as in :meth:`MultiVectorMultipleNegativesRankingLoss.forward`."""
         columns = columns_of(sentence_features, least=2)
         options = options_of(self)
         if options is None:
             return super().forward(columns, labels)
-        out = checked_exclude(self.exclude, columns)
-        kept = [mask for features in columns if (mask := scored_tokens(self.model, features)) is not None]
-        if len(kept) == len(columns):
+        excluded = checked_exclude(self.exclude, columns)
+        keep_masks = [mask for features in columns if (mask := scored_tokens(self.model, features)) is not None]
+        if len(keep_masks) == len(columns):
             tokens = self.mini_batch_num_tokens
             tasks = [{"task": features.pop("task")} for features in columns]
             return cached_cross_entropy(
                 self,
                 options,
                 columns,
-                kept,
+                keep_masks,
                 Limits(self.mini_batch_size if tokens is None else None, tokens),
-                autocast=autocast_in_force(kept[0].device.type),
-                exclude=out,
+                autocast=autocast_in_force(keep_masks[0].device.type),
+                exclude=excluded,
                 arguments=tasks,
             )
         if options.fuse_projection:
@@ -254,22 +254,22 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
                 "fuse_projection: needs padded texts, and a model whose modules leave their tokens as they are; got "
                 f"columns with {[sorted(features) for features in columns]}"
             )
-        self._out = out
+        self._out = excluded
         return super().forward(columns, labels)
 
     def calculate_loss(
         self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:
-        """The loss of the embeddings of mini-batches, which the host's code has encoded, as its method computes it."""
+        """Compute the loss of embeddings that the host's code has encoded in mini-batches; overrides its method."""
         options = options_of(self)
         if options is None:
             return super().calculate_loss(reps, masks_chunks, with_backward=with_backward)
-        out, self._out = self._out, None
-        return _loss_of_columns(options, _columns(reps, masks_chunks), None, out, with_backward)
+        excluded, self._out = self._out, None
+        return _loss_of_columns(options, _columns(reps, masks_chunks), None, excluded, with_backward)
 
 
 class MultiVectorDistillKLDivLoss(_Fusing, host.MultiVectorDistillKLDivLoss):
-    """The host's distillation: KL divergence between a teacher's scores of each query's candidates and the model's.
+    """The host's distillation: KL divergence between the teacher's and the model's scores of each query's candidates.
 
     Parameters
     ----------
@@ -277,8 +277,8 @@ class MultiVectorDistillKLDivLoss(_Fusing, host.MultiVectorDistillKLDivLoss):
         As in :class:`MultiVectorMultipleNegativesRankingLoss`.
     **arguments
         Those of the host's class, with its defaults. The ``similarity_fct`` is `colbert_kd_scores` (the default) or
-        `mean_colbert_kd_scores`, the host's or ours. Another function is called by the host's code, and nothing is
-        fused. The loss is multiplied by the square of the model's temperature.
+        `mean_colbert_kd_scores`, the host's or ours. With another function the host's code computes the loss, without
+        fusion. The loss is multiplied by the square of the model's temperature.
 
     Raises
     ------
@@ -315,7 +315,7 @@ class MultiVectorDistillKLDivLoss(_Fusing, host.MultiVectorDistillKLDivLoss):
 
 
 class MultiVectorMarginMSELoss(_Fusing, host.MultiVectorMarginMSELoss):
-    """The host's margin MSE: squared differences from a teacher's margins between each positive and its negatives.
+    """The host's margin MSE: squared differences from the teacher's margins between each positive and its negatives.
 
     Parameters
     ----------
@@ -323,8 +323,8 @@ class MultiVectorMarginMSELoss(_Fusing, host.MultiVectorMarginMSELoss):
         As in :class:`MultiVectorMultipleNegativesRankingLoss`.
     **arguments
         Those of the host's class, with its defaults. The ``similarity_fct`` is `colbert_scores_pairwise` (the default)
-        or `mean_colbert_scores_pairwise`, the host's or ours. Another function is called by the host's code, and
-        nothing is fused.
+        or `mean_colbert_scores_pairwise`, the host's or ours. With another function the host's code computes the loss,
+        without fusion.
 
     Raises
     ------
@@ -352,7 +352,7 @@ class MultiVectorMarginMSELoss(_Fusing, host.MultiVectorMarginMSELoss):
 
 
 def _of_candidates(batch: Batch) -> Batch:
-    """The batch whose columns are each query's candidates: [N, K, L, d]."""
+    """Stack the document columns of a batch to the candidates of each query, [N, K, L, d]."""
     tokens, masks = ([column[index] for column in batch.columns] for index in (0, 1))
     return batch._replace(columns=[Padded(*stack_padded_token_embeddings(tokens, masks))])
 
@@ -362,36 +362,38 @@ def calculate_loss(
 ) -> Tensor:
     """The host's `CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss`, with all queries scored in one call.
 
-    Its own scores `score_mini_batch_size` queries at a time, which bounds the memory of the similarities. There are
-    none here, and each part would compute the gradient of all documents once more. With a `similarity_fct` that is not
-    MaxSim, the host's own method computes. Ranks gather by the host's function.
+    The host scores `score_mini_batch_size` queries at a time, which bounds the memory of the similarities. Here none
+    are stored, and each chunk would compute the gradient of all documents again. With a `similarity_fct` that is not
+    MaxSim, the host's own method runs. Ranks gather with the host's function.
 
-    `reps` are embeddings [B, L, d] of the mini-batches of each column, the queries first, and `masks_chunks` their
-    masks [B, L]. `with_backward` leaves gradients in `reps`, and detaches the scalar that is returned.
+    `reps` holds the embeddings [B, L, d] of the mini-batches of each column, the queries first, and `masks_chunks`
+    their masks [B, L]. `with_backward` leaves gradients in `reps`, and detaches the returned scalar.
     """
     if reduction_of(self) != "sum":
-        own = SENTENCE_TRANSFORMERS.original(f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss")
-        return own(self, reps, masks_chunks, with_backward=with_backward)
+        original = SENTENCE_TRANSFORMERS.original(
+            f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss"
+        )
+        return original(self, reps, masks_chunks, with_backward=with_backward)
     columns = _columns(reps, masks_chunks)
-    right = torch.arange(len(columns[0].tokens), device=columns[0].tokens.device)
+    labels = torch.arange(len(columns[0].tokens), device=columns[0].tokens.device)
     if self.gather_across_devices:
         columns[1:] = [Padded(*cached_host.all_gather_padded(*column, with_grad=True)) for column in columns[1:]]
-        right = right + cached_host.get_rank() * len(right)
+        labels = labels + cached_host.get_rank() * len(labels)
     options = LossOptions(1.0 / self.scale, normalize=False, empty_score=EMPTY_DOCUMENT_SCORE)
-    return _loss_of_columns(options, columns, right, None, with_backward)
+    return _loss_of_columns(options, columns, labels, None, with_backward)
 
 
 def _columns(reps: list[list[Tensor]], masks_chunks: list[list[Tensor]]) -> list[Padded]:
-    """The embeddings of mini-batches and their masks, column by column."""
+    """Concatenate the mini-batches of each column: embeddings and masks."""
     return [joined(list(map(Padded, *column))) for column in zip(reps, masks_chunks, strict=True)]
 
 
 def _loss_of_columns(
-    options: LossOptions, columns: list[Padded], right: Tensor | None, out: Tensor | None, with_backward: bool
+    options: LossOptions, columns: list[Padded], labels: Tensor | None, excluded: Tensor | None, with_backward: bool
 ) -> Tensor:
-    """The contrastive loss of columns, queries first; detached, with gradients in them, if it is to be."""
+    """Compute the contrastive loss of columns, queries first; with `with_backward`, run its backward and detach it."""
     (queries, queries_mask), *documents = columns
-    loss = cross_entropy(options, Batch(queries, queries_mask, documents), right, out)
+    loss = cross_entropy(options, Batch(queries, queries_mask, documents), labels, excluded)
     if with_backward:
         loss.backward()
         loss = loss.detach()

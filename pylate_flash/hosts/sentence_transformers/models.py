@@ -25,37 +25,37 @@ __all__ = ["MultiVectorEncoder"]
 logger = logging.getLogger(__name__)
 
 SCORERS = ("auto", "pylate_flash", "torch")
-# What PyLate's models can be saved with besides.
+# Further scorers that PyLate's models may be saved with.
 _OF_PYLATE = ("flash", "lik")
 
 
 class MultiVectorEncoder(host.MultiVectorEncoder):
-    """The host's model, which also says how `similarity` and `similarity_pairwise` compute.
+    """The host's model with a flag that selects how `similarity` and `similarity_pairwise` compute.
 
-    The host's losses and evaluators ask for a scoring function by its name, and follow `register` instead.
+    The host's losses and evaluators look up scoring functions by name, and follow `register` instead.
 
     Parameters
     ----------
     *args, **kwargs
-        Those of `sentence_transformers.MultiVectorEncoder`.
+        Passed to `sentence_transformers.MultiVectorEncoder`.
     scorer
         `"pylate_flash"`: this package. `"torch"`: the host's own code, registered or not. `"auto"`: this package while
-        it is registered. None: the saved one, else `"auto"`.
+        it is registered. None: the saved value, else `"auto"`.
 
     Raises
     ------
     ValueError
-        If `scorer`, given or saved, is none of these.
+        If `scorer`, passed or saved, is none of these.
     """
 
     def __init__(self, *args: Any, scorer: str | None = None, **kwargs: Any) -> None:
-        # Before the weights are loaded, which takes long, and which finds the saved one.
+        # Set before the weights are loaded, which is slow, and which reads the saved value.
         self._scorer = None if scorer is None else _checked(scorer)
         super().__init__(*args, **kwargs)
 
     @property
     def scorer(self) -> str:
-        """What computes the similarities: `"auto"`, `"pylate_flash"` or `"torch"`."""
+        """The scorer of the similarities: `"auto"`, `"pylate_flash"` or `"torch"`."""
         return self._scorer or "auto"
 
     @scorer.setter
@@ -63,29 +63,29 @@ class MultiVectorEncoder(host.MultiVectorEncoder):
         self._scorer = _checked(value)
 
     def similarity(self, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
-        """Scores [Nq, Nd] of all pairs, by the model's flags; arguments as `scoring.maxsim` takes them."""
+        """Score all pairs, [Nq, Nd], by the model's flags; arguments as in `scoring.maxsim`."""
         function = self._function("maxsim")
         if function is None:
             return super().similarity(embeddings1, embeddings2, **kwargs)
         return function(embeddings1, embeddings2, **self._options(kwargs))
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
-        """Scores [N] of N pairs, by the model's flags; arguments as `scoring.maxsim_pairwise` takes them."""
+        """Score N pairs, [N], by the model's flags; arguments as in `scoring.maxsim_pairwise`."""
         function = self._function("maxsim_pairwise")
         if function is None:
             return super().similarity_pairwise(embeddings1, embeddings2, **kwargs)
         return function(embeddings1, embeddings2, **self._options(kwargs))
 
     def _function(self, name: str) -> Callable[..., Tensor] | None:
-        """What computes, or None for the host's function, registered or not."""
+        """Return the scoring function, or None for the host's current one, routed or not."""
         if self.scorer == "pylate_flash":
             return getattr(scoring, name)
         if self.scorer == "torch":
             return SENTENCE_TRANSFORMERS.original(f"sentence_transformers.util.similarity:{name}")
         return None
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {"length_normalize": self.similarity_fn_name == "meanmaxsim"} | given
+    def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {"length_normalize": self.similarity_fn_name == "meanmaxsim"} | kwargs
 
     def _get_model_config(self) -> dict[str, Any]:
         return super()._get_model_config() | {"scorer": self.scorer}

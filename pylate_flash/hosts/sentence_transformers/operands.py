@@ -1,8 +1,8 @@
-"""What sentence-transformers' scoring functions are given, as the operations take it.
+"""Conversion of the inputs of sentence-transformers' scoring functions to operands of the operations.
 
-It gives padded batches [N, L, d] and lists of [L_i, d], tensors or arrays, with masks or without. Of a batch without a
-mask, tokens of zeros are padding. Of a list without a mask, every token is one. A mask of a list says what of the
-padded list counts.
+Inputs are padded batches [N, L, d] and lists of [L_i, d], tensors or arrays, with or without masks. In a batch without
+a mask, tokens of zeros are padding. In a list without a mask, every token is active. A mask of a list applies to the
+padded list.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ...ops.nonzero import nonzero_rows, nonzero_rows_of_both
 from ...ops.staging import concatenate
 from ...ops.tiles import sequence_blocks
 
-# Elements of embeddings that are copied at once, to be packed or to reach another device, where a call does not say.
+# Default number of embedding elements copied at once, to be packed or moved to another device.
 CHUNK_ELEMENTS = 100_000_000
 
 
 class Operand(NamedTuple):
-    """Queries or documents on the device that scores them: [N, L, d] with a mask [N, L], or [T, d] with boundaries."""
+    """Queries or documents on the scoring device: [N, L, d] with a mask [N, L], or packed [T, d] with boundaries."""
 
     values: Tensor
     mask: Tensor | None
-    # [N + 1], on the CPU, where packed, and the length of the longest.
+    # If packed: boundaries [N + 1] on the CPU, and the maximum length.
     cu_seqlens: Tensor | None = None
     longest: int | None = None
-    # [N, L'], of a list whose longest are elsewhere: its mask as given, which may have padding beyond these count.
+    # [N, L'], of a list: the mask before cutting it to the longest of these items; `counts` includes what lies beyond.
     given_mask: Tensor | None = None
 
     def flat(self) -> Operand:
-        """Documents [G, N, L, d] with a mask as [G * N, L, d]."""
+        """Flatten documents [G, N, L, d] with a mask to [G * N, L, d]."""
         assert self.mask is not None
         return Operand(self.values.flatten(0, 1), self.mask.flatten(0, 1))
 
     def counts(self) -> Tensor:
-        """[N]: active tokens, at least 1."""
+        """Return the numbers of active tokens [N], at least 1."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff().clamp(min=1).to(self.values.device, non_blocking=True)
         mask = self.mask if self.given_mask is None else self.given_mask
@@ -50,15 +50,15 @@ class Operand(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Queries or documents as given: a batch [N, L, d], or a list of [L_i, d]."""
+    """Queries or documents as passed by the caller: a batch [N, L, d], or a list of [L_i, d]."""
 
     name: str
     batch: Tensor | None
     sequences: list[Tensor]
-    # [N]: tokens of each of a list. Of a batch there are none: a compiler would take an array for data.
+    # [N]: token counts of a list. None for a batch: a compiler would treat an array as data.
     lengths: np.ndarray | None
     mask: Tensor | None
-    # Where it lies; arrays lie nowhere.
+    # None for arrays.
     device: torch.device | None
 
     def __len__(self) -> int:
@@ -66,22 +66,22 @@ class Side(NamedTuple):
 
     @property
     def packs(self) -> bool:
-        """Whether it is packed to be scored."""
+        """Whether it can be packed for scoring."""
         return self.batch is None and self.mask is None
 
     def with_mask(self, mask: Tensor) -> Side:
-        """The same with that mask. (`_replace` takes the length of a tuple for the number of its fields.)"""
+        """Return a copy with this mask. (`_replace` would fail: it checks `len`, which is overridden here.)"""
         return Side(self.name, self.batch, self.sequences, self.lengths, mask, self.device)
 
     def copied_elements(self, device: torch.device) -> np.ndarray | None:
-        """[N]: elements of each that are copied to be scored on `device`; None if it is scored where it lies."""
+        """Return the elements [N] copied per item to score on `device`; None if it is scored in place."""
         if self.batch is not None:
             return None if self.batch.device == device else np.full(len(self), self.batch[0].numel())
         assert self.lengths is not None
         return self.lengths * self.sequences[0].shape[-1]
 
     def operand(self, start: int, stop: int, device: torch.device, packed: bool) -> Operand:
-        """The items from `start` to `stop` on `device`; `packed` if they may be, and are a list without a mask."""
+        """Return items `start` to `stop` on `device`; with `packed`, a list without a mask is packed."""
         values, mask = self.batch, self.mask
         if stop - start < len(self):
             values = None if values is None else values[start:stop]
@@ -99,21 +99,21 @@ class Side(NamedTuple):
         if packed and mask is None:
             cu_seqlens = torch.from_numpy(bounds.astype(np.int32 if bounds[-1] < 2**31 else np.int64))
             return Operand(values, None, cu_seqlens, longest)
-        places = np.arange(longest) < lengths[:, None]
-        rows = torch.from_numpy(np.flatnonzero(places)).to(device, non_blocking=True)
-        padded = values.new_zeros(places.size, values.shape[1]).index_copy(0, rows, values)
-        padded = padded.view(*places.shape, values.shape[1])
+        active = np.arange(longest) < lengths[:, None]
+        rows = torch.from_numpy(np.flatnonzero(active)).to(device, non_blocking=True)
+        padded = values.new_zeros(active.size, values.shape[1]).index_copy(0, rows, values)
+        padded = padded.view(*active.shape, values.shape[1])
         if mask is None:
-            return Operand(padded, torch.from_numpy(places).to(device, non_blocking=True))
+            return Operand(padded, torch.from_numpy(active).to(device, non_blocking=True))
         return Operand(padded, mask[:, :longest], given_mask=mask)
 
 
 def side(name: str, embeddings: Any, mask: Any = None) -> Side:
-    """One side of a call, whose argument is `name`, and its mask `name` with `_mask`.
+    """Build one side of a call from the argument `name` and its mask, the argument `name` with the suffix `_mask`.
 
     The embeddings are [N, L, d] or [L, d], a tensor or an array, or a list of N [L_i, d]: tensors, arrays or nested
-    lists. The mask is [N, L], [1, L] or [L], a tensor or an array, or a list of N [L_i], else there is a TypeError, or
-    None, as the module describes it. A shape that does not fit is a ValueError.
+    lists. The mask is [N, L], [1, L] or [L], a tensor or an array, or a list of N [L_i], or None, as the module
+    describes it; another type raises TypeError. A shape that does not fit raises ValueError.
     """
     mask = _mask(f"{name}_mask", mask)
     first = embeddings[0] if isinstance(embeddings, list) and embeddings else embeddings
@@ -121,7 +121,7 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
     if isinstance(embeddings, list):
         sequences = [tokens if isinstance(tokens, Tensor) else as_tensor(tokens) for tokens in embeddings]
         if len(sequences) == 1 and sequences[0].dim() == 2:
-            # A batch as it stands.
+            # A list of one item is a batch.
             batch = sequences[0].unsqueeze(0)
             if mask is None:
                 mask = torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device)
@@ -138,22 +138,22 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
 
 
 def with_masks(queries: Side, documents: Side, device: torch.device) -> tuple[Side, Side]:
-    """Both sides, with masks of what is no padding if both are batches without a mask, where they are scored.
+    """Compute the padding masks of both sides in one launch, if both are batches without a mask on `device`.
 
-    By one launch. Other batches without a mask get theirs when they are an operand.
+    Other batches without a mask get theirs in `Side.operand`.
     """
-    for one in (queries, documents):
-        batch = one.batch
-        if batch is None or one.mask is not None or batch.device != device or not batch.is_floating_point():
+    for operand in (queries, documents):
+        batch = operand.batch
+        if batch is None or operand.mask is not None or batch.device != device or not batch.is_floating_point():
             return queries, documents
     assert queries.batch is not None
     assert documents.batch is not None
-    of_queries, of_documents = nonzero_rows_of_both(queries.batch, documents.batch)
-    return queries.with_mask(of_queries), documents.with_mask(of_documents)
+    queries_mask, documents_mask = nonzero_rows_of_both(queries.batch, documents.batch)
+    return queries.with_mask(queries_mask), documents.with_mask(documents_mask)
 
 
 def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor | None:
-    """The mask of N items of `width` tokens, [N, width], which may be given as one row for all."""
+    """Expand the mask of N items of `width` tokens, which may be one row for all, to [N, width]."""
     if mask is None or n_items == 0 or mask.shape == (n_items, width):
         return mask
     if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, n_items)):
@@ -164,8 +164,8 @@ def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor 
 
 
 def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) -> list[tuple[int, int]]:
-    """Consecutive items of sides of one length, by what is copied at once of them: `elements`, or a single item."""
-    costs = [one.copied_elements(device) for one in sides]
+    """Split sides of equal length into blocks of items that copy at most `elements` elements, or a single item."""
+    costs = [operand.copied_elements(device) for operand in sides]
     copied = [cost for cost in costs if cost is not None]
     if not copied:
         return [(0, len(sides[0]))]
@@ -174,11 +174,11 @@ def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) ->
 
 
 def as_tensor(value: Any) -> Tensor:
-    """A tensor of what may be an array, a list of tensors or arrays of one shape, or nested lists of numbers."""
+    """Convert an array, a list of tensors or arrays of one shape, or nested lists of numbers to a tensor."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
-        # What cannot be written to would be warned of, and some types of numpy are none of torch.
+        # torch warns about read-only arrays, and lacks some numpy dtypes.
         with suppress(TypeError):
             return torch.from_numpy(value if value.flags.writeable else value.copy())
         return torch.tensor(value)
@@ -208,12 +208,12 @@ def _mask(name: str, mask: Any) -> Tensor | None:
 
 
 def floating(embeddings: Tensor) -> Tensor:
-    """Embeddings of a floating type as they are, others in float32."""
+    """Convert embeddings to float32 unless they have a floating dtype."""
     return embeddings if embeddings.is_floating_point() else embeddings.float()
 
 
-def _concatenated(name: str, sequences: list[Tensor], first: int, device: torch.device) -> Tensor:
-    """The tokens [T, d] of a list; an error names the item."""
+def _concatenated(name: str, sequences: list[Tensor], first_index: int, device: torch.device) -> Tensor:
+    """Concatenate a list to tokens [T, d]; errors name the item."""
     try:
         values = concatenate(sequences, device)
     except (RuntimeError, IndexError) as error:
@@ -221,7 +221,7 @@ def _concatenated(name: str, sequences: list[Tensor], first: int, device: torch.
     if values is not None and (values.dim() == 2 or values.numel() == 0):
         return values if values.dim() == 2 else values.view(0, 1)
     size = next((tokens.shape[1] for tokens in sequences if tokens.dim() == 2), None)
-    for index, tokens in enumerate(sequences, first):
+    for index, tokens in enumerate(sequences, first_index):
         if tokens.dim() != 2 or tokens.shape[1] != size:
             raise ValueError(
                 f"{name}[{index}] must have shape [L, d]{'' if size is None else f' with d = {size}'}, "

@@ -1,11 +1,11 @@
-"""MaxSim with the meaning of sentence-transformers: `util.similarity` and `multi_vector_encoder.scoring`.
+"""MaxSim with the semantics of sentence-transformers: `util.similarity` and `multi_vector_encoder.scoring`.
 
-Scores are float32, or float64 for float64 embeddings. A masked token takes no part: it never wins, and adds nothing.
-Where there is no mask, tokens of zeros in a padded batch count as masked; in a list, all tokens count. A document
-without tokens scores -1e9.
+Scores are float32, or float64 for float64 embeddings. A masked token is ignored: it never wins, and adds nothing.
+Without a mask, tokens of zeros in a padded batch count as masked; in a list, all tokens are active. A document without
+tokens scores -1e9.
 
-What differs from its own functions: half embeddings are multiplied exactly and accumulated in float32, where its own
-round every similarity; embeddings of two floating types are promoted, where its own raise an error; and weights of
+Differences from its own functions: half embeddings are multiplied exactly and accumulated in float32, where its own
+round every similarity; embeddings of two floating dtypes are promoted, where its own raise an error; and weights of
 query tokens must not be negative, infinite or NaN.
 """
 
@@ -48,7 +48,7 @@ Embeddings = list | np.ndarray | Tensor
 Mask = Tensor | np.ndarray | list | None
 _Scores = TypeVar("_Scores", bound=Callable[..., Any])
 
-# What a document without tokens scores, before it is divided by a number of query tokens.
+# Score of a document without tokens, before the division by the number of query tokens.
 EMPTY_DOCUMENT_SCORE = -1e9
 
 
@@ -69,21 +69,21 @@ def maxsim(
         Queries and documents: a padded batch [N, L, d], a list of N [L_i, d], or one [L, d]; tensors or arrays, of
         floating or integer type.
     a_mask
-        [Nq, Lq], also for a padded list, or a list of masks: 0 takes a token out, and other values weigh it.
+        [Nq, Lq], also for a padded list, or a list of masks: 0 masks a token, other values are its weight.
     b_mask
-        [Nd, Ld], likewise: 0 takes a token out.
+        [Nd, Ld], likewise: 0 masks a token.
     chunk_elements
-        Elements of embeddings that are copied at once, to be packed or to reach `device`. None: 100 million. No
-        similarities are stored, so that they do not count.
+        Maximum number of embedding elements copied at once, to be packed or moved to `device`. None: 100 million. No
+        similarities are stored, so they do not count.
     length_normalize
         Divide by the number of active query tokens, at least 1.
     device
-        Where to compute. None: where `b` lies, or `a` if `b` is of arrays.
+        Device of the computation. None: that of `b`, or of `a` if `b` holds arrays.
 
     Returns
     -------
     Tensor
-        [Nq, Nd], float32 or float64, differentiable, where `b` lies, or `a` if `b` is of arrays.
+        [Nq, Nd], float32 or float64, differentiable, on the device of `b`, or of `a` if `b` holds arrays.
 
     Raises
     ------
@@ -112,7 +112,7 @@ def maxsim_pairwise(
 ) -> Tensor:
     """Score every query of `a` against the document of the same index in `b`: scores [N].
 
-    Arguments, result and errors are those of `maxsim`; there have to be as many documents as queries.
+    Arguments, result and errors are those of `maxsim`; `a` and `b` must have the same number of items.
 
     Examples
     --------
@@ -131,7 +131,7 @@ def colbert_scores(
     chunk_elements: int | None = None,
     length_normalize: bool = False,
 ) -> Tensor:
-    """Score every query against every document of every group, in one call: the `similarity_fct` of its losses.
+    """Score every query against every document of every group in one call: the `similarity_fct` of the losses.
 
     Parameters
     ----------
@@ -140,11 +140,11 @@ def colbert_scores(
     documents_embeddings
         [G, N, Ld, d], likewise: G groups of N documents.
     queries_mask
-        [Nq, Lq]: 0 takes a token out, and other values weigh it. None: tokens of zeros are padding.
+        [Nq, Lq]: 0 masks a token, other values are its weight. None: tokens of zeros are padding.
     documents_mask
-        [G, N, Ld], or [1, N, Ld] for every group: 0 takes a token out. None: tokens of zeros are padding.
+        [G, N, Ld], or [1, N, Ld] for all groups: 0 masks a token. None: tokens of zeros are padding.
     chunk_elements
-        Accepted for its sake: nothing is copied here.
+        Accepted for compatibility: nothing is copied here.
     length_normalize
         Divide by the number of active query tokens, at least 1.
 
@@ -181,7 +181,7 @@ def colbert_scores_pairwise(
     chunk_elements: int | None = None,
     length_normalize: bool = False,
 ) -> Tensor:
-    """`maxsim_pairwise` by the names of the other scores of its losses."""
+    """`maxsim_pairwise` with the parameter names of the losses' other score functions."""
     return maxsim_pairwise(
         queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
     )
@@ -195,7 +195,7 @@ def colbert_kd_scores(
     chunk_elements: int | None = None,
     length_normalize: bool = False,
 ) -> Tensor:
-    """Score every query against its own candidates, in one call: the `similarity_fct` of distillation.
+    """Score every query against its own candidates in one call: the `similarity_fct` of distillation.
 
     As `colbert_scores`, but for documents [Nq, K, Ld, d], K candidates of each query, with a mask [Nq, K, Ld] or
     [1, K, Ld]; the scores are [Nq, K].
@@ -216,15 +216,15 @@ def colbert_kd_scores(
 
 
 def _mean(scores: _Scores) -> _Scores:
-    """The same code with another default, so that neither a signature nor a call is written twice."""
+    """Copy a function with `length_normalize=True` as the default, so that no signature or call is written twice."""
     function = cast(FunctionType, scores)
     name = f"mean_{function.__name__}"
-    # No other default is a bool.
+    # `length_normalize` is the only parameter with a bool default.
     defaults = tuple(True if value is False else value for value in function.__defaults__ or ())
-    found = FunctionType(function.__code__, function.__globals__, name, defaults)
-    found.__annotations__, found.__module__, found.__qualname__ = function.__annotations__, __name__, name
-    found.__doc__ = f"`{function.__name__}` that divides by the number of query tokens, unless told otherwise."
-    return cast(_Scores, found)
+    result = FunctionType(function.__code__, function.__globals__, name, defaults)
+    result.__annotations__, result.__module__, result.__qualname__ = function.__annotations__, __name__, name
+    result.__doc__ = f"`{function.__name__}` that divides by the number of query tokens, unless told otherwise."
+    return cast(_Scores, result)
 
 
 mean_maxsim = _mean(maxsim)
@@ -245,7 +245,7 @@ def _maxsim(
     device: str | torch.device | None,
     pairs: bool = False,
 ) -> Tensor:
-    """The host's function of this name, of all pairs, or of those of one index."""
+    """Implement `maxsim`, or with `pairs` `maxsim_pairwise`; `name` is that of the host's function."""
     if _learns(a_mask):
         return _original(name)(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
     scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device, pairs)
@@ -257,21 +257,21 @@ def _maxsim(
             f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
         )
     home = documents.device or queries.device or torch.device("cpu")
-    place = _placed(device, home)
+    target_device = _placed(device, home)
     if len(queries) == 0 or len(documents) == 0:
         return torch.zeros((0,) if pairs else (len(queries), len(documents)), device=home)
-    queries, documents = with_masks(queries, documents, place)
-    every = None if pairs else queries.operand(0, len(queries), place, documents.packs)
-    found = []
-    for start, stop in blocks([queries, documents] if pairs else [documents], place, chunk_elements):
-        some = queries.operand(start, stop, place, documents.packs) if every is None else every
-        scored = _scores(some, documents.operand(start, stop, place, True), length_normalize, pairs)
-        found.append(scored.to(home))
-    return found[0] if len(found) == 1 else torch.cat(found, dim=0 if pairs else 1)
+    queries, documents = with_masks(queries, documents, target_device)
+    all_queries = None if pairs else queries.operand(0, len(queries), target_device, documents.packs)
+    parts = []
+    for start, stop in blocks([queries, documents] if pairs else [documents], target_device, chunk_elements):
+        chunk = queries.operand(start, stop, target_device, documents.packs) if all_queries is None else all_queries
+        chunk_scores = _scores(chunk, documents.operand(start, stop, target_device, True), length_normalize, pairs)
+        parts.append(chunk_scores.to(home))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=0 if pairs else 1)
 
 
 def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs: bool = False) -> Tensor:
-    """Scores [Nq, Nd], of candidates [Nq, K], or of pairs [N], of operands on one device."""
+    """Score operands on one device: all pairs [Nq, Nd], candidates [Nq, K], or pairs [N]."""
     _warn_of_empty(documents)
     values, document_values = queries.values, documents.values
     if documents.cu_seqlens is not None and document_values.shape[0] == 0:
@@ -284,7 +284,7 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
         values, document_values = values.to(dtype), document_values.to(dtype)
     weights, documents_mask = _weights(queries.mask), documents.mask
     if documents_mask is not None and documents_mask.dtype != torch.bool:
-        # On a GPU the operation takes any value but 0 as active itself.
+        # On a GPU the operation itself treats any nonzero value as active.
         documents_mask = documents_mask.detach() if documents_mask.is_cuda else documents_mask != 0
     options = Options(empty_score=EMPTY_DOCUMENT_SCORE)
     if documents.cu_seqlens is not None:
@@ -313,38 +313,38 @@ def _read_in_place(
     device: str | torch.device | None,
     pairs: bool,
 ) -> Tensor | None:
-    """Scores by kernels that read the documents of a list where they lie, or None where they have to be packed."""
+    """Score with kernels that read the documents of a list in place; None if they have to be packed."""
     if documents_mask is not None or not _lies_on_a_gpu(documents):
         return None
-    place = documents[0].device
-    if _placed(device, place) != place:
+    target_device = documents[0].device
+    if _placed(device, target_device) != target_device:
         return None
-    given: Any = queries
+    query_values: Any = queries
     mask = operand = None
-    if queries_mask is not None or not _lies_on_a_gpu(queries) or queries[0].device != place:
+    if queries_mask is not None or not _lies_on_a_gpu(queries) or queries[0].device != target_device:
         batch = side("a", queries, queries_mask)
         if len(batch) == 0:
             return None
-        operand = batch.operand(0, len(batch), place, False)
-        given, mask = operand.values, _weights(operand.mask)
-    if pairs and len(given) != len(documents):
+        operand = batch.operand(0, len(batch), target_device, False)
+        query_values, mask = operand.values, _weights(operand.mask)
+    if pairs and len(query_values) != len(documents):
         return None
     operation = maxsim_ragged_pairwise if pairs else maxsim_ragged
     try:
-        scores = operation(given, documents, queries_mask=mask, empty_score=EMPTY_DOCUMENT_SCORE)
+        scores = operation(query_values, documents, queries_mask=mask, empty_score=EMPTY_DOCUMENT_SCORE)
     except (TypeError, ValueError):
-        # Integers, several types, several devices: they are brought together, or there is an error in the host's words.
+        # Integers, mixed dtypes or devices: the general path converts them, or raises the host's error.
         return None
     if not length_normalize:
         return scores
     if operand is not None:
         return _divided(scores, operand.counts(), pairs)
-    lengths = np.fromiter(map(Tensor.size, given, itertools.repeat(0)), dtype=np.int64, count=len(given))
-    return _divided(scores, torch.from_numpy(lengths.clip(min=1)).to(place, non_blocking=True), pairs)
+    lengths = np.fromiter(map(Tensor.size, query_values, itertools.repeat(0)), dtype=np.int64, count=len(query_values))
+    return _divided(scores, torch.from_numpy(lengths.clip(min=1)).to(target_device, non_blocking=True), pairs)
 
 
 def _lies_on_a_gpu(sequences: Any) -> TypeGuard[list]:
-    """Whether this is a list that kernels may read as it is, by its first sequence; the operation looks at all."""
+    """Whether kernels may read this list in place, judged by its first sequence; the operation checks all of them."""
     return (
         isinstance(sequences, list)
         and len(sequences) > 0
@@ -355,25 +355,25 @@ def _lies_on_a_gpu(sequences: Any) -> TypeGuard[list]:
 
 
 def _weights(mask: Tensor | None) -> Tensor | None:
-    """A mask of queries as the operations take it: bool, or weights without a gradient."""
+    """Convert a mask of queries for the operations: bool, or detached floating weights."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     return mask.detach() if mask.is_floating_point() else mask.float()
 
 
 def _divided(scores: Tensor, counts: Tensor, pairs: bool) -> Tensor:
-    """Scores [Nq, N], or of pairs [N], by the numbers of query tokens [Nq]."""
+    """Divide scores [Nq, N], or of pairs [N], by the numbers of query tokens [Nq]."""
     return scores / (counts if pairs else counts.unsqueeze(1))
 
 
 def _queries(embeddings: Embeddings, mask: Mask, device: torch.device) -> Operand:
-    """The queries of a loss: a padded batch."""
+    """Convert the queries of a loss, a padded batch, to an operand."""
     queries = side("queries_embeddings", _stacked("queries_embeddings", embeddings), mask)
     return queries.operand(0, len(queries), device, False)
 
 
 def _groups(embeddings: Embeddings, mask: Mask, one_for_all: bool = True) -> Operand:
-    """The documents of a loss, [G, N, Ld, d], and their mask [G, N, Ld], which may be given as one group's."""
+    """Convert the documents [G, N, Ld, d] of a loss and their mask [G, N, Ld], or one for all groups, to an operand."""
     documents = floating(_stacked("documents_embeddings", embeddings))
     if documents.dim() != 4:
         raise ValueError(f"documents_embeddings must have shape [G, N, Ld, d], got {list(documents.shape)}")
@@ -395,7 +395,7 @@ def _stacked(name: str, value: Any) -> Tensor:
 
 
 def _placed(device: str | torch.device | None, home: torch.device) -> torch.device:
-    """The device that is meant: "cuda" is the current one of several."""
+    """Resolve a device: None is `home`, and "cuda" without an index the current CUDA device."""
     if device is None:
         return home
     device = torch.device(device)
@@ -405,7 +405,7 @@ def _placed(device: str | torch.device | None, home: torch.device) -> torch.devi
 
 
 def _learns(mask: Mask) -> bool:
-    """Whether a gradient flows to weights of query tokens, which the operation has none for."""
+    """Whether weights of query tokens require a gradient, which the operation does not compute; logged once."""
     if isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled():
         _log_learned_weights()
         return True
@@ -426,7 +426,7 @@ def _original(name: str) -> Any:
 
 
 def _warn_of_empty(documents: Operand) -> None:
-    """Say once that a document has no tokens, where looking waits for nothing."""
+    """Warn once if a document has no tokens, unless checking would wait for the device."""
     if torch.compiler.is_compiling():
         return
     if documents.cu_seqlens is not None:
@@ -435,7 +435,7 @@ def _warn_of_empty(documents: Operand) -> None:
         assert documents.mask is not None
         empty = documents.mask.device.type == "cpu" and not bool((documents.mask != 0).any(dim=-1).all())
     if empty:
-        # transformers gives every logger this.
+        # transformers adds this method to every logger.
         getattr(logger, "warning_once", logger.warning)(
             f"a document has no token, and scores {EMPTY_DOCUMENT_SCORE:.0e}: its embedding is empty, or all of its "
             "tokens are masked, as MultiVectorMask does with skiplist_words and keep_only_token_ids"

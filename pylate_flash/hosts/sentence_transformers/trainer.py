@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer of multi-vector models, which counts, checks and resumes as PyLate's does here."""
+"""sentence-transformers' multi-vector trainer, with the metrics, checks and resuming of `pylate_flash.trainer`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["MultiVectorEncoderTrainer"]
 
 
 class MultiVectorEncoderTrainer(MeasuredTrainer, host.MultiVectorEncoderTrainer):
-    """The host's trainer, with numbers of the run in its log.
+    """The host's trainer, with metrics of the run in its log.
 
-    Its log has the negatives, tokens per second and peak memory that `pylate_flash.trainer.ColBERTTrainer` logs. It
-    ends, resumes, and trains parameters of a loss, such as a learned `scale`, as that one does.
+    It logs the negatives, tokens per second and peak memory that `pylate_flash.trainer.ColBERTTrainer` logs. It stops,
+    resumes, and trains parameters of a loss, such as a learned `scale`, like that trainer.
 
     Parameters
     ----------
     *args, **kwargs
-        Those of `sentence_transformers.MultiVectorEncoderTrainer`. What computes the scores is up to
-        `pylate_flash.register`, and to the loss.
+        Passed to `sentence_transformers.MultiVectorEncoderTrainer`. `pylate_flash.register` and the loss determine
+        what computes the scores.
 
     Raises
     ------
     ValueError
-        If there are several ranks, and losses of a dictionary that do not gather documents alike. When it resumes, if
-        the checkpoint lies beyond the first pass over an `IterableDataset`, lacks weights of the model, or holds
-        parameters that the losses do not have.
+        If there are several ranks and the losses of a dictionary gather documents differently. When resuming, if the
+        checkpoint lies beyond the first pass over an `IterableDataset`, lacks weights of the model, or holds parameters
+        that the losses do not have.
     FloatingPointError
-        While it trains, if the loss is not finite.
+        During training, if the loss is not finite.
     """
 
     contrastive = (CachedMultiVectorMultipleNegativesRankingLoss, MultiVectorMultipleNegativesRankingLoss)

@@ -1,7 +1,7 @@
-"""XTR's scores with the meaning of sentence-transformers: `multi_vector_encoder.scoring.xtr`.
+"""XTR's scores with the semantics of sentence-transformers: `multi_vector_encoder.scoring.xtr`.
 
-What differs from its own functions is what does in `scoring`; and of tokens that are equally similar, the first are
-retrieved, where `torch.topk` takes any on a CPU.
+The differences from its own functions are those of `scoring`; in addition, ties between equally similar tokens go to
+the first, where `torch.topk` takes any on a CPU.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def xtr_scores(
     top_k: int = 256,
     chunk_elements: int | None = None,
 ) -> torch.Tensor:
-    """Score every query against every document of every group by the tokens that it retrieves of all of them.
+    """Score every query against every document of every group by the tokens that it retrieves from all of them.
 
     Parameters
     ----------
     queries_embeddings, documents_embeddings, queries_mask, documents_mask
-        As in `scoring.colbert_scores`: [Nq, Lq, d], [G, N, Ld, d], [Nq, Lq] and [G, N, Ld]. The mask of one group does
-        not serve the others here.
+        As in `scoring.colbert_scores`: [Nq, Lq, d], [G, N, Ld, d], [Nq, Lq] and [G, N, Ld]. The mask of one group is
+        not broadcast to the others here.
     top_k
-        How many document tokens each query token retrieves, at least 1; all, where there are not as many.
+        Number of document tokens that each query token retrieves, at least 1; all, if there are fewer.
     chunk_elements
-        Accepted for its sake: similarities are not kept.
+        Accepted for compatibility: similarities are not stored.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def xtr_scores(
         return _original("xtr_scores")(
             queries_embeddings, documents_embeddings, queries_mask, documents_mask, top_k, chunk_elements
         )
-    # As there, a mask of one group serves no others here.
+    # As in the host, the mask of one group is not broadcast here.
     documents = _groups(documents_embeddings, documents_mask, one_for_all=False).flat()
     queries = _queries(queries_embeddings, queries_mask, documents.values.device)
     _warn_of_empty(documents)
@@ -88,7 +88,7 @@ def xtr_scores(
         normalizer="retrieved",
         empty_score=EMPTY_DOCUMENT_SCORE,
     )
-    # As its own are, of float64 too.
+    # The host's scores are float32 for float64 embeddings too.
     return scores.float()
 
 
@@ -100,7 +100,7 @@ def xtr_kd_scores(
     top_k: int = 256,
     chunk_elements: int | None = None,
 ) -> torch.Tensor:
-    """Score every query against its own candidates, by the tokens that it retrieves of those of all queries.
+    """Score every query against its own candidates, by the tokens that it retrieves from those of all queries.
 
     As `xtr_scores`, but for documents [Nq, N, Ld, d] and their mask [Nq, N, Ld], N candidates of each query; the scores
     are [Nq, N].
@@ -126,7 +126,7 @@ def xtr_scores_pairwise(
     top_k: int = 256,
     chunk_elements: int | None = None,
 ) -> torch.Tensor:
-    """`xtr_kd_scores` of one candidate of each query, [N, 1, Ld, d] or [N, Ld, d]: scores [N]."""
+    """`xtr_kd_scores` for one candidate per query, [N, 1, Ld, d] or [N, Ld, d]: scores [N]."""
     documents = as_tensor(documents_embeddings)
     mask = None if documents_mask is None else as_tensor(documents_mask)
     if documents.dim() == 3:

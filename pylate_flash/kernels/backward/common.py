@@ -1,4 +1,4 @@
-"""What the kernels of the backward share: their inputs, and the end of split sums."""
+"""Shared by the kernels of the backward: their inputs, index arithmetic, and the reduction of split sums."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..rows import row_addresses, rows_of_block, through_norm
 
 
 class BackwardTensors(NamedTuple):
-    """The tensors that kernels of the backward read, in their order, and what the host knows of them."""
+    """The tensors that the backward kernels read, in argument order, and metadata for the host."""
 
     grad_scores: Tensor
     queries: Tensor
     documents: Tensor
-    # What rows of queries and documents are multiplied by when they are summed: one over their norms, or None. For the
-    # gradient of the documents, the weights of the queries' tokens are in the first.
+    # Factors of query and document rows in the sums: inverse norms, or None. For the gradient of the documents,
+    # `queries_scale` includes the weights of the queries' tokens.
     queries_scale: Tensor | None
     documents_scale: Tensor | None
     documents_cu_seqlens: Tensor | None
@@ -29,15 +29,17 @@ class BackwardTensors(NamedTuple):
     argmax: Tensor
     # The weights of the queries' tokens, float32 and contiguous, or None.
     queries_weight: Tensor | None
-    # From one query's score to the next one's, and from one document's.
+    # Strides of the scores, from one query to the next, and from one document to the next.
     grad_strides: tuple[int, ...]
+    # Whether the embeddings are normalised already: then inverse norms serve the Jacobian alone.
+    normalized: bool
 
 
 class Destination(NamedTuple):
-    """Where gradients go: contiguous tensors of the shapes of queries and documents, or None for what is not needed.
+    """Outputs: contiguous tensors of the shapes of queries and documents, of any floating dtype, or None if not needed.
 
-    Of any floating type. `partial`: what documents get is a part of their gradient, summed in float32 over several
-    calls, so that `normalize` has its Jacobian later (`finish_documents`). `adds`: to what is there already.
+    `partial`: the documents' gradient is summed in float32 over several calls, so the Jacobian of `normalize` is
+    applied later (`finish_documents`). `adds`: accumulate into the existing values.
     """
 
     queries: Tensor | None
@@ -47,7 +49,7 @@ class Destination(NamedTuple):
 
 
 def layout(problem: Problem, grad_strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The numbers that tell a kernel where the rows of a document stand, from `n_rows` to `n_groups`."""
+    """The scalar arguments that locate the rows of a document, from `n_rows` to `n_groups`."""
     groups, length = problem.groups, problem.query_length
     n_group_queries = problem.n_queries // groups
     return (
@@ -58,19 +60,19 @@ def layout(problem: Problem, grad_strides: tuple[int, ...]) -> tuple[int, ...]:
 
 @triton.jit
 def quotient(value, magic, shift):
-    """value // divisor for 0 <= value < 2**31: a product and a shift instead of a division, see `division`."""
+    """value // divisor for 0 <= value < 2**31, by a product and a shift instead of a division, see `division`."""
     return ((value.to(tl.uint32).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)) >> shift.to(tl.uint64)).to(tl.int32)
 
 
 def division(divisor: int) -> tuple[int, int]:
-    """Factor, just above 2**shift / divisor and below 2**32, and shift by which `quotient` divides exactly."""
+    """The factor, just above 2**shift / divisor and below 2**32, and shift by which `quotient` divides exactly."""
     shift = 31 + (divisor - 1).bit_length()
     return (1 << shift) // divisor + 1, shift
 
 
 @triton.jit
 def owner(bounds_ptr, count, value):
-    """The sequence, of `count`, whose boundaries bounds[i] <= value < bounds[i + 1] enclose `value`."""
+    """The sequence, of `count`, with boundaries bounds[i] <= value < bounds[i + 1]."""
     low = count * 0
     high = count - 1
     while low < high:
@@ -83,7 +85,7 @@ def owner(bounds_ptr, count, value):
 
 @triton.jit
 def group_of(flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, next_query, next_document):
-    """Group of the layout that a document belongs to, and where its score with the group's first query stands."""
+    """The group of a document, and the address of its score with the group's first query."""
     if candidates_ptr is not None:
         group = owner(candidates_ptr, n_groups, flat).to(tl.int64)
         offset = flat * next_document
@@ -95,15 +97,15 @@ def group_of(flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries
 
 @triton.jit
 def token_of(flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token):
-    """Where a document's token stands among those of all documents, and where its embedding begins."""
+    """The index of a document's token among those of all documents, and the offset of its embedding."""
     if cu_seqlens_ptr is not None:
-        at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
-        source = at * stride_token
+        index = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
+        source = index * stride_token
     else:
-        at = flat * document_length + token
+        index = flat * document_length + token
         source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
         source += token.to(tl.int64) * stride_token
-    return at, source
+    return index, source
 
 
 @triton.jit
@@ -112,7 +114,7 @@ def joined(low, high, ROWS: tl.constexpr, BLOCK_EMBEDDING: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, BLOCK_EMBEDDING])
 
 
-@kernel(follows=True, config="size block block_rows")
+@kernel(follows=True, config="size block block_rows normalized")
 def _finish_kernel(
     parts_ptr, embeddings_ptr, scales_ptr, weights_ptr, grad_ptr,
     n_rows, n_parts, n_sequences, length,
@@ -120,8 +122,8 @@ def _finish_kernel(
 ):  # fmt: skip
     """grad[row] from the sum, in order, of parts [n_parts, n_rows, d] in float32; rows [groups, sequences, length].
 
-    Scales [n_rows], if any, are inverse norms of the embeddings, through which the sum goes; weights, if any, multiply
-    what becomes of it.
+    Scales [n_rows], if any, are inverse norms of the embeddings, whose Jacobian is applied to the sum; weights, if any,
+    multiply the result.
     """
     wait_for_previous_kernel()
     rows, exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
@@ -134,32 +136,46 @@ def _finish_kernel(
     if scales_ptr is not None:
         source = row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
         embeddings = tl.load(embeddings_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
-        total = through_norm(total, embeddings, tl.load(scales_ptr + rows, mask=exists, other=1.0))
+        scale = tl.load(scales_ptr + rows, mask=exists, other=1.0)
+        total = through_norm(total, embeddings, scale, config.normalized)
     if weights_ptr is not None:
         total *= tl.load(weights_ptr + rows, mask=exists, other=0.0)[:, None]
     tl.store(grad_ptr + offset, total.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 def finish_queries(
-    problem: Problem, queries: Tensor, scale: Tensor | None, weight: Tensor | None, sums: Tensor, grad_queries: Tensor
+    problem: Problem,
+    queries: Tensor,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    sums: Tensor,
+    grad_queries: Tensor,
+    normalized: bool = False,
 ) -> None:
-    """Add up the `sums` [n, rows, d] of every query row, in order. `scale` and `weight`: see `BackwardTensors`."""
+    """Add up the `sums` [n, rows, d] of every query row, in order.
+
+    `scale`, `weight` and `normalized`: see `BackwardTensors`.
+    """
     sizes = problem.n_queries * problem.query_length, sums.shape[0], problem.n_queries, problem.query_length
-    _finish(problem, (sums, queries, scale, weight, grad_queries), sizes, (0, *problem.query_strides))
+    _finish(problem, (sums, queries, scale, weight, grad_queries), sizes, (0, *problem.query_strides), normalized)
 
 
 def finish_documents(
     problem: Problem, documents: Tensor, documents_scale: Tensor, sums: Tensor, grad_documents: Tensor
 ) -> None:
-    """The gradient of normalized documents from its `sums`, float32 and complete."""
+    """Apply the Jacobian of `normalize` to the complete float32 `sums` of the documents' gradient."""
     lengths = (1, problem.n_tokens) if problem.packed else (problem.n_documents, problem.document_length)
     tensors = sums, documents, documents_scale, None, grad_documents
-    _finish(problem, tensors, (problem.n_tokens, 1, *lengths), problem.document_strides)
+    _finish(problem, tensors, (problem.n_tokens, 1, *lengths), problem.document_strides, False)
 
 
 def _finish(
-    problem: Problem, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], strides: tuple[int, ...]
+    problem: Problem,
+    tensors: tuple[Tensor | None, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    normalized: bool,
 ) -> None:
     plan = plan_backward.finish_plan(problem)
-    constants = problem.size, plan.block_embedding, plan.rows
+    constants = problem.size, plan.block_embedding, plan.rows, normalized
     _finish_kernel((-(-sizes[0] // plan.rows), 1, 1), tensors, sizes, strides, constants, (plan.num_warps, 3, None))

@@ -1,7 +1,7 @@
-"""Gradient of the queries: the sum of the winning document rows, over the documents in their order.
+"""Gradient of the queries: the sum of the argmax document rows, in the order of the documents.
 
-Programs walk the documents side by side, so the rows come out of L1 and L2. Where there are too few query rows to fill
-the GPU, several programs share the documents, and `_finish_kernel` adds up their sums in order.
+Concurrent programs walk the same documents, so the rows come out of L1 and L2. If there are too few query rows to fill
+the GPU, several programs split the documents, and `_finish_kernel` adds up their sums in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .common import BackwardTensors, finish_queries, joined
 from .sorting import list_rows
 
 
-@kernel(follows=True, config="size block block_rows block_documents split row_bits block_tokens")
+@kernel(follows=True, config="size block block_rows block_documents split normalized row_bits block_tokens")
 def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, argmax_ptr, queries_weight_ptr, grad_queries_ptr, list_ptr, starts_ptr,
@@ -27,13 +27,13 @@ def _gather_kernel(
 ):  # fmt: skip
     """grad_queries[row] = sum over documents of grad_score * documents[argmax], [Nq * Lq, d]; the rows of one group.
 
-    Grid: (blocks of rows x groups, splits of the documents). With a list, `n_listed` programs come before, each of
-    which lists the rows of a document (`list_rows`).
+    Grid: (blocks of rows x groups, splits of the documents). With a list, `n_listed` programs come first, each of which
+    lists the rows of a document (`list_rows`).
 
-    `block_documents` documents are in flight at once. Under `split` the sums stay in float32, [splits, Nq * Lq, d], and
-    their Jacobian and weights are `_finish_kernel`'s.
+    `block_documents` documents are in flight at once. With `split`, the sums stay in float32, [splits, Nq * Lq, d], and
+    `_finish_kernel` applies the Jacobian and weights.
 
-    A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
+    A row is loaded in halves: at d = 128 by 8 threads instead of 16, so that a thread looks up half as many rows,
     which takes as many instructions as summing them does.
     """
     wait_for_previous_kernel()
@@ -46,8 +46,8 @@ def _gather_kernel(
         n_blocks = tl.cdiv(n_rows, config.block_rows)
         group = (program // n_blocks).to(tl.int64)
         first_row = program % n_blocks * config.block_rows
-        slots = tl.arange(0, config.block_rows * config.block_documents)
-        rows = first_row + slots % config.block_rows
+        lanes = tl.arange(0, config.block_rows * config.block_documents)
+        rows = first_row + lanes % config.block_rows
         row_exists = rows < n_rows
         query = group * (n_rows // query_length) + rows // query_length
         dims = tl.arange(0, config.block)
@@ -63,9 +63,9 @@ def _gather_kernel(
         share = tl.cdiv(last - first, n_splits)
         first += tl.program_id(1) * share
         count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
-        to_query = query * next_query
+        query_offset = query * next_query
         HALF: tl.constexpr = config.block // 2
-        halves = tl.arange(0, HALF)
+        half_dims = tl.arange(0, HALF)
         documents_ptr += group * stride_group
         low = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
         high = tl.zeros([config.block_rows * config.block_documents, HALF], tl.float32)
@@ -74,15 +74,15 @@ def _gather_kernel(
                 document = first + step
                 exists = row_exists
             else:
-                ahead = step + slots // config.block_rows
+                ahead = step + lanes // config.block_rows
                 document = first + ahead
                 exists = row_exists & (ahead < count)
             argmax = tl.load(argmax_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
             won = argmax >= 0
-            weight = tl.load(grad_scores_ptr + (document - origin) * next_document + to_query, mask=won, other=0.0)
+            weight = tl.load(grad_scores_ptr + (document - origin) * next_document + query_offset, mask=won, other=0.0)
             offset = argmax.to(tl.int64) * stride_token
             if cu_seqlens_ptr is not None:
-                # The end of the last document, where several are in flight and some are past it.
+                # Clamped to the end of the last document, as some of the documents in flight may be past it.
                 begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
                 base = documents_ptr + begin * stride_token
             else:
@@ -92,13 +92,15 @@ def _gather_kernel(
                 weight *= tl.load(documents_scale_ptr + begin + argmax, mask=won, other=0.0)
             if config.block_documents > 1:
                 base = base[:, None]
-            at = base + halves[None, :] + offset[:, None]
+            pointers = base + half_dims[None, :] + offset[:, None]
             if config.block == config.size:
-                left = tl.load(at, mask=won[:, None], other=0.0)
-                right = tl.load(at + HALF, mask=won[:, None], other=0.0)
+                left = tl.load(pointers, mask=won[:, None], other=0.0)
+                right = tl.load(pointers + HALF, mask=won[:, None], other=0.0)
             else:
-                left = tl.load(at, mask=won[:, None] & (halves < config.size)[None, :], other=0.0)
-                right = tl.load(at + HALF, mask=won[:, None] & (HALF + halves < config.size)[None, :], other=0.0)
+                left = tl.load(pointers, mask=won[:, None] & (half_dims < config.size)[None, :], other=0.0)
+                right = tl.load(
+                    pointers + HALF, mask=won[:, None] & (HALF + half_dims < config.size)[None, :], other=0.0
+                )
             low += weight[:, None] * left.to(tl.float32)
             high += weight[:, None] * right.to(tl.float32)
 
@@ -112,7 +114,7 @@ def _gather_kernel(
             source = query * stride_query + rows % query_length * stride_query_token
             embeddings = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
             scale = tl.load(queries_scale_ptr + group * n_rows + rows, mask=rows < n_rows, other=1.0)
-            total = through_norm(total, embeddings, scale)
+            total = through_norm(total, embeddings, scale, config.normalized)
         if queries_weight_ptr is not None:
             total *= tl.load(queries_weight_ptr + group * n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
         offset = group * n_rows + rows
@@ -133,7 +135,7 @@ def gather_queries(
     lists: tuple[Region | None, Region | None] = (None, None),
     row_bits: int = 0,
 ) -> None:
-    """Compute the gradient of the queries and, where that takes no splits, `lists` and starts of 2**row_bits rows."""
+    """Compute the gradient of the queries and, without splits, also the `lists` and starts of 2**row_bits rows."""
     n_splits, split, length = plan.n_splits, plan.n_splits > 1, problem.document_length
     n_listed, listed = (problem.all_documents, (row_bits, 1 << length.bit_length())) if row_bits else (0, (0, 0))
     sums, weight = grad_queries, inputs.queries_weight
@@ -141,7 +143,7 @@ def gather_queries(
         shape, weight = (n_splits, problem.n_queries * problem.query_length, problem.size), None
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     sizes = problem.rows, problem.query_length, problem.n_documents, length
-    constants = problem.size, plan.block_embedding, plan.rows, plan.documents, split
+    constants = problem.size, plan.block_embedding, plan.rows, plan.documents, split, inputs.normalized
     _gather_kernel(
         (n_listed + plan.programs, n_splits, 1),
         (*inputs[:8], weight, sums, *lists),
@@ -151,4 +153,6 @@ def gather_queries(
         (plan.num_warps, 3, plan.registers),
     )
     if split:
-        finish_queries(problem, inputs.queries, inputs.queries_scale, inputs.queries_weight, sums, grad_queries)
+        finish_queries(
+            problem, inputs.queries, inputs.queries_scale, inputs.queries_weight, sums, grad_queries, inputs.normalized
+        )

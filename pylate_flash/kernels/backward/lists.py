@@ -1,13 +1,13 @@
-"""Gradient of the documents by lists: the query rows of each document by the token that they chose, then summed.
+"""Gradient of the documents by lists: sort the query rows of each document by their argmax token, then sum them.
 
-The list is a counting sort: `_sort_kernel` sorts chunks of rows in registers and tells how many of them chose a token,
-`_scan_kernel` turns those counts into places, and `_place_kernel` moves the rows there. Few rows are listed by one
-program of `_list_kernel` for each document instead. Either sort is stable, so the order, and with it every bit of the
-sums (`kernels.backward.sums`), is always the same.
+The list is a counting sort: `_sort_kernel` sorts chunks of rows in registers and counts the rows of each token,
+`_scan_kernel` turns the counts into positions, and `_place_kernel` moves the rows there. Few rows are instead listed by
+one program of `_list_kernel` per document. Both sorts are stable, so the order of the sums (`kernels.backward.sums`) is
+fixed, and gradients are bitwise reproducible.
 
-All this needs memory, so it is done for a block of documents at a time, and most of it in the memory of the gradients:
-that of the documents is written when the rows are placed, and that of the queries after that of the documents. Only the
-list itself has memory of its own then.
+This needs memory, so it is done for a block of documents at a time, mostly in the memory of the gradients: that of the
+documents is written once the rows are placed, and that of the queries after that of the documents. Only the list
+itself has memory of its own then.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .gather import gather_queries
 from .sorting import list_rows, sorted_keys
 from .sums import Lists, sum_lists
 
-# After all tokens.
+# Sorts after all tokens.
 _NO_TOKEN = tl.constexpr(plan_backward.MOST_LISTED_TOKENS)
 
 
 @triton.jit
 def _tokens_of(rows, argmax_ptr, flat, n_rows):
-    """The tokens that rows of a document chose, _NO_TOKEN where they chose none."""
+    """The argmax tokens of rows of a document, _NO_TOKEN where there is none."""
     argmax = tl.load(argmax_ptr + flat * n_rows + rows, mask=rows < n_rows, other=-1).to(tl.int32)
     return tl.where(argmax >= 0, argmax, _NO_TOKEN)
 
@@ -42,10 +42,10 @@ def _sort_kernel(
     argmax_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr, first_document, n_rows, n_chunks, document_length,
     config: tl.constexpr,
 ):  # fmt: skip
-    """order[local document, chunk] = the chunk's rows by token, and of a token in their order; chunks x documents.
+    """order[local document, chunk] = the chunk's rows sorted by token, stable; chunks x documents.
 
-    `runs`, a view of `counts` [local document, chunk, token], tells where in the chunk each token's rows begin and end,
-    and `reached` [local document, chunk, block of tokens] where a block's do.
+    `runs`, a view of `counts` [local document, chunk, token], holds the positions in the chunk where each token's rows
+    begin and end, and `reached` [local document, chunk, block of tokens] where a block's rows begin.
     """
     wait_for_previous_kernel()
     CHUNK: tl.constexpr = 1 << config.chunk_bits
@@ -53,7 +53,7 @@ def _sort_kernel(
     ranks = tl.arange(0, CHUNK)
     rows, flat = tl.program_id(0) % n_chunks * CHUNK + ranks, first_document + program // n_chunks
     tokens = _tokens_of(rows, argmax_ptr, flat, n_rows)
-    # The position in the chunk makes keys different and the sort stable. Rows without a token come last.
+    # The position in the chunk makes keys unique and the sort stable. Rows without a token come last.
     keys = sorted_keys((tokens << config.chunk_bits) | ranks, config.chunk_bits)
     tokens = keys >> config.chunk_bits
     tl.store(order_ptr + program * CHUNK + ranks, (keys & (CHUNK - 1)).to(tl.uint16))
@@ -64,8 +64,8 @@ def _sort_kernel(
     counts_ptr += program * document_length
     for block in tl.range(0, document_length, config.block_tokens):
         tl.store(reached_ptr + block // config.block_tokens, tl.sum((tokens < block).to(tl.int32), axis=0))
-        every = block + tl.arange(0, config.block_tokens)
-        tl.store(counts_ptr + every, tl.zeros([config.block_tokens], tl.int32), mask=every < document_length)
+        all_tokens = block + tl.arange(0, config.block_tokens)
+        tl.store(counts_ptr + all_tokens, tl.zeros([config.block_tokens], tl.int32), mask=all_tokens < document_length)
     tl.debug_barrier()
     runs_ptr += program * document_length * 2
     tl.store(runs_ptr + tokens * 2, ranks.to(tl.uint16), mask=exists & begins)
@@ -74,19 +74,19 @@ def _sort_kernel(
 
 @kernel(follows=True, config="row_bits block_tokens")
 def _list_kernel(argmax_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
-    """What `list_rows` says; one program for each document."""
+    """`list_rows`, one program per document."""
     wait_for_previous_kernel()
     list_rows(tl.program_id(0), argmax_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config)
 
 
 @triton.jit
 def _load_runs(runs_ptr, n_chunks, document_length, chunks, tokens):
-    """Where the tokens' rows begin in the chunks, how many there are, and which of [chunks, tokens] exist."""
-    at = chunks[:, None] * document_length + tokens[None, :]
+    """Where the tokens' rows begin in the chunks, their number, their offsets, and the mask [chunks, tokens]."""
+    offsets = chunks[:, None] * document_length + tokens[None, :]
     mask = (chunks < n_chunks)[:, None] & (tokens < document_length)[None, :]
-    run = tl.load(runs_ptr + at, mask=mask, other=0)
+    run = tl.load(runs_ptr + offsets, mask=mask, other=0)
     begins = run & 0xFFFF
-    return begins, (run >> 16) - begins, at, mask
+    return begins, (run >> 16) - begins, offsets, mask
 
 
 @kernel(follows=True, config="block_tokens block_chunks")
@@ -94,9 +94,9 @@ def _scan_kernel(
     counts_ptr, reached_ptr, starts_ptr, owners_ptr, cu_seqlens_ptr, first_document, n_chunks, document_length,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and token.
+    """Turn the runs of a document's chunks into the shift from rank in the chunk to list position, by chunk and token.
 
-    Also leaves where the list of every token begins, and of a packed document whose tokens they are. Grid: blocks of
+    Also writes where the list of every token begins, and the owners of a packed document's tokens. Grid: blocks of
     tokens x documents.
     """
     wait_for_previous_kernel()
@@ -122,28 +122,28 @@ def _scan_kernel(
         _, rows, _, _ = _load_runs(counts_ptr, n_chunks, document_length, chunks, tokens)
         totals += tl.sum(rows, axis=0)
         reached += tl.sum(tl.load(reached_ptr + chunks * n_blocks, mask=chunks < n_chunks, other=0), axis=0)
-    place = reached + tl.cumsum(totals, axis=0) - totals
-    # Places overwrite runs that another thread may have to read first.
+    positions = reached + tl.cumsum(totals, axis=0) - totals
+    # Positions overwrite runs that another thread may still have to read.
     tl.debug_barrier()
-    tl.store(starts_ptr + tokens, place.to(starts_ptr.dtype.element_ty), mask=tokens < length)
+    tl.store(starts_ptr + tokens, positions.to(starts_ptr.dtype.element_ty), mask=tokens < length)
     if cu_seqlens_ptr is not None:
         tl.store(owners_ptr + tokens, (flat + tokens * 0).to(tl.int32), mask=tokens < length)
     for chunk in tl.range(0, n_chunks, config.block_chunks):
-        begins, rows, at, mask = _load_runs(
+        begins, rows, offsets, mask = _load_runs(
             counts_ptr, n_chunks, document_length, chunk + tl.arange(0, config.block_chunks), tokens
         )
-        tl.store(counts_ptr + at, place[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
-        place += tl.sum(rows, axis=0)
+        tl.store(counts_ptr + offsets, positions[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
+        positions += tl.sum(rows, axis=0)
     if block == n_blocks - 1:
         tl.store(starts_ptr + length, (reached + tl.sum(totals, axis=0)).to(starts_ptr.dtype.element_ty))
 
 
 @kernel(follows=True, config="chunk_bits")
 def _place_kernel(
-    argmax_ptr, order_ptr, places_ptr, list_ptr, first_document, n_rows, n_chunks, document_length,
+    argmax_ptr, order_ptr, offsets_ptr, list_ptr, first_document, n_rows, n_chunks, document_length,
     config: tl.constexpr,
 ):  # fmt: skip
-    """list[local document] = its rows by token, from the sorted chunks and the places of their tokens."""
+    """list[local document] = its rows by token, from the sorted chunks and the offsets of `_scan_kernel`."""
     wait_for_previous_kernel()
     CHUNK: tl.constexpr = 1 << config.chunk_bits
     program = tl.program_id(0).to(tl.int64)
@@ -152,16 +152,16 @@ def _place_kernel(
     rows = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
     tokens = _tokens_of(rows, argmax_ptr, first_document + local, n_rows)
     exists = tokens < _NO_TOKEN
-    places = tl.load(places_ptr + program * document_length + tokens, mask=exists, other=0)
-    tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
+    offsets = tl.load(offsets_ptr + program * document_length + tokens, mask=exists, other=0)
+    tl.store(list_ptr + local * n_rows + ranks + offsets, rows.to(list_ptr.dtype.element_ty), mask=exists)
 
 
 def sum_by_lists(
     problem: Problem, inputs: BackwardTensors, destination: Destination, for_queries: BackwardTensors
 ) -> bool:
-    """Compute the gradient of the documents, and of a small problem, by the same launches, that of the queries.
+    """Compute the gradient of the documents and, for small problems, that of the queries in the same launches.
 
-    Returns whether it has, from the inputs `for_queries`; otherwise that is overwritten, to be computed later.
+    Returns whether it computed the latter, from the inputs `for_queries`; otherwise it is overwritten as scratch.
     """
     plan, gather = plan_backward.lists_plan(problem, destination.queries is not None, destination.adds), None
     if destination.queries is not None and plan.alone_bits and problem.all_documents <= tables_backward.GATHERED_BESIDE:
@@ -186,18 +186,18 @@ def _sum_and_gather(
     destination: Destination,
     for_queries: BackwardTensors,
 ) -> None:
-    """Both gradients, of documents that are listed beside the gather, which spares a launch."""
+    """Both gradients, if the launch of the gather also lists the documents, which saves a launch."""
     assert destination.queries is not None
     number, length, device = problem.all_documents, problem.document_length, problem.device
     ends, rows, parts = number * (length + 1), number * problem.rows, 8 * number * plan.n_segments * problem.size
     nbytes = ends * plan.starts_dtype.itemsize + rows * plan.list_dtype.itemsize + parts + tables_backward.SLACK
-    # All that does not lie in the gradient of the queries now, in one allocation.
+    # One allocation for scratch, as the gradient of the queries is in use here and cannot hold it.
     scratch = Scratch(torch.empty(nbytes, dtype=torch.uint8, device=device))
     starts = scratch.empty(ends, plan.starts_dtype, device)
     listed = scratch.empty(rows, plan.list_dtype, device)
     gather_queries(problem, for_queries, destination.queries, gather, (listed, starts), plan.alone_bits)
-    wanted = Lists(0, number, starts, None, inputs.argmax, None)
-    sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
+    lists = Lists(0, number, starts, None, inputs.argmax, None)
+    sum_lists(problem, plan, inputs, lists, listed, destination, scratch)
 
 
 def _sum_block(
@@ -209,41 +209,41 @@ def _sum_block(
     owners: Tensor | None,
     destination: Destination,
 ) -> None:
-    """Write the gradients of a block of documents. Its memory is free before the next block's is allocated."""
+    """Write the gradients of a block of documents. Its memory is freed before the next block's is allocated."""
     number, scratch = min(plan.block, problem.all_documents - first), Scratch(destination.queries)
     ends = number * (problem.document_length + 1)
-    of_block = scratch.empty(ends, plan.starts_dtype, problem.device) if starts is None else starts
-    wanted = Lists(first, number, of_block, owners, inputs.argmax, inputs.documents_cu_seqlens)
-    # Sums of segments, later, take the same memory.
+    block_starts = scratch.empty(ends, plan.starts_dtype, problem.device) if starts is None else starts
+    lists = Lists(first, number, block_starts, owners, inputs.argmax, inputs.documents_cu_seqlens)
+    # The sums of segments reuse the same memory later.
     sorting = scratch.fork()
     if plan.sorts_in_gradient:
         assert destination.documents is not None
-        own = problem.document_length * problem.size * destination.documents.element_size()
-        sorting = Scratch(destination.documents, first * own, number * own)
-    listed = _listed(problem, plan, wanted, sorting)
-    sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
+        document_bytes = problem.document_length * problem.size * destination.documents.element_size()
+        sorting = Scratch(destination.documents, first * document_bytes, number * document_bytes)
+    listed = _listed(problem, plan, lists, sorting)
+    sum_lists(problem, plan, inputs, lists, listed, destination, scratch)
 
 
 def rows_by_token(problem: Problem, argmax: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rows of every document by the token that they chose [documents, rows], and where each token's begin.
+    """The rows of every document sorted by argmax token [documents, rows], and where those of each token begin.
 
-    `argmax` is that of `write_gradients`, and `cu_seqlens` the boundaries of packed documents. The latter, for token
-    t of a document, is at its first token among those of all documents, plus its index, plus t; after the last one's
-    comes where that ends.
+    `argmax` is that of `write_gradients`, and `cu_seqlens` the boundaries of packed documents. For token t of a
+    document, the start is at the document's first token among those of all documents, plus its index, plus t; the entry
+    after its last token holds the end.
     """
     plan, documents, device = plan_backward.lists_plan(problem, lent=False), problem.all_documents, problem.device
     starts = torch.empty(problem.n_tokens + documents, dtype=plan.starts_dtype, device=device)
     owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device) if problem.packed else None
-    wanted = Lists(0, documents, starts, owners, argmax, cu_seqlens)
-    return _listed(problem, plan, wanted, Scratch(None)), starts
+    lists = Lists(0, documents, starts, owners, argmax, cu_seqlens)
+    return _listed(problem, plan, lists, Scratch(None)), starts
 
 
-def _listed(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) -> Tensor:
-    """The rows of every document wanted, listed by one program for each, or by one for each of their chunks.
+def _listed(problem: Problem, plan: ListsPlan, lists: Lists, scratch: Scratch) -> Tensor:
+    """The rows of every document of `lists`, listed by one program per document, or by one per chunk of its rows.
 
-    Fills `wanted.starts`.
+    Fills `lists.starts`.
     """
-    first, number, starts, owners, argmax, bounds = wanted
+    first, number, starts, owners, argmax, bounds = lists
     device, rows, length, n_chunks = problem.device, problem.rows, problem.document_length, plan.n_chunks
     listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
     if plan.alone_bits:
@@ -275,7 +275,7 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: Lists, scratch: Scratch) 
         (first, n_chunks, length),
         (),
         (block_tokens, tables_backward.LIST_BLOCK_CHUNKS),
-        # Left alone, ptxas takes a few registers more than leave room for four programs.
+        # Without a limit, ptxas uses a few registers too many for four programs per SM.
         (4, 1, tables.registers_of(4, 4)),
     )
     _place_kernel(

@@ -1,4 +1,4 @@
-"""The gradient of the queries of residual codes: sums of the rows that have won, decompressed on the way."""
+"""The gradient of the queries with residual codes: sums of argmax rows, decompressed on the fly."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ def _gradient_kernel(
     share = tl.cdiv(n_documents, n_splits)
     first = tl.program_id(1) * share
     total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
-    for place in tl.range(first, tl.minimum(first + share, n_documents)):
-        flat_place = group * n_documents + place
-        document = tl.cast(place, tl.int32)
+    for position in tl.range(first, tl.minimum(first + share, n_documents)):
+        flat_position = group * n_documents + position
+        document = tl.cast(position, tl.int32)
         if candidates_ptr is not None:
-            # Of none, nothing has won.
-            document = tl.maximum(tl.load(candidates_ptr + flat_place).to(tl.int32), 0)
-        argmax = tl.load(argmax_ptr + flat_place * n_rows + rows, mask=row_exists, other=-1)
+            # A missing candidate has no argmax.
+            document = tl.maximum(tl.load(candidates_ptr + flat_position).to(tl.int32), 0)
+        argmax = tl.load(argmax_ptr + flat_position * n_rows + rows, mask=row_exists, other=-1)
         won = argmax >= 0
         tokens = tl.load(cu_seqlens_ptr + document).to(tl.int64) + argmax
         codes = tl.load(codes_ptr + tokens, mask=won, other=0).to(tl.int64)
         scale = tl.load(scales_ptr + tokens, mask=won, other=0.0)
-        weight = tl.load(grad_scores_ptr + query * next_query + place * next_document, mask=won, other=0.0)
+        weight = tl.load(grad_scores_ptr + query * next_query + position * next_document, mask=won, other=0.0)
         tile = decompressed(codec, tokens, codes, scale, won, dim, config, True, config.dtype)
         total += weight[:, None] * tile.to(tl.float32)
     dims = dim + tl.arange(0, BLOCK_EMBEDDING)
     sums_row = (tl.program_id(1) * n_groups + group) * n_rows + rows
-    at = sums_ptr + sums_row[:, None] * config.size + dims[None, :]
-    tl.store(at, total, mask=row_exists[:, None] & (dims < config.size)[None, :])
+    targets = sums_ptr + sums_row[:, None] * config.size + dims[None, :]
+    tl.store(targets, total, mask=row_exists[:, None] & (dims < config.size)[None, :])
 
 
 def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, argmax: Tensor) -> Tensor:
-    """The gradient of the queries [Nq, Lq, d], in their type, from that of the scores, float32 with any strides."""
+    """The gradient of the queries [Nq, Lq, d], in their dtype, from that of the scores, float32 with any strides."""
     plan = residual_gradient_plan(problem)
     if problem.n_documents * grad_scores.stride(1) > config.INT32_MAX:
-        # The kernel counts from document to document in 32 bits.
+        # The kernel computes offsets of documents in 32 bits.
         grad_scores = grad_scores.contiguous()
     shape = plan.n_splits, problem.groups * problem.rows, problem.size
     # Partial sums, without the weights of the queries' mask.

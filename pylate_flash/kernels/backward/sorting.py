@@ -1,4 +1,4 @@
-"""Rows sorted by the token that they chose, in registers."""
+"""Sort rows by their argmax token, in registers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def _bit(position: tl.constexpr, n_bits: tl.constexpr):
 
 @triton.jit
 def sorted_keys(keys, N_BITS: tl.constexpr):
-    """Bitonic sort of 2**N_BITS different integers.
+    """Bitonic sort of 2**N_BITS distinct integers.
 
-    As `tl.sort`, which compares and selects; a minimum and a maximum take fewer instructions (1024 keys in one warp:
-    123 instead of 168 for each key). The partner of a key is the sum of both less the key, which compiles to nothing.
+    `tl.sort` compares and selects; a minimum and a maximum take fewer instructions (1024 keys in one warp: 123 instead
+    of 168 per key). The partner of a key is the sum of both minus the key, which compiles to nothing.
     """
     keys = tl.reshape(keys, [2] * N_BITS)
     for stage in tl.static_range(1, N_BITS + 1):
@@ -36,31 +36,33 @@ def _smaller(a, b):
 
 @triton.jit
 def list_rows(local, argmax_ptr, list_ptr, starts_ptr, first_document, n_rows, document_length, config: tl.constexpr):
-    """list[local document] = its rows by the token that they chose, and where each token's begin.
+    """list[local document] = its rows sorted by argmax token, and the starts of each token's rows.
 
-    All of at most 2**row_bits rows, and of fewer than `block_tokens`, are in registers.
+    All of at most 2**row_bits rows, and of fewer than `block_tokens` tokens, are in registers.
     """
     ROWS: tl.constexpr = 1 << config.row_bits
     local = local.to(tl.int64)
     ranks = tl.arange(0, ROWS)
     argmax_ptr += (first_document + local) * n_rows
     argmax = tl.load(argmax_ptr + ranks, mask=ranks < n_rows, other=-1).to(tl.int32)
-    # The row makes keys different and the sort stable. Rows without an argmax come last.
+    # The row makes keys unique and the sort stable. Rows without an argmax come last.
     keys = sorted_keys((tl.where(argmax >= 0, argmax, document_length) << config.row_bits) | ranks, config.row_bits)
     tokens = keys >> config.row_bits
     listed = tokens < document_length
     tl.store(list_ptr + local * n_rows + ranks, (keys & (ROWS - 1)).to(list_ptr.dtype.element_ty), mask=listed)
 
-    # A token's rows begin where the first of them is; without any, where those of the next token do.
+    # A token's rows begin at the first of them; without any, where those of the next token do.
     starts_ptr += local * (document_length + 1)
-    every = tl.arange(0, config.block_tokens)
+    all_tokens = tl.arange(0, config.block_tokens)
     n_listed = tl.sum(listed.to(tl.int32), axis=0)
     starts = tl.zeros([config.block_tokens], tl.int32) + n_listed
-    tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every <= document_length)
+    tl.store(starts_ptr + all_tokens, starts.to(starts_ptr.dtype.element_ty), mask=all_tokens <= document_length)
     tl.debug_barrier()
     begins = (ranks == 0) | (tl.gather(tokens, tl.maximum(ranks - 1, 0), axis=0) != tokens)
     tl.store(starts_ptr + tokens, ranks.to(starts_ptr.dtype.element_ty), mask=listed & begins)
     tl.debug_barrier()
-    found = tl.load(starts_ptr + every, mask=every < document_length, other=0).to(tl.int32)
-    starts = tl.associative_scan(tl.where(every < document_length, found, n_listed), 0, _smaller, reverse=True)
-    tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every < document_length)
+    first_ranks = tl.load(starts_ptr + all_tokens, mask=all_tokens < document_length, other=0).to(tl.int32)
+    starts = tl.associative_scan(
+        tl.where(all_tokens < document_length, first_ranks, n_listed), 0, _smaller, reverse=True
+    )
+    tl.store(starts_ptr + all_tokens, starts.to(starts_ptr.dtype.element_ty), mask=all_tokens < document_length)

@@ -1,7 +1,7 @@
-"""Sums of listed query rows: what the gradient of a document's token is.
+"""Sums of listed query rows: the gradient of each document token.
 
-`_sum_kernel` sums the rows of a token; of a token that many more rows chose than a segment has (markers such as [CLS]
-win thousands), other programs take the rest, split at multiples of that, and `_combine_kernel` adds up the parts in
+`_sum_kernel` sums the rows of a token. Tokens with many more rows than a segment (markers such as [CLS] win thousands)
+are split at multiples of the segment size; other programs sum the rest, and `_combine_kernel` adds up the parts in
 order.
 """
 
@@ -22,10 +22,10 @@ from .common import BackwardTensors, Destination, group_of, joined, layout, quot
 
 
 class Lists(NamedTuple):
-    """What lists of rows by token are made of, for `number` documents from `first` on, and where `starts` go.
+    """Inputs of lists of rows by token, for `number` documents from `first` on, and the output `starts`.
 
-    `starts` [number, Ld + 1] tells where the lists of tokens begin; that of packed documents, [tokens + documents], is
-    for all of them, as is `owners` [tokens], the documents that tokens belong to. `cu_seqlens` are their boundaries.
+    `starts` [number, Ld + 1]: where the lists of tokens begin; for packed documents, [tokens + documents] of all of
+    them, like `owners` [tokens], the documents that tokens belong to. `cu_seqlens` are the documents' boundaries.
     """
 
     first: int
@@ -38,10 +38,10 @@ class Lists(NamedTuple):
 
 @triton.jit
 def _segment(tensors, flat, local, segment, n_rows, document_length, SEGMENT: tl.constexpr):
-    """The token whose rows stand around the `segment`-th multiple of SEGMENT in a document's list.
+    """The token whose rows surround the `segment`-th multiple of SEGMENT in a document's list.
 
-    Returns that multiple, the token, where its rows begin and end, and whether they go on for SEGMENT before it, so
-    that a program of its own takes them from there.
+    Returns that multiple, the token, where its rows begin and end, and whether they extend SEGMENT or more before it,
+    so that a separate program sums them from there on.
     """
     argmax_ptr, list_ptr, starts_ptr, cu_seqlens_ptr = tensors
     boundary = (segment + 1) * SEGMENT
@@ -62,22 +62,23 @@ def _segment(tensors, flat, local, segment, n_rows, document_length, SEGMENT: tl
 
 @triton.jit
 def _store_token(
-    total, at, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, config: tl.constexpr
+    total, token_index, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, config: tl.constexpr
 ):
-    """Write the gradient [d] of a token (`token_of`) from its sum, or (`add`) the sum added to it, where `exists`."""
+    """Write the gradient [d] of a token (`token_of`) from its sum, or accumulate it (`add`), where `exists`."""
     dims = tl.arange(0, total.shape[0])
     mask = (dims < config.size) & exists
     if config.normalize:
         embedding = tl.load(documents_ptr + source + dims, mask=mask, other=0.0)
-        scale = tl.load(documents_scale_ptr + at + tl.arange(0, 1), mask=exists, other=1.0)
-        total = tl.reshape(through_norm(total[None, :], embedding[None, :], scale), total.shape)
-    grad_documents_ptr += at * config.size
+        scale = tl.load(documents_scale_ptr + token_index + tl.arange(0, 1), mask=exists, other=1.0)
+        total = through_norm(total[None, :], embedding[None, :], scale, config.normalized)
+        total = tl.reshape(total, mask.shape)
+    grad_documents_ptr += token_index * config.size
     if config.add:
         total += tl.load(grad_documents_ptr + dims, mask=mask, other=0.0)
     tl.store(grad_documents_ptr + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel(follows=True, config="size block block_rows segment normalize add")
+@kernel(follows=True, config="size block block_rows segment normalize normalized add")
 def _sum_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, owners_ptr, argmax_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
@@ -87,13 +88,12 @@ def _sum_kernel(
 ):  # fmt: skip
     """grad_documents[token] = sum of grad_score * queries[row] over the rows on its list, in their order.
 
-    Programs: first `n_segments` of every document for the rest of long lists, then one for each token, which sums all
-    of its list if there are no segments. What a list of more than one part sums up to goes to parts [local document,
-    segment, 2, d]: what the token's own program summed, at the segment that follows, and what that segment's program
-    did.
+    Programs: first `n_segments` per document for the rest of long lists, then one per token, which sums all of its list
+    if there are no segments. Lists summed in several parts go to parts [local document, segment, 2, d]: index 0 is the
+    sum of the token's own program, at the segment that follows it, and index 1 that of the segment's program.
 
-    Rows are loaded in halves, as in `_gather_kernel`, while the list's next ones are. `add`: to what is there,
-    float32, of which tokens without a list stay as they are.
+    Rows are loaded in halves, as in `_gather_kernel`, while the list's next rows are loaded. `add`: accumulate into the
+    existing float32 values; those of tokens without a list are not touched.
     """
     wait_for_previous_kernel()
     program = tl.program_id(0)
@@ -102,13 +102,13 @@ def _sum_kernel(
         local = (program // n_segments).to(tl.int64)
         flat = first_document + local
         tensors = argmax_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
-        boundary, token, start, end, mine = _segment(
+        boundary, token, start, end, is_active = _segment(
             tensors, flat, local, program % n_segments, n_rows, document_length, config.segment
         )
         low = boundary
-        high = tl.where(mine, tl.minimum(boundary + config.segment, end), boundary)
-        in_parts = mine
-        exists = mine
+        high = tl.where(is_active, tl.minimum(boundary + config.segment, end), boundary)
+        in_parts = is_active
+        exists = is_active
         part = program.to(tl.int64) * 2 + 1
     else:
         if cu_seqlens_ptr is not None:
@@ -140,28 +140,28 @@ def _sum_kernel(
     list_ptr += local * n_rows
     dims = tl.arange(0, config.block)
     HALF: tl.constexpr = config.block // 2
-    halves = tl.arange(0, HALF)
+    half_dims = tl.arange(0, HALF)
     left_sum = tl.zeros([config.block_rows, HALF], tl.float32)
     right_sum = tl.zeros([config.block_rows, HALF], tl.float32)
     positions = low + tl.arange(0, config.block_rows)
-    following = tl.load(list_ptr + positions, mask=positions < high, other=0)
+    next_rows = tl.load(list_ptr + positions, mask=positions < high, other=0)
     for position in tl.range(low, high, config.block_rows):
         positions = position + tl.arange(0, config.block_rows)
-        mask, row = positions < high, following.to(tl.int32)
+        mask, row = positions < high, next_rows.to(tl.int32)
         positions += config.block_rows
-        following = tl.load(list_ptr + positions, mask=positions < high, other=0)
+        next_rows = tl.load(list_ptr + positions, mask=positions < high, other=0)
         query = quotient(row, magic, shift)
         weight = tl.load(weights_ptr + query.to(tl.int64) * next_query, mask=mask, other=0.0)
         source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
         if queries_scale_ptr is not None:
             weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
-        at = queries_ptr + halves[None, :] + source[:, None]
+        at = queries_ptr + half_dims[None, :] + source[:, None]
         if config.block == config.size:
             left = tl.load(at, mask=mask[:, None], other=0.0)
             right = tl.load(at + HALF, mask=mask[:, None], other=0.0)
         else:
-            left = tl.load(at, mask=mask[:, None] & (halves < config.size)[None, :], other=0.0)
-            right = tl.load(at + HALF, mask=mask[:, None] & (HALF + halves < config.size)[None, :], other=0.0)
+            left = tl.load(at, mask=mask[:, None] & (half_dims < config.size)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None] & (HALF + half_dims < config.size)[None, :], other=0.0)
         left_sum += weight[:, None] * left.to(tl.float32)
         right_sum += weight[:, None] * right.to(tl.float32)
     total = joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, config.block)
@@ -169,20 +169,20 @@ def _sum_kernel(
     if in_parts:
         tl.store(parts_ptr + part * config.size + dims, total, mask=dims < config.size)
     else:
-        to, source = token_of(
+        token_index, source = token_of(
             flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
         )
-        _store_token(total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, config)
+        _store_token(total, token_index, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, config)
 
 
-@kernel(follows=True, config="size block block_parts segment normalize add")
+@kernel(follows=True, config="size block block_parts segment normalize normalized add")
 def _combine_kernel(
     documents_ptr, documents_scale_ptr, cu_seqlens_ptr, argmax_ptr, list_ptr, starts_ptr, parts_ptr,
     grad_documents_ptr,
     first_document, n_rows, n_documents, document_length, n_segments,
     stride_group, stride_document, stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of every token whose list was summed in parts, from `parts`; a program for each segment.
+    """The gradient of every token whose list was summed in parts, from `parts`; one program per segment.
 
     It acts if its segment is the first that was not summed by the token's own program.
     """
@@ -191,10 +191,10 @@ def _combine_kernel(
     local = program // n_segments
     flat = first_document + local
     tensors = argmax_ptr, list_ptr, starts_ptr, cu_seqlens_ptr
-    boundary, token, start, end, taken = _segment(
+    boundary, token, start, end, is_active = _segment(
         tensors, flat, local, tl.program_id(0) % n_segments, n_rows, document_length, config.segment
     )
-    if taken & (boundary < start + 2 * config.segment):
+    if is_active & (boundary < start + 2 * config.segment):
         dims = tl.arange(0, config.block)
         parts_ptr += program * 2 * config.size
         total = tl.load(parts_ptr + dims, mask=dims < config.size, other=0.0)
@@ -202,36 +202,39 @@ def _combine_kernel(
         for first in tl.range(0, count, config.block_parts):
             parts = first + tl.arange(0, config.block_parts)
             mask = (parts < count)[:, None] & (dims < config.size)[None, :]
-            at = (parts * 2 + 1)[:, None] * config.size + dims[None, :]
-            total += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
-        to, source = token_of(
+            offsets = (parts * 2 + 1)[:, None] * config.size + dims[None, :]
+            total += tl.sum(tl.load(parts_ptr + offsets, mask=mask, other=0.0), axis=0)
+        token_index, source = token_of(
             flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
         )
-        _store_token(total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, taken, config)
+        _store_token(
+            total, token_index, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, is_active, config
+        )
 
 
 def sum_lists(
     problem: Problem,
     plan: ListsPlan,
     inputs: BackwardTensors,
-    of_block: Lists,
+    lists: Lists,
     listed: Tensor | Region,
     destination: Destination,
     scratch: Scratch,
 ) -> None:
-    """Write, or add, the gradients of a block of documents from its rows by token, `listed` [number, rows of each]."""
-    first, number, starts, owners, argmax, cu_seqlens = of_block
+    """Write, or accumulate, the gradients of a block of documents from its rows by token, `listed` [number, rows]."""
+    first, number, starts, owners, argmax, cu_seqlens = lists
     grad_documents, adds = destination.documents, destination.adds
     size, length, n_segments, strides = problem.size, problem.document_length, plan.n_segments, problem.document_strides
     block_embedding, num_warps, segment = plan.block_embedding, plan.num_warps, plan.segment
     normalize = problem.normalize and not destination.partial
     parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
+    constants = size, block_embedding, plan.rows, segment, normalize, inputs.normalized, adds
     _sum_kernel(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
         (*inputs[:7], owners, argmax, listed, starts, parts, grad_documents),
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
         (*problem.query_strides, *strides),
-        (size, block_embedding, plan.rows, segment, normalize, adds),
+        constants,
         (num_warps, 1, None),
     )
     if n_segments > 0:
@@ -240,6 +243,6 @@ def sum_lists(
             (inputs.documents, inputs.documents_scale, cu_seqlens, argmax, listed, starts, parts, grad_documents),
             (first, problem.rows, problem.n_documents, length, n_segments),
             strides,
-            (size, block_embedding, plan.rows, segment, normalize, adds),
+            constants,
             (num_warps, 1, None),
         )

@@ -1,11 +1,11 @@
 """The forward: scores of queries and documents, and the argmax that a gradient needs.
 
-None of the kernels masks the tail of a document: token positions are clamped to the last token, and a token that is
-seen twice changes neither the maximum nor the lowest index that attains it. Nor does any compare masked tokens: under a
-mask, they walk the list of the active ones (`kernels.rows`), so that padding and skipped tokens are never loaded.
-Under masking="zero" the masked ones take part afterwards, all at once, with a 0.
+No kernel masks the tail of a document: token positions are clamped to the last token, and a repeated token changes
+neither the maximum nor the lowest index that attains it. No kernel tests for masked tokens either: under a mask, it
+walks the list of active tokens (`kernels.rows`), so padding and skipped tokens are never loaded. Under masking="zero",
+all masked tokens are added afterwards, at once, as a single 0.
 
-Packed documents are split by their tokens and not by their number (`splits`).
+Packed documents are split by number of tokens, not by number of documents (`splits`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ __all__ = ["Codes", "maxsim_forward", "quantized_forward", "residual_forward", "
 def maxsim_forward(
     problem: Problem, tensors: Tensors, offsets: Tensor | None = None, norms: Norms | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, of `problem.scores_shape`, and argmax of `problem.argmax_shape` if it has them.
+    """Return scores, float32, of `problem.scores_shape`, and the argmax of `problem.argmax_shape`, or None without it.
 
-    Queries are padded, or packed with one length; all tensors lie on the device, with contiguous rows, masks and
-    boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
-    normalised begin there (`problem.DocumentOffsets`). `norms` are those of queries and documents, where they are
-    known.
+    Queries are padded, or packed with one common length. All tensors are on the device and have contiguous rows; masks
+    and boundaries are contiguous. No dimension is 0, but a document may be empty. `offsets` are the starts of packed
+    documents that are not normalised (`problem.DocumentOffsets`). `norms` are those of queries and documents, if known.
     """
     plan = forward_plan(problem)
     device, argmax, in_segments = problem.device, None, plan.config.in_segments
@@ -51,15 +50,15 @@ def maxsim_forward(
         argmax = torch.empty(*problem.argmax_shape, dtype=problem.argmax_dtype, device=device)
     inputs = _forward_tensors(tensors, offsets, argmax)
     if plan.apart is not None:
-        known = (norms or norms_of(tensors.queries, tensors.documents)) if problem.normalize else None
+        known_norms = (norms or norms_of(tensors.queries, tensors.documents)) if problem.normalize else None
         problem = plan.apart
         queries, documents, scales = taken_apart(
-            tensors.queries, tensors.documents, problem.size, known, tensors.documents_cu_seqlens
+            tensors.queries, tensors.documents, problem.size, known_norms, tensors.documents_cu_seqlens
         )
         inputs = _with_norms(problem, inputs._replace(queries=queries, documents=documents), scales)
     elif problem.normalize and plan.config.kernel != "single":
-        # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows.
-        # The programs of the single kernel, which meet every token once, take norms themselves.
+        # A separate pass squares each token once; the kernel would do so once per row block. The single kernel reads
+        # every token once and computes norms itself.
         inputs = _with_norms(problem, inputs, norms)
     elif problem.normalize and in_segments:
         inputs = inputs._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
@@ -75,7 +74,7 @@ def maxsim_forward(
 
 
 def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, of `problem.scores_shape`, and if asked for lse [documents, rows], float32.
+    """Return scores, float32, of `problem.scores_shape`, and lse [documents, rows], float32, or None without it.
 
     Tensors are as in `maxsim_forward`; `beta` is a float32 tensor of one element.
     """
@@ -86,11 +85,11 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
 
 
 def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, argmax: Tensor | None) -> Tensor:
-    """Scores [Nq, K] or [Nq, Nd], float32; the argmax of the chosen tokens is written into `argmax`, if any.
+    """Return scores [Nq, K] or [Nq, Nd], float32, and write the argmax of the chosen tokens to `argmax`, if given.
 
-    Tensors are as in `maxsim_forward`, with padded queries; packed documents are met by all of them. `query_tokens`
-    [Nq, K or Nd, k], int32 or int64 with contiguous rows, holds positions of query tokens; what is no position chooses
-    none. No size is 0, but packed documents may be empty.
+    Tensors are as in `maxsim_forward`, with padded queries; packed documents are scored against every query.
+    `query_tokens` [Nq, K or Nd, k], int32 or int64 with contiguous rows, holds positions of query tokens; an
+    out-of-range position selects no token. No dimension is 0, but packed documents may be empty.
     """
     plan = sparse_plan(problem, query_tokens.shape[2], shared=tensors.documents.dim() < 4)
     inputs = _forward_tensors(tensors, argmax=argmax)._replace(query_tokens=query_tokens)
@@ -100,15 +99,15 @@ def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, arg
 def quantized_forward(
     problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None, starts: Tensor | None = None
 ) -> Tensor:
-    """Scores, float32, of `problem.scores_shape`; the documents are values, with their scales and offsets.
+    """Return scores, float32, of `problem.scores_shape`, for documents given as quantized values, scales and offsets.
 
-    Tensors are as `maxsim_forward` takes them; no dimension is 0, and a document may be empty. With `starts`, packed
-    candidates begin with these rows (`problem.DocumentOffsets`).
+    Tensors are as in `maxsim_forward`; no dimension is 0, but a document may be empty. `starts` are the first rows of
+    packed candidates (`problem.DocumentOffsets`).
     """
     plan, kind, queries = quantized_plan(problem), problem.kind, tensors.queries
-    # Those of packed rows may lie between their values.
-    as_they_lie = plan.kernel == "short" and not kind.normalize and scales.dim() == 1
-    if not as_they_lie or (offsets is not None and offsets.stride() != scales.stride()):
+    # Scales and offsets of packed rows may be interleaved with the values.
+    keep_strides = plan.kernel == "short" and not kind.normalize and scales.dim() == 1
+    if not keep_strides or (offsets is not None and offsets.stride() != scales.stride()):
         scales, offsets = scales.contiguous(), None if offsets is None else offsets.contiguous()
     values = queries_scale = None
     in_registers = plan.kernel == "short" or (plan.kernel == "hopper" and plan.config.quantize_rows)
@@ -147,10 +146,10 @@ class Codes(NamedTuple):
 
 
 def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, [Nq, Nd] or [Nq, K], and argmax, int32, [Nd, Nq * Lq] or [Nq * K, Lq], if the problem has them.
+    """Return scores, float32, [Nq, Nd] or [Nq, K], and argmax, int32, [Nd, Nq * Lq] or [Nq * K, Lq], or None.
 
-    Queries are padded [Nq, Lq, d] with contiguous rows. Where there are candidates, every query is a group of the
-    problem, and `problem.n_documents` the number of its candidates. No dimension is 0, and a document may be empty.
+    Queries are padded [Nq, Lq, d] with contiguous rows. With candidates, every query is a group of the problem, and
+    `problem.n_documents` is the number of candidates per query. No dimension is 0, but a document may be empty.
     """
     n_centroids, dtype, listed = len(codes.centroids), codes.centroids.dtype, codes.candidates is not None
     if problem.n_tokens <= decompressed_tokens(problem, dtype, listed):
@@ -158,20 +157,20 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
         kind = replaced(problem.kind, "quantize_queries", False)
         problem = problem._replace(kind=kind, document_strides=(0, 0, size), aligned=True)
         if not problem.with_argmax:
-            # It bounds no document, and is the longest for which a program takes whole ones.
+            # document_length bounds no document here: take the longest for which programs still take whole documents.
             problem = problem._replace(document_length=min(problem.document_length, LONGEST_WHOLE))
         scores, argmax = maxsim_forward(problem, tensors._replace(documents=embeddings))
         return scores, None if argmax is None else argmax.int()
     n_tokens = len(codes.codes)
-    met = problem.n_documents * n_tokens // (len(codes.cu_seqlens) - 1) if listed else n_tokens
-    plan = residual_plan(problem, codes.nbits, n_centroids, dtype, met, listed)
+    tokens_met = problem.n_documents * n_tokens // (len(codes.cu_seqlens) - 1) if listed else n_tokens
+    plan = residual_plan(problem, codes.nbits, n_centroids, dtype, tokens_met, listed)
     argmax = None
     if problem.with_argmax:
         shape = problem.groups * problem.n_documents, problem.rows
         argmax = torch.empty(*shape, dtype=torch.int32, device=problem.device)
-    # Its other fields have the names that they have there.
-    named = {name: tensor for name, tensor in codes._asdict().items() if name not in ("residuals", "scales")}
-    inputs = ForwardTensors(tensors.queries, codes.residuals, tensors.queries_mask, argmax=argmax, **named)
+    # The remaining fields of Codes have the same names in ForwardTensors.
+    fields = {name: tensor for name, tensor in codes._asdict().items() if name not in ("residuals", "scales")}
+    inputs = ForwardTensors(tensors.queries, codes.residuals, tensors.queries_mask, argmax=argmax, **fields)
     inputs = inputs._replace(documents_scale=codes.scales)
     if plan.kernel == "short":
         inputs = with_table(problem, plan, inputs)
@@ -179,7 +178,7 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
 
 
 def _forward_tensors(tensors: Tensors, offsets: Tensor | None = None, argmax: Tensor | None = None) -> ForwardTensors:
-    """What a call gives, with masked documents as lists of their active tokens."""
+    """Convert the tensors of a call; a documents mask becomes lists of active tokens."""
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     active, bounds = (None, None) if documents_mask is None else active_tokens(documents_mask)
     return ForwardTensors(
@@ -195,8 +194,8 @@ def _with_norms(problem: Problem, inputs: ForwardTensors, norms: Norms | None = 
 
 
 def _score(problem: Problem, plan: ForwardPlan, inputs: ForwardTensors) -> Tensor:
-    """The scores by the kernel of the plan, but for those of documents in segments."""
-    # The only sum of a score is the score. (Sizes one by one, as a tuple takes the host twice as long.)
+    """Launch the kernel of the plan and return its scores; scores of documents in segments are left unset."""
+    # With one sum per score, the sums are the scores. (Sizes are unpacked: a tuple takes the host twice as long.)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     kernel = plan.config.kernel
@@ -205,13 +204,13 @@ def _score(problem: Problem, plan: ForwardPlan, inputs: ForwardTensors) -> Tenso
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
 
 
-# What launches the kernels that every Triton compiles.
+# Launch functions of the kernels that every Triton version compiles.
 _PLAIN = {"single": score_single, "stacked": score_stacked, "short": score_short}
 
 
 @functools.cache
 def _hopper() -> Callable[..., None]:
-    """What launches the Hopper kernel, imported where it runs only: not every Triton has Gluon."""
+    """Import the launch function of the Hopper kernel on first use: not every Triton version has Gluon."""
     from .hopper import score_hopper
 
     return score_hopper

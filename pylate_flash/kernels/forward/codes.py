@@ -1,4 +1,4 @@
-"""Embeddings decompressed on the chip: the centroid of a token plus the bucket weight of every element."""
+"""Decompression of residual codes on the chip: the centroid of a token plus the bucket weight of every element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..launch import kernel, wait_for_previous_kernel
 from ..tables import power_of_two
 from ..tiles import Blocks
 
-# Tokens that a program decompresses.
+# Tokens per program.
 _TOKENS = 32
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -23,26 +23,30 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 def decompressed(
     codec, tokens, codes, scale, exists, dim, config: tl.constexpr, PADDED: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Normalised embeddings [tokens, `blocks.first`] from element `dim` on, in DTYPE.
+    """Decompress `blocks.first` elements from `dim` on: normalised embeddings [tokens, `blocks.first`] in DTYPE.
 
-    The residuals of `codec` and `tokens` are those of one document or of all, `codes` are int64. Under PADDED, zeros
-    where no token `exists` and past the embedding's end.
+    The residuals of `codec` and `tokens` are those of one document or of all documents; `codes` are int64. If PADDED,
+    elements are 0 where a token does not exist and past the end of the embedding.
 
-    Eight indices are loaded as a word, as many as elements of a centroid in 16 bytes, so that a thread has those of
-    both. The words' dimension comes first, and they are addressed by bytes: Triton gives neighbours along the first
-    dimension to neighbouring threads, a word each, where it takes nothing for contiguous.
+    Eight indices are loaded as one word, as many as there are centroid elements in 16 bytes, so a thread holds both.
+    The word dimension comes first, with addresses in bytes: where Triton sees no contiguity, it assigns neighbours
+    along the first dimension to neighbouring threads, one word each.
     """
     residuals_ptr, centroids_ptr, weights_ptr = codec
     NBITS: tl.constexpr = config.nbits
     BLOCK: tl.constexpr = config.blocks.first
     ROW_BYTES: tl.constexpr = config.size * NBITS // 8
     WORD: tl.constexpr = tl.int32 if NBITS == 4 else tl.int16
-    places = (dim // 8 + tl.arange(0, BLOCK // 8)) * NBITS
-    at = residuals_ptr + places[:, None] + tokens[None, :].to(tl.int64) * ROW_BYTES
-    at = at.to(tl.pointer_type(WORD), bitcast=True)
-    words = tl.load(at, mask=exists[None, :] & (places < ROW_BYTES)[:, None], other=0) if PADDED else tl.load(at)
+    byte_offsets = (dim // 8 + tl.arange(0, BLOCK // 8)) * NBITS
+    pointers = residuals_ptr + byte_offsets[:, None] + tokens[None, :].to(tl.int64) * ROW_BYTES
+    pointers = pointers.to(tl.pointer_type(WORD), bitcast=True)
+    words = (
+        tl.load(pointers, mask=exists[None, :] & (byte_offsets < ROW_BYTES)[:, None], other=0)
+        if PADDED
+        else tl.load(pointers)
+    )
     words = tl.trans(words).to(tl.int32)
-    # The first of the elements of a byte is in its highest bits, and the first byte of a word in its lowest.
+    # A byte holds its first element in the highest bits; a word holds its first byte in the lowest bits.
     if NBITS == 4:
         words = tl.join(words, words >> 16)
     words = tl.join(words, words >> 8)
@@ -50,17 +54,17 @@ def decompressed(
     if NBITS == 2:
         words = tl.join(words >> 2, words)
     indices = words & ((1 << NBITS) - 1)
-    # Looked up in shared memory. Loaded by their indices, weights would have other threads than centroids have.
+    # Gather from shared memory: weights loaded by index would not have the thread layout of the centroids.
     weights = tl.load(weights_ptr + tl.arange(0, 1 << NBITS))
     weights = tl.gather(weights, tl.reshape(indices, [tokens.shape[0] * BLOCK]), 0)
     weights = tl.reshape(weights, [tokens.shape[0], BLOCK])
     dims = dim + tl.arange(0, BLOCK)
-    at = centroids_ptr + codes[:, None] * config.size + dims[None, :]
+    pointers = centroids_ptr + codes[:, None] * config.size + dims[None, :]
     if PADDED:
         inside = exists[:, None] & (dims < config.size)[None, :]
-        embeddings = tl.where(inside, tl.load(at, mask=inside, other=0.0) + weights, 0.0)
+        embeddings = tl.where(inside, tl.load(pointers, mask=inside, other=0.0) + weights, 0.0)
     else:
-        embeddings = tl.load(at) + weights
+        embeddings = tl.load(pointers) + weights
     return (embeddings.to(tl.float32) * scale[:, None]).to(DTYPE)
 
 
@@ -68,9 +72,9 @@ def decompressed(
 def _decompress_kernel(
     residuals_ptr, codes_ptr, centroids_ptr, weights_ptr, scales_ptr, embeddings_ptr, n_tokens, config: tl.constexpr
 ):
-    """Normalised embeddings [n_tokens, size]."""
+    """Write the normalised embeddings [n_tokens, size]."""
     wait_for_previous_kernel()
-    # The last token again, rather than one that does not exist.
+    # Clamp to the last token.
     tokens = tl.minimum(tl.program_id(0) * config.block_tokens + tl.arange(0, config.block_tokens), n_tokens - 1)
     codes, scale = tl.load(codes_ptr + tokens).to(tl.int64), tl.load(scales_ptr + tokens)
     codec = residuals_ptr, centroids_ptr, weights_ptr
@@ -78,18 +82,18 @@ def _decompress_kernel(
     DTYPE: tl.constexpr = embeddings_ptr.dtype.element_ty
     embeddings = decompressed(codec, tokens, codes, scale, tokens >= 0, 0, config, PADDED, DTYPE)
     dims = tl.arange(0, config.blocks.first)
-    at = embeddings_ptr + tokens[:, None].to(tl.int64) * config.size + dims[None, :]
-    tl.store(at, embeddings, mask=(dims < config.size)[None, :])
+    pointers = embeddings_ptr + tokens[:, None].to(tl.int64) * config.size + dims[None, :]
+    tl.store(pointers, embeddings, mask=(dims < config.size)[None, :])
 
 
 def decompressed_embeddings(problem: Problem, codes: tuple[Any, ...], nbits: int) -> Tensor:
-    """Normalised embeddings [T, d] in the type of the queries, of `forward.Codes`."""
-    numbers, residuals, centroids, weights, _, scales, _ = codes
-    n_tokens, size = len(numbers), problem.size
+    """Decompress `forward.Codes` to normalised embeddings [T, d] in the dtype of the queries."""
+    centroid_indices, residuals, centroids, weights, _, scales, _ = codes
+    n_tokens, size = len(centroid_indices), problem.size
     embeddings = torch.empty(n_tokens, size, dtype=problem.dtype, device=problem.device)
     _decompress_kernel(
         (-(-n_tokens // _TOKENS), 1, 1),
-        (residuals, numbers, centroids, weights, scales, embeddings),
+        (residuals, centroid_indices, centroids, weights, scales, embeddings),
         (n_tokens,),
         (),
         (size, Blocks(max(32, power_of_two(size)), 0, False), nbits, _TOKENS),

@@ -1,4 +1,4 @@
-"""What the forward's kernels share: the tensors that they read and leave, and functions."""
+"""Shared code of the forward kernels: the tensors that they read and write, and device functions."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from ..reductions import larger, max_along
 from ..tables import SUMMED_EMBEDDING as _SUMMED
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
-# The argmax while no token is it yet; larger than any token.
+# Initial argmax, before any token attains the maximum; larger than any token.
 NO_ARGMAX = tl.constexpr(2**31 - 1)
 
 
 class ForwardTensors(NamedTuple):
-    """Tensors on the device of the problem; None where the problem has none."""
+    """The tensors of a launch, on the device of the problem; None where the problem has none."""
 
-    # Padded [Nq, Lq, d] by the problem's strides, padded or packed documents, and what is active of the queries.
+    # Padded queries [Nq, Lq, d] with the problem's strides, padded or packed documents, and the mask of the queries.
     queries: Tensor
     documents: Tensor
     queries_mask: Tensor | None = None
-    # The active tokens of masked documents, and their numbers (`kernels.rows`).
+    # Active tokens of masked documents; per document their count and the first masked position (`kernels.rows`).
     active: Tensor | None = None
     bounds: Tensor | Region | None = None
-    # One over the norms of embeddings that are to be normalised, or what values in 8 bits are multiplied by.
+    # Inverse norms of embeddings to be normalised, or scales of 8-bit values.
     queries_scale: Tensor | None = None
     documents_scale: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    # Where packed documents begin that do not follow each other (`problem.DocumentOffsets`).
+    # Starts of packed documents that are not contiguous (`problem.DocumentOffsets`).
     offsets: Tensor | None = None
-    # Boundaries of the packed documents of each query, or the numbers of documents [Nq, K].
+    # Boundaries of the packed documents of each query, or document indices [Nq, K].
     candidates: Tensor | None = None
     argmax: Tensor | None = None
-    # The best similarities of every segment [segments, rows], and their argmax.
+    # Row maxima of every segment [segments, rows], and their argmax.
     segments: Tensor | None = None
     segment_argmax: Tensor | None = None
-    # Where query rows are quantized to, [Nq, Lq, d], with their scales in `queries_scale`; offsets of affine documents.
+    # Output of quantized query rows, [Nq, Lq, d], whose scales go to `queries_scale`; offsets of affine documents.
     values: Tensor | None = None
     documents_offset: Tensor | None = None
-    # The centroid of every token, centroids and bucket weights, where `documents` are residuals.
+    # The centroid index of every token, centroids and bucket weights, if `documents` are residuals.
     codes: Tensor | None = None
     centroids: Tensor | None = None
     bucket_weights: Tensor | None = None
-    # Of smooth maxima, what similarities are multiplied by, and where the logarithms [documents, rows] go, if anywhere.
+    # Smooth maxima: the factor of similarities, and the output of log-sum-exps [documents, rows], if requested.
     beta: Tensor | None = None
     lse: Tensor | None = None
-    # Positions of the query tokens that meet each document, [Nq, K or Nd, k].
+    # Positions of the query tokens chosen for each document, [Nq, K or Nd, k].
     query_tokens: Tensor | None = None
-    # What centroids add to similarities, and bucket weights in bytes (`forward.short`).
+    # Products of query tokens and centroids, and bucket weights as bytes (`forward.short`).
     table: Tensor | None = None
     luts: Tensor | None = None
 
 
 def numbers_of(problem: Problem, plan: ForwardPlan) -> tuple[float, ...]:
-    """The numbers that a kernel takes for which the tokens of all queries are one tall matrix."""
+    """The scalar arguments of a kernel that stacks the tokens of all queries as one tall matrix."""
     return (
         problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
         problem.document_length, plan.n_runs, plan.run, problem.empty_score,
@@ -69,13 +69,13 @@ def numbers_of(problem: Problem, plan: ForwardPlan) -> tuple[float, ...]:
 
 @triton.jit
 def load_padded(pointers, inside, PADDED: tl.constexpr):
-    """What lies at the pointers; where it is PADDED, zeros outside."""
+    """Load from the pointers; if PADDED, elements outside `inside` are 0."""
     return tl.load(pointers, mask=inside, other=0.0) if PADDED else tl.load(pointers)
 
 
 @triton.jit
 def split_products(left_rows, right_rows, left_exists, right_exists, config: tl.constexpr):
-    """Products [left, right] of embeddings that are read block by block, from where the rows begin."""
+    """Products [left, right] of embeddings, read block by block from the start addresses of their rows."""
     dims = tl.arange(0, config.block)
     similarities = tl.zeros([left_rows.shape[0], right_rows.shape[0]], tl.float32)
     for sum_start in tl.static_range(0, config.size, SUMMED_EMBEDDING):
@@ -95,26 +95,26 @@ def split_products(left_rows, right_rows, left_exists, right_exists, config: tl.
 
 @triton.jit
 def with_maxima(similarities, tokens, best, key, WITH_ARGMAX: tl.constexpr):
-    """Best similarities [rows], and the first tokens that attain them, with those of a tile [rows, tokens]."""
+    """Update the row maxima [rows], and the first tokens that attain them, with a tile [rows, tokens]."""
     tile_best = max_along(similarities, 1)
     if WITH_ARGMAX:
-        won = (similarities == tile_best[:, None]) | (similarities != similarities)
-        tile_key = tl.min(tl.where(won, tokens[None, :], NO_ARGMAX), axis=1)
+        attains = (similarities == tile_best[:, None]) | (similarities != similarities)
+        tile_key = tl.min(tl.where(attains, tokens[None, :], NO_ARGMAX), axis=1)
         # A later tile must be strictly better, or the first NaN.
-        later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
-        key = tl.where(later, tile_key, key)
+        replaces = (tile_best > best) | ((tile_best != tile_best) & (best == best))
+        key = tl.where(replaces, tile_key, key)
     return larger(best, tile_best), key
 
 
 @triton.jit
 def argmax_of(key, best):
-    """The winning token, -1 where no gradient flows because the best similarity is -inf."""
+    """The token of the maximum; -1 where no gradient flows because the maximum is -inf."""
     return tl.where((key == NO_ARGMAX) | (best == float("-inf")), -1, key)
 
 
 @triton.jit
 def with_masked_zeros(best, argmax, first_masked, document_length):
-    """Best similarities and argmax after the masked tokens, from `first_masked` on, have taken part with a 0."""
+    """Row maxima and argmax after adding a 0 for the masked tokens, of which `first_masked` is the first."""
     zero_wins = (best < 0.0) | ((best == 0.0) & (first_masked < argmax))
     zero_wins = zero_wins & (first_masked < document_length)
     return tl.where(zero_wins, 0.0, best), tl.where(zero_wins, -1, argmax)
@@ -124,9 +124,9 @@ def with_masked_zeros(best, argmax, first_masked, document_length):
 def document_range(
     documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length, strides, OFFSET_UNIT: tl.constexpr
 ):
-    """Address of a document's first token, and its number of tokens, by the strides of groups, documents and tokens.
+    """Address of a document's first token, and its length, from the strides of groups, documents and tokens.
 
-    Packed documents follow each other or, with an OFFSET_UNIT, begin so many elements times their offset further on.
+    Packed documents are contiguous or, if OFFSET_UNIT > 0, begin OFFSET_UNIT times their offset elements further on.
     """
     stride_group, stride_document, stride_token = strides
     if cu_seqlens_ptr is not None:
@@ -140,15 +140,15 @@ def document_range(
     return documents_ptr + offset, document_length
 
 
-# Sums that are loaded at once, and scores of a program.
+# Sums loaded at once, and scores per program.
 _AT_ONCE, _SCORES = 8, 128
 
 
 @kernel
 def _sums_kernel(sums_ptr, scores_ptr, n_sums, n_columns, AT_ONCE: tl.constexpr, SCORES: tl.constexpr):
-    """Scores [rows, n_columns] from sums [rows, n_sums, n_columns].
+    """Add up sums [rows, n_sums, n_columns] to scores [rows, n_columns].
 
-    They are added in an order that is the same for any number of scores, which torch's depends on. Grid: blocks of
+    The order of additions is the same for any number of scores; that of `torch.sum` depends on it. Grid: blocks of
     columns x rows.
     """
     blocks = tl.cdiv(n_columns, SCORES)
@@ -157,17 +157,17 @@ def _sums_kernel(sums_ptr, scores_ptr, n_sums, n_columns, AT_ONCE: tl.constexpr,
     total = tl.zeros((SCORES,), tl.float32)
     for start in tl.range(0, n_sums, AT_ONCE):
         part = tl.zeros((SCORES,), tl.float32)
-        for number in tl.static_range(AT_ONCE):
-            at = (row * n_sums + start + number) * n_columns + column
-            part += tl.load(sums_ptr + at, mask=(column < n_columns) & (start + number < n_sums), other=0.0)
+        for index in tl.static_range(AT_ONCE):
+            offsets = (row * n_sums + start + index) * n_columns + column
+            part += tl.load(sums_ptr + offsets, mask=(column < n_columns) & (start + index < n_sums), other=0.0)
         total += part
     tl.store(scores_ptr + row * n_columns + column, total, mask=column < n_columns)
 
 
 def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
-    """The scores, from the sums that a kernel has left of each."""
+    """Add up the partial sums of a kernel to scores."""
     scores = torch.empty(*problem.scores_shape, dtype=torch.float32, device=sums.device)
-    # The stacked ones leave [queries, n_sums, n_documents], the single one its sums first of all.
+    # The stacked kernels write [queries, n_sums, n_documents]; the single kernel has the sums as its first dimension.
     n_columns = scores.numel() if plan.kernel == "single" else problem.n_documents
     programs = scores.numel() // n_columns * -(-n_columns // _SCORES)
     numbers = plan.n_sums, n_columns

@@ -1,4 +1,4 @@
-"""What products of documents of few bits take: bytes of codes, queries in the order of these, a table of centroids."""
+"""Operands of products with few-bit documents: codes as bytes, queries in matching order, a table of centroids."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..plan import ForwardPlan
 from .common import ForwardTensors
 from .quantized_rows import largest_magnitudes, multiplied, rounded_rows, scales_of
 
-# A float32 of 1.5 * 2**23.
+# The bits of 1.5 * 2**23 in float32.
 BITS_OF_SUM = tl.constexpr(0x4B400000)
-# Centroids of a program of the table.
+# Centroids per program of the table kernel.
 _CENTROIDS = 64
-# Bucket weights in bytes are tried in so many units, from the largest weight / 126 on, each with so many roundings.
-# More of these leave errors up to a tenth smaller, and every query waits for the program that tries them.
+# Units tried for bucket weights as bytes, from the largest weight / 126 on, and roundings tried for each unit. More
+# trials reduce errors by up to a tenth, but every query waits for the program that runs them.
 _LARGEST_BYTE = tl.constexpr(126)
 _UNITS = tl.constexpr(32)
 _ROUNDINGS = tl.constexpr(2)
 
-# Of the eight indices of 4 bits in a word, the bytes of the first four, from its lowest, and of the last four. Both
-# halves of the table are looked up; which one counts are the highest bits of indices, each made a byte's sign first.
+# Look up the eight 4-bit indices of a word: bytes of the lowest four, then of the highest four. Both halves of the
+# table are looked up; the highest bit of each index, moved to the sign bit of a byte, selects one.
 _FOUR_BITS = tl.constexpr("""{
 .reg .b32 n, m, s, a, b, c, d, e, f;
 and.b32 n, $2, 0x77777777;
@@ -38,7 +38,7 @@ prmt.b32 f, s, $2, 0xFBEA;
 lop3.b32 $0, a, b, e, 0xD8;
 lop3.b32 $1, c, d, f, 0xD8;
 }""")
-# Of the sixteen indices of 2 bits, those of even places and of odd ones of the lower half, and of the upper.
+# Look up the sixteen 2-bit indices of a word: bytes of even and of odd indices of the lower half, then of the upper.
 _TWO_BITS = tl.constexpr("""{
 .reg .b32 even, odd, c, d;
 and.b32 even, $4, 0x77777777;
@@ -55,74 +55,74 @@ prmt.b32 $3, $5, $5, d;
 
 @triton.constexpr_function
 def words_of(size, nbits):
-    """Words that each of four threads has of a padded row of codes, or of 8 bits of half of one."""
+    """Words per thread of a padded row of codes, or of half a row of 8 bits, shared by four threads."""
     return values_size(size, nbits) // (128 // nbits if nbits < 8 else 32)
 
 
 @triton.constexpr_function
 def values_size(size, nbits):
-    """Elements of a padded row, of which each of four threads has two words, or of 8 bits two of either half."""
+    """Elements of a padded row: each of four threads holds at least two words, or with 8 bits two of either half."""
     return max(256 // nbits if nbits < 8 else 64, triton.next_power_of_2(size))
 
 
 @triton.constexpr_function
 def unit_of_table(size):
-    """What products of centroids and values are multiplied by: a centroid of norm 1 makes at most 64, not 65504."""
+    """Factor of the table's products: those of a centroid of norm 1 are at most 64, where float16 ends at 65504."""
     return 64 / (127 * size**0.5)
 
 
 @triton.jit
 def _word(bytes_, FIRST: tl.constexpr):
-    """Four bytes as a word."""
-    places = tl.arange(0, bytes_.shape[0]) - FIRST
-    here = (places >= 0) & (places < 4)
-    return tl.sum(tl.where(here, (bytes_ & 0xFF) << 8 * tl.where(here, places, 0), 0), 0)
+    """Pack the four bytes from FIRST on into a word."""
+    positions = tl.arange(0, bytes_.shape[0]) - FIRST
+    selected = (positions >= 0) & (positions < 4)
+    return tl.sum(tl.where(selected, (bytes_ & 0xFF) << 8 * tl.where(selected, positions, 0), 0), 0)
 
 
 @triton.jit
-def _rounded(weights, largest, tried):
-    """Weights as bytes, in one of the units that are tried, and by one of the roundings."""
-    unit = largest / (-(tried // _ROUNDINGS) + _LARGEST_BYTE).to(tl.float32)
-    return tl.floor(weights / unit + (tried % _ROUNDINGS).to(tl.float32) / _ROUNDINGS)
+def _rounded(weights, largest, trial):
+    """Round weights to bytes, with the unit and the rounding of a trial."""
+    unit = largest / (-(trial // _ROUNDINGS) + _LARGEST_BYTE).to(tl.float32)
+    return tl.floor(weights / unit + (trial % _ROUNDINGS).to(tl.float32) / _ROUNDINGS)
 
 
 @triton.jit
 def _bucket_bytes(weights_ptr, NBITS: tl.constexpr):
-    """Bucket weights in bytes, [1 << NBITS], what 1 stands for, and how many of these are to be added to each.
+    """Round bucket weights to bytes; return these [1 << NBITS], their unit, and an offset in units to add to each.
 
-    Of several units and roundings, the bytes that lie nearest to a line, which is what they stand for.
+    Of several units and roundings, take the bytes whose linear fit to the weights has the smallest squared error.
     """
     COUNT: tl.constexpr = 1 << NBITS
     weights = tl.load(weights_ptr + tl.arange(0, COUNT)).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(weights), 0), 1e-30)
     mean = tl.sum(weights, 0) / COUNT
-    tried = tl.arange(0, _UNITS * _ROUNDINGS)
-    bytes_ = _rounded(weights[None, :], largest, tried[:, None])
-    away = bytes_ - tl.sum(bytes_, 1)[:, None] / COUNT
-    slopes = tl.sum(away * (weights - mean)[None, :], 1) / tl.maximum(tl.sum(away * away, 1), 1e-30)
-    errors = (weights - mean)[None, :] - away * slopes[:, None]
+    trials = tl.arange(0, _UNITS * _ROUNDINGS)
+    bytes_ = _rounded(weights[None, :], largest, trials[:, None])
+    deviations = bytes_ - tl.sum(bytes_, 1)[:, None] / COUNT
+    slopes = tl.sum(deviations * (weights - mean)[None, :], 1) / tl.maximum(tl.sum(deviations * deviations, 1), 1e-30)
+    errors = (weights - mean)[None, :] - deviations * slopes[:, None]
     best = tl.argmin(tl.sum(errors * errors, 1), 0)
     bytes_ = _rounded(weights, largest, best)
     mean_byte = tl.sum(bytes_, 0) / COUNT
-    away = bytes_ - mean_byte
-    spread = tl.sum(away * away, 0)
-    # What is not a number makes every score so.
-    unit = tl.sum(away * (weights - mean), 0) / tl.maximum(spread, 1e-30) + tl.sum(weights * 0.0, 0)
-    # Of weights that are all alike, any will do.
+    deviations = bytes_ - mean_byte
+    spread = tl.sum(deviations * deviations, 0)
+    # A NaN weight makes every score NaN.
+    unit = tl.sum(deviations * (weights - mean), 0) / tl.maximum(spread, 1e-30) + tl.sum(weights * 0.0, 0)
+    # If all weights are equal, any unit will do.
     unit = tl.where(spread > 0, unit, tl.where(mean == mean, largest, mean))
     return bytes_.to(tl.int32), unit, mean / unit - mean_byte
 
 
 @triton.jit
 def _looked_up(indices, words):
-    """Bytes of these words, for kernels that are interpreted, and know no permutes."""
+    """Look up bytes of these words, for interpreted kernels, which have no byte permutes."""
     low, high = tl.where(indices & 4 != 0, words[1], words[0]), tl.where(indices & 4 != 0, words[3], words[2])
     return tl.where(indices & 8 != 0, high, low) >> 8 * (indices & 3) & 0xFF
 
 
 @triton.jit
 def four_bits(codes, words, PTX: tl.constexpr):
-    """Words of bytes, of the first indices and of the last ones."""
+    """Look up 4-bit indices: words of bytes of the lowest four, and of the highest four."""
     if PTX:
         first, last = tl.inline_asm_elementwise(
             _FOUR_BITS, "=&r,=&r,r,r,r,r,r", [codes, words[0], words[1], words[2], words[3]],
@@ -130,15 +130,15 @@ def four_bits(codes, words, PTX: tl.constexpr):
         )  # fmt: skip
     else:
         first, last = codes * 0, codes * 0
-        for place in tl.static_range(4):
-            first |= _looked_up(codes >> 4 * place & 15, words) << 8 * place
-            last |= _looked_up(codes >> 16 + 4 * place & 15, words) << 8 * place
+        for byte in tl.static_range(4):
+            first |= _looked_up(codes >> 4 * byte & 15, words) << 8 * byte
+            last |= _looked_up(codes >> 16 + 4 * byte & 15, words) << 8 * byte
     return first, last
 
 
 @triton.jit
 def two_bits(codes, words, PTX: tl.constexpr):
-    """Words of bytes, of even and odd indices of the lower half, and of the upper."""
+    """Look up 2-bit indices: words of bytes of even and odd indices of the lower half, and of the upper half."""
     if PTX:
         a, b, c, d = tl.inline_asm_elementwise(
             _TWO_BITS, "=&r,=&r,=&r,=&r,r,r", [codes, words[0]],
@@ -146,24 +146,24 @@ def two_bits(codes, words, PTX: tl.constexpr):
         )  # fmt: skip
     else:
         a, b, c, d = codes * 0, codes * 0, codes * 0, codes * 0
-        for place in tl.static_range(4):
-            a |= _looked_up(codes >> 4 * place & 3, words) << 8 * place
-            b |= _looked_up(codes >> 4 * place + 2 & 3, words) << 8 * place
-            c |= _looked_up(codes >> 16 + 4 * place & 3, words) << 8 * place
-            d |= _looked_up(codes >> 18 + 4 * place & 3, words) << 8 * place
+        for byte in tl.static_range(4):
+            a |= _looked_up(codes >> 4 * byte & 3, words) << 8 * byte
+            b |= _looked_up(codes >> 4 * byte + 2 & 3, words) << 8 * byte
+            c |= _looked_up(codes >> 16 + 4 * byte & 3, words) << 8 * byte
+            d |= _looked_up(codes >> 18 + 4 * byte & 3, words) << 8 * byte
     return a, b, c, d
 
 
 @triton.jit
 def token_of_columns(COLUMNS: tl.constexpr):
-    """The query token of every column: a thread's columns are tokens that lie together."""
+    """The query token of every column; the columns of a thread are contiguous tokens."""
     columns = tl.arange(0, COLUMNS)
     return columns % 8 // 2 * (COLUMNS // 4) + columns // 8 * 2 + columns % 2
 
 
 @triton.jit
 def _bytes(words, DTYPE: tl.constexpr):
-    """The bytes [..., 2, 2] of words [...], int8 or fp8."""
+    """Reinterpret words [...] as bytes [..., 2, 2], int8 or fp8."""
     even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
     odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
     return tl.join(even, odd).to(DTYPE, bitcast=True)
@@ -171,7 +171,7 @@ def _bytes(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def operand(words, DTYPE: tl.constexpr):
-    """[rows, 16 * J] of the bytes of words [rows, 4 * J], in the order in which tensor cores take them of a thread."""
+    """The bytes [rows, 16 * J] of words [rows, 4 * J], in the per-thread order that tensor cores take."""
     ROWS: tl.constexpr = words.shape[0]
     J: tl.constexpr = words.shape[1] // 4
     bytes_ = tl.permute(tl.reshape(_bytes(words, DTYPE), [ROWS, 4, J // 2, 8]), (0, 2, 1, 3))
@@ -182,14 +182,14 @@ def operand(words, DTYPE: tl.constexpr):
 def query_values(
     query_ptr, query_length, stride_token, COLUMNS: tl.constexpr, config: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """A query [columns, elements], padded, and the columns' scales: in 16 bits if the documents are, else in 8."""
+    """Load a padded query [columns, elements], in 16 bits if documents are, else quantized to 8, and column scales."""
     EMBEDDING: tl.constexpr = config.size
     NBITS: tl.constexpr = config.nbits
-    tokens, places = token_of_columns(COLUMNS), tl.arange(0, values_size(EMBEDDING, NBITS))
+    tokens, dims = token_of_columns(COLUMNS), tl.arange(0, values_size(EMBEDDING, NBITS))
     exists = (tokens < query_length)[:, None]
-    if places.shape[0] > EMBEDDING:
-        exists = exists & (places < EMBEDDING)[None, :]
-    rows = tl.load(query_ptr + tokens[:, None] * stride_token + places[None, :], mask=exists, other=0.0)
+    if dims.shape[0] > EMBEDDING:
+        exists = exists & (dims < EMBEDDING)[None, :]
+    rows = tl.load(query_ptr + tokens[:, None] * stride_token + dims[None, :], mask=exists, other=0.0)
     if NBITS == 16:
         values, scale = rows, tl.full([COLUMNS], 1.0, tl.float32)
     else:
@@ -199,7 +199,7 @@ def query_values(
 
 @triton.jit
 def operands_of(values, J: tl.constexpr):
-    """The operands [16 * J, columns] of both halves of a query [columns, elements], in the order of `operand`."""
+    """Operands [16 * J, columns] of both halves of a query [columns, elements], in the element order of `operand`."""
     COLUMNS: tl.constexpr = values.shape[0]
     values = tl.permute(tl.reshape(values, [COLUMNS, 2, 4, J // 2, 2, 4]), (3, 2, 4, 5, 0, 1))
     first, second = tl.split(tl.reshape(values, [16 * J, COLUMNS, 2]))
@@ -208,10 +208,10 @@ def operands_of(values, J: tl.constexpr):
 
 @triton.jit
 def query_operand(values_ptr, part, COLUMNS: tl.constexpr, J: tl.constexpr):
-    """[16 * J, columns] of what `_table_kernel` has left: every thread loads what tensor cores take of it."""
+    """Load an operand [16 * J, columns] that `_table_kernel` wrote: each thread loads what tensor cores take of it."""
     values_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = (part * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * (4 * J) + tl.arange(0, 4 * J)[None, :]
-    words = tl.load(values_ptr + tl.max_contiguous(at, [1, J]))
+    offsets = (part * COLUMNS + tl.arange(0, COLUMNS)[:, None]) * (4 * J) + tl.arange(0, 4 * J)[None, :]
+    words = tl.load(values_ptr + tl.max_contiguous(offsets, [1, J]))
     bytes_ = tl.reshape(_bytes(words, tl.int8), [COLUMNS, 4, J // 2, 8])
     return tl.reshape(tl.permute(bytes_, (2, 1, 3, 0)), [16 * J, COLUMNS])
 
@@ -221,14 +221,14 @@ def _table_kernel(
     queries_ptr, centroids_ptr, weights_ptr, table_ptr, values_ptr, scales_ptr, luts_ptr,
     n_centroids, query_length, stride_query, stride_query_token, config: tl.constexpr,
 ):  # fmt: skip
-    """<centroid, v> [queries, centroids, columns], float16, times `unit_of_table`.
+    """Write <centroid, v> [queries, centroids, columns], float16, times `unit_of_table`.
 
-    Besides, one program of each query leaves it in int8, in the order of `query_operand`, and the bucket weights in
-    bytes; of the columns, their scales, in the table's unit, and the bits at which sums begin; and behind the words of
-    weights, what their unit is in the table.
+    One more program per query writes the query in int8, in the order of `query_operand`; the column scales in the unit
+    of the table, and the bits at which accumulators start; and the bucket weights as bytes, followed by their unit in
+    the table.
 
-    In memory the first of the elements of a byte of codes is in its highest bits, and the first byte of a word in its
-    lowest; `four_bits` and `two_bits` begin at the lowest.
+    A byte of codes holds its first element in the highest bits, and a word its first byte in the lowest bits;
+    `four_bits` and `two_bits` start at the lowest bits.
     """
     wait_for_previous_kernel()
     NBITS: tl.constexpr = config.nbits
@@ -244,21 +244,21 @@ def _table_kernel(
         scales_ptr += query * COLUMNS * 2
         J: tl.constexpr = words_of(EMBEDDING, NBITS)
         ELEMENTS: tl.constexpr = 32 // NBITS
-        bytes_, unit, more = _bucket_bytes(weights_ptr, NBITS)
+        bytes_, unit, offset = _bucket_bytes(weights_ptr, NBITS)
         for word in tl.static_range(4):
             tl.store(luts_ptr + word, _word(bytes_, 4 * word))
         tl.store(luts_ptr + 4, (unit * unit_of_table(EMBEDDING)).to(tl.int32, bitcast=True))
         values, scale = query_values(queries_ptr, query_length, stride_query_token, COLUMNS, config, tl.int8)
-        columns, places = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
-        word, element = places // ELEMENTS % J, places % ELEMENTS
+        columns, positions = tl.arange(0, COLUMNS), tl.arange(0, 4 * ELEMENTS * J)
+        word, element = positions // ELEMENTS % J, positions % ELEMENTS
         if NBITS == 4:
             part, byte = element // 4, element % 4 ^ 1
         else:
             part, byte = element // 8 * 2 + 1 - element % 2, element // 4 % 2 * 2 + 1 - element // 2 % 2
-        to = (part[None, :] * COLUMNS + columns[:, None]) * 4 + (places // (ELEMENTS * J))[None, :]
-        tl.store(values_ptr + to * (4 * J) + (word * 4 + byte)[None, :], values)
+        row_offsets = (part[None, :] * COLUMNS + columns[:, None]) * 4 + (positions // (ELEMENTS * J))[None, :]
+        tl.store(values_ptr + row_offsets * (4 * J) + (word * 4 + byte)[None, :], values)
         tl.store(scales_ptr + columns, scale / unit_of_table(EMBEDDING))
-        begin = tl.floor(tl.sum(values.to(tl.int32), axis=1).to(tl.float32) * more + 0.5).to(tl.int32) + BITS_OF_SUM
+        begin = tl.floor(tl.sum(values.to(tl.int32), axis=1).to(tl.float32) * offset + 0.5).to(tl.int32) + BITS_OF_SUM
         tl.store(scales_ptr + COLUMNS + columns, begin.to(tl.float32, bitcast=True))
     else:
         tokens, dims = tl.arange(0, COLUMNS), tl.arange(0, triton.next_power_of_2(EMBEDDING))
@@ -277,11 +277,11 @@ def _table_kernel(
 
 
 def with_table(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors) -> ForwardTensors:
-    """With what is worked out of queries, centroids and bucket weights before any document is read."""
+    """Add the tensors that are computed from queries, centroids and bucket weights before any document is read."""
     assert tensors.centroids is not None
     columns, (n_centroids, size), nbits = plan.tile.columns, tensors.centroids.shape, plan.config.nbits
     n_queries, device = problem.n_queries, problem.device
-    made = tensors._replace(
+    inputs = tensors._replace(
         table=torch.empty(n_queries, n_centroids, columns, dtype=torch.float16, device=device),
         values=torch.empty(n_queries, columns, values_size(size, nbits), dtype=torch.int8, device=device),
         queries_scale=torch.empty(n_queries, 2, columns, dtype=torch.float32, device=device),
@@ -290,11 +290,12 @@ def with_table(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors) -> 
     _table_kernel(
         (n_queries * (-(-n_centroids // _CENTROIDS) + 1), 1, 1),
         (
-            made.queries, made.centroids, made.bucket_weights, made.table, made.values, made.queries_scale, made.luts,
+            inputs.queries, inputs.centroids, inputs.bucket_weights, inputs.table, inputs.values, inputs.queries_scale,
+            inputs.luts,
         ),
         (n_centroids, problem.query_length),
         plan.strides[:2],
         (nbits, size, columns, _CENTROIDS, plan.config.query_unit, False),
         (4, 1, None),
     )  # fmt: skip
-    return made
+    return inputs

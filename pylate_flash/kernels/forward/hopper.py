@@ -1,20 +1,20 @@
 """The stacked forward on Hopper (compute capability 9.0), in Gluon: operands, copies and products placed by hand.
 
-It computes what `stacked._stacked_kernel` computes, from the same arguments, of embeddings of 16 bits, of both operands
-in int8 or fp8, of affine uint8 that the copying warps give signs, of residual codes that they decompress
-(`hopper_codes`), or of float32 that they take apart (`hopper_pairs`). What plain Triton leaves unused there is the
-tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a tile of 64 tokens then
-exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the tensor cores wait. Here
+It computes the same as `stacked._stacked_kernel`, from the same arguments, for 16-bit embeddings, for int8 or fp8
+operands, for affine uint8 documents that the copying warps make signed, for residual codes that they decompress
+(`hopper_codes`), and for float32 that they split into float16 (`hopper_pairs`). Plain Triton leaves the tensor cores
+idle: it reads both operands of every product from shared memory, whose bandwidth a tile of 64 tokens then exhausts
+(4 KB per 32 cycles of a 64 x 64 x 16 product), and it reduces row maxima while the tensor cores wait. Here,
 
-- the query rows stay in registers for as long as the program runs, and only document tokens come from shared memory,
-  in one block or two (as in `stacked`);
-- four warps do nothing but copy tokens there, and two or four times four warps (the parts) multiply, each with its own
-  rows: while some take maxima, others multiply, and while a product is under way, its part sees to the next tile;
-- a row's maximum stays spread over the four lanes that share the row until the document ends, and from there to the
-  sums in the layout of the products;
-- documents, and codes, are taken as one stream of tokens (`hopper_stream`), but where more than the maximum is asked
-  for, where those of 8 bits are long, or where padded ones without masks fill whole tiles, or meet few query rows;
-- long embeddings, of which no query rows fit into registers, come block by block with them (`hopper_long`).
+- query rows stay in registers for the lifetime of the program, and only document tokens come from shared memory, in one
+  block or two (as in `stacked`);
+- four warps only copy tokens to shared memory, and two or four groups of four warps (the parts) multiply, each with its
+  own rows: some take maxima while others multiply, and while its product is in flight, a part waits for the next tile;
+- a row's maximum stays spread over the four lanes that share the row until the document ends, and keeps the layout of
+  the products up to the sums;
+- documents and codes are one stream of tokens (`hopper_stream`), except where more than the maximum is needed, where
+  8-bit documents are long, or where padded documents without masks fill whole tiles or meet few query rows;
+- long embeddings, whose query rows do not fit into registers, are copied block by block with them (`hopper_long`).
 
 Measured on an H200 in bfloat16 against `_stacked_kernel` in the same run: 0.354 ms and 0.450 at 1 x 1000, 1024 x 1024
 (0.340 at the rate of a large matrix product).
@@ -58,16 +58,16 @@ from .hopper_reductions import add_exponentials, differ, log_sums_of_lanes, spli
 from .hopper_stream import add_maxima, copy_stream, score_stream
 from .hopper_walk import walk_memory, walk_stream
 
-# Bytes of shared memory that a launch has without asking.
+# Bytes of shared memory that a launch has without opting in to more.
 _UNASKED = 48 << 10
 
 
 @gluon.constexpr_function
 def _slots(config, bits):
-    """Tiles that shared memory has room for, of elements of so many bits: those of the ring, and what comes behind.
+    """Tiles to allocate in shared memory, for elements of `bits` bits: the ring, and the staging area behind it.
 
-    Triton asks for more than a launch has only where what it counts is more, and what a stream allocates in PTX comes
-    on top: so tiles are to be more by themselves. (A ring of 64 elements in 8 bits is 32 KB.)
+    Triton opts in to more shared memory than the default only if the amount it counts needs it, and what a stream
+    allocates in PTX comes on top: so tiles alone must exceed the default. (A ring of 64 elements in 8 bits is 32 KB.)
     """
     tile = config.tile.columns * config.blocks.first * bits // 8
     slots = config.tile.num_stages * (2 if has_lower(config) else 1) + -(-staging_bytes(config) // tile)
@@ -76,25 +76,25 @@ def _slots(config, bits):
 
 @gluon.constexpr_function
 def _copying_registers(config, bits):
-    """Registers of a thread that copies, of the 280 of it and of one that multiplies.
+    """Registers of a copying thread, out of 280 for it and a multiplying thread.
 
-    With 64 rows, tiles of 8 bits may be of long embeddings, of which a thread copies 16 parts. Of affine ones, it has a
-    tile at a time; of a block of query rows and tokens, 24 parts.
+    With 64 rows, 8-bit tiles may hold long embeddings, of which a thread copies 16 pieces. It holds an affine tile at a
+    time; of a block of query rows and tokens, it copies 24 pieces.
     """
     if config.blocks.split:
         return 72
-    of_64_rows = bits == 8 and config.tile.rows == 64 * config.tile.parts
+    has_64_rows = bits == 8 and config.tile.rows == 64 * config.tile.parts
     if config.affine:
-        return 96 if of_64_rows else 80
-    return 72 if of_64_rows else 56
+        return 96 if has_64_rows else 80
+    return 72 if has_64_rows else 56
 
 
 @gluon.constexpr_function
 def _multiplying_registers(config):
-    """Registers of a thread that multiplies, where what is copied becomes something else: that has what is left.
+    """Registers of a multiplying thread where copies are converted; converting threads have the rest.
 
-    With less than 160, it spills, and with less than 64, what decompresses. Of float32, what takes it apart needs 80,
-    and it no more than 144; with 256 rows of 128 elements and no lower halves, each lacks a few.
+    Multiplying threads spill with less than 160, decompressing threads with less than 64. For float32, splitting needs
+    80, and multiplying 144 at most; with 256 rows of 128 elements and no lower halves, both are short of a few.
     """
     if config.tile.parts == 4:
         return 96 if has_lower(config) or config.nbits > 0 else 88
@@ -108,7 +108,7 @@ def _document_cost(config):
 
 @gluon.constexpr_function
 def _copied_thread_by_thread(config):
-    """Whether a slot is full when what every thread copies has arrived."""
+    """Whether a slot is full as soon as the copies of every thread have arrived."""
     return not (converts(config) or config.affine)
 
 
@@ -119,10 +119,10 @@ def _lower_of(a, b):
 
 @gluon.jit
 def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
-    """Multiply a part's query rows with every tile; leave sums (and argmax, or lse) of every document of the run.
+    """Multiply a part's query rows with every tile; write sums (and argmax, or lse) of every document of the run.
 
-    Of smooth maxima, what is left after whole tiles always takes a product of `config.tail` columns, as a token that is
-    repeated would count twice.
+    For smooth maxima, the tokens after the last full tile always take a product of `config.tail` columns, as a repeated
+    token would count twice.
     """
     queries, documents, shared, share, numbers, results = arguments
     active_ptr, bounds_ptr, cu_seqlens_ptr = documents
@@ -143,7 +143,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
 
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
     by_lane: gl.constexpr = split_by_lane(zeros, ROWS, BLOCK_TOKENS).type.layout
-    # What a document leaves stays where the products' rows are: four lanes, which share a row, have the same.
+    # Row results of a document keep the row layout of the products: the four lanes that share a row hold copies.
     by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_lane))
     first_row = (row_block * PARTS + PART) * ROWS
     if makes_scales(config):
@@ -157,57 +157,57 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         if config.normalize:
             row_factor *= row_scale
         row_factor = row_factor[:, None]
-    # A 1 that the compiler does not know, see `scaled`.
+    # A 1 that is unknown to the compiler, see `scaled`.
     one = gl.minimum(n_queries, 1)
     sums = sums_from(share, numbers, first_row, ROWS, by_row, config)
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_lane)))[None, :]
-    # Finding the argmax takes the ALUs nearly as long as the products take the tensor cores, and so do exponentials.
-    # Parts that wait for their products at once leave one of the two idle. So a part and the one PARTS // 2 on multiply
-    # in turn, each when the product of the other has ended: given as soon as that is under way, a turn costs 4 % where
-    # documents have masks. Of four parts, another two fill what is left between the products. Maxima alone are over too
-    # soon: 0.384 against 0.348; so are those of 8 bits, 0.281 against 0.263 with fp8 at 1 x 1000, 1024 x 1024.
+    # The argmax takes the ALUs nearly as long as the products take the tensor cores, and so do exponentials. Parts that
+    # wait for their products at once leave one of the two idle, so a part and the one PARTS // 2 after it multiply in
+    # turn, each when the other's product has finished; passing the turn as soon as that is in flight costs 4 % where
+    # documents have masks. Of four parts, the other two fill the gaps between products. Maxima alone are too short for
+    # turns: 0.384 against 0.348; so are those of 8 bits, 0.281 against 0.263 with fp8 at 1 x 1000, 1024 x 1024.
     if in_turn(config) and PART >= PARTS // 2:
         execute(GIVE_TURN[PART - PARTS // 2])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     if not config.blocks.split:
         mbarrier.wait(full.index(slot), phase)
-        # The copies are ordinary writes, and the tensor cores read past the path of those.
+        # The copies are generic-proxy writes; the tensor cores read shared memory through the async proxy.
         fence_async_shared()
-    # Where a document lies is loaded while the one before is scored.
-    next_one = gl.minimum(first, n_documents - 1)
-    next_flat = group.to(gl.int64) * n_documents + next_one
-    following = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_one, document_length, config)
+    # The range of a document is loaded while the previous document is scored.
+    next_document = gl.minimum(first, n_documents - 1)
+    next_flat = group.to(gl.int64) * n_documents + next_document
+    next_range = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_document, document_length, config)
     if config.starts_early:
-        under_way = start_product(operands, slot, config, BLOCK_TOKENS, PART)
+        pending = start_product(operands, slot, config, BLOCK_TOKENS, PART)
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
-        first_token, length = following
-        next_one = gl.minimum(document + 1, n_documents - 1)
-        next_flat = group.to(gl.int64) * n_documents + next_one
-        following = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_one, document_length, config)
+        first_token, length = next_range
+        next_document = gl.minimum(document + 1, n_documents - 1)
+        next_flat = group.to(gl.int64) * n_documents + next_document
+        next_range = document_range(cu_seqlens_ptr, bounds_ptr, next_flat, next_document, document_length, config)
         best = gl.full([ROWS, 4], float("-inf"), gl.float32, gl.SliceLayout(2, by_lane))
         if config.soft:
             total = gl.zeros([ROWS, 4], gl.float32, gl.SliceLayout(2, by_lane))
         elif config.with_argmax:
             key = gl.full([ROWS, 4], 0, gl.int32, gl.SliceLayout(2, by_lane))
-        # What is left after whole tiles takes a product of TAIL columns if it fits into one.
-        in_tiles = length
+        # Tokens after the last full tile take a product of TAIL columns if they fit into one.
+        tiled_length = length
         if TAIL > 0:
-            in_tiles -= gl.where(length % BLOCK_TOKENS <= TAIL, length % BLOCK_TOKENS, 0)
+            tiled_length -= gl.where(length % BLOCK_TOKENS <= TAIL, length % BLOCK_TOKENS, 0)
         begin = gl.to_tensor(0)
         if config.starts_early:
-            similarities, slot, phase, _ended = finish_product(
-                under_way, operands, slot, phase, one, config, BLOCK_TOKENS, PART
+            similarities, slot, phase, _end_bits = finish_product(
+                pending, operands, slot, phase, one, config, BLOCK_TOKENS, PART
             )
             best = gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger)
             begin += BLOCK_TOKENS
-            in_tiles = gl.maximum(in_tiles, BLOCK_TOKENS)
-        for start in range(begin, in_tiles, BLOCK_TOKENS):
+            tiled_length = gl.maximum(tiled_length, BLOCK_TOKENS)
+        for start in range(begin, tiled_length, BLOCK_TOKENS):
             if config.blocks.split:
                 similarities, slot, phase = product_of_blocks(operands, slot, phase, config, BLOCK_TOKENS, PART)
             else:
-                similarities, slot, phase, _ended = product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
+                similarities, slot, phase, _end_bits = product(operands, slot, phase, one, config, BLOCK_TOKENS, PART)
             if config.soft:
                 best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
             elif config.with_argmax:
@@ -216,25 +216,25 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
                 best = larger(best, gl.reduce(split_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger))
 
         if TAIL > 0:
-            # Once or not at all: a loop, as a condition crashes ptxas 12.8 at 256 elements.
-            for start in range(in_tiles, length, TAIL):
+            # Runs at most once: a loop, because a condition crashes ptxas 12.8 at 256 elements.
+            for start in range(tiled_length, length, TAIL):
                 if config.blocks.split:
-                    of_tail, slot, phase = product_of_blocks(operands, slot, phase, config, TAIL, PART)
+                    tail_similarities, slot, phase = product_of_blocks(operands, slot, phase, config, TAIL, PART)
                 else:
-                    of_tail, slot, phase, _ended = product(operands, slot, phase, one, config, TAIL, PART)
+                    tail_similarities, slot, phase, _end_bits = product(operands, slot, phase, one, config, TAIL, PART)
                 if config.soft:
-                    columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, of_tail.type.layout))
-                    of_tail = gl.where((start + columns < length)[None, :], of_tail, float("-inf"))
-                    best, total = add_exponentials(of_tail, row_factor, best, total, ROWS, TAIL)
+                    columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, tail_similarities.type.layout))
+                    tail_similarities = gl.where((start + columns < length)[None, :], tail_similarities, float("-inf"))
+                    best, total = add_exponentials(tail_similarities, row_factor, best, total, ROWS, TAIL)
                 elif config.with_argmax:
-                    best, key = with_first_maximum(of_tail, start, best, key, ROWS)
+                    best, key = with_first_maximum(tail_similarities, start, best, key, ROWS)
                 else:
-                    tail_best = gl.reduce(split_by_lane(of_tail, ROWS, TAIL), 2, larger)
+                    tail_best = gl.reduce(split_by_lane(tail_similarities, ROWS, TAIL), 2, larger)
                     tail_best = gl.convert_layout(tail_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
                     best = larger(best, tail_best)
 
         if config.starts_early:
-            under_way = start_product(operands, slot, config, BLOCK_TOKENS, PART)
+            pending = start_product(operands, slot, config, BLOCK_TOKENS, PART)
         counted = row_active & (length > 0)
         if config.soft:
             lse = log_sums_of_lanes(best, total, (document_length - length).to(gl.float32), config.zero_masked)
@@ -246,13 +246,13 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             if tiles.dtype == gl.int8 and not config.affine:
                 row_best = unscaled(row_best)
         if config.with_argmax:
-            # Past the end, the last token was repeated.
+            # Columns past the end repeat the last token.
             key = gl.minimum(key + 2 * lanes, length - 1)
             argmax = gl.reduce(gl.where(differ(best, row_best[:, None]), 0x7FFFFFFF, key), 1, _lower_of)
             argmax = gl.where(counted & (row_best != float("-inf")), argmax, -1)
             if config.has_documents_mask:
-                chosen = gl.load(active_ptr + first_token + argmax, mask=argmax >= 0, other=0)
-                argmax = gl.where(argmax >= 0, chosen, -1)
+                active_token = gl.load(active_ptr + first_token + argmax, mask=argmax >= 0, other=0)
+                argmax = gl.where(argmax >= 0, active_token, -1)
         if config.zero_masked and not config.soft:
             first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
             masked_exists = first_masked < document_length
@@ -267,20 +267,20 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
             row_best *= row_scale
         store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS, config)
     if config.starts_early:
-        # After the last document, that of a tile of which nothing is copied.
-        warpgroup_mma_wait(0, deps=[under_way])
+        # The product started after the last document, of a tile to which nothing is copied.
+        warpgroup_mma_wait(0, deps=[pending])
     if in_turn(config) and PART < PARTS // 2:
-        # The other part gave a turn once more.
+        # The other part has passed one more turn.
         execute(AWAIT_TURN[PART])
 
 
 @gluon.jit
-def _convert_stream(arguments, coded, walked, config: gl.constexpr):
+def _convert_stream(arguments, codec, span_buffers, config: gl.constexpr):
     if config.nbits > 0:
-        decode_stream(arguments, coded, walked, config)
+        decode_stream(arguments, codec, span_buffers, config)
     else:
-        _codes, _centroids, ahead, tiles_at = coded
-        pair_stream(arguments, tiles_at, ahead, walked, config)
+        _codes, _centroids, ahead, tiles_address = codec
+        pair_stream(arguments, tiles_address, ahead, span_buffers, config)
 
 
 @kernel(follows=True, jit=gluon.jit)
@@ -292,7 +292,7 @@ def _hopper_kernel(
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: gl.constexpr,
 ):  # fmt: skip
-    """As `stacked._stacked_kernel`, with every document whole."""
+    """As `stacked._stacked_kernel`, without segments."""
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
     SECOND: gl.constexpr = config.blocks.second
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
@@ -317,7 +317,7 @@ def _hopper_kernel(
         first = run_index * run
         last = gl.minimum(first + run, n_documents)
 
-    # Of quantized documents, or of what codes stand for, where query rows are brought to that.
+    # The operand dtype: that of centroids if query rows are converted to it, of quantized documents, or of queries.
     operand_ptr = centroids_ptr if in_type_of_centroids(config) else documents_ptr if config.values else queries_ptr
     element: gl.constexpr = gl.float16 if config.pairs else operand_ptr.dtype.element_ty
     dtype: gl.constexpr = gl.int8 if config.affine else element
@@ -326,7 +326,7 @@ def _hopper_kernel(
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
     if config.blocks.split:
-        # Of query rows as well, and of sums.
+        # Blocks of query rows, and sums.
         second_tiles = blocks_memory(dtype, config)
     elif SECOND > 0:
         second_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, SECOND], dtype)
@@ -334,13 +334,13 @@ def _hopper_kernel(
     if config.stream:
         full = stream_memory(config, 128 if _copied_thread_by_thread(config) else 0)
         empty = full
-        walked = walk_memory(config)
+        span_buffers = walk_memory(config)
     else:
         full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for stage in gl.static_range(STAGES):
-            # Every copying thread says when its copies have arrived, or one of them when all are done with a tile; and
-            # every part when it has read a tile; in turn, each of its threads.
+            # Full: every copying thread arrives with its copies, or one thread when all are done with a tile. Empty:
+            # every part arrives when it has read a tile; where parts take turns, each of its threads does.
             mbarrier.init(full.index(stage), count=128 if _copied_thread_by_thread(config) else 1)
             mbarrier.init(empty.index(stage), count=PARTS * 128 if in_turn(config) else PARTS)
     scales = tiles
@@ -352,8 +352,8 @@ def _hopper_kernel(
         token_offsets = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
 
     COPYING: gl.constexpr = _copying_registers(config, dtype.primitive_bitwidth)
-    # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
-    # two, turns constants into values.
+    # The partitions are written out one by one: Gluon takes no list built in a loop, and a tuple bound to a name, like
+    # these two, turns constants into values.
     arguments = (
         (queries_ptr, queries_mask_ptr, queries_scale_ptr, stride_query, stride_query_token),
         (active_ptr, bounds_ptr, cu_seqlens_ptr),
@@ -362,26 +362,26 @@ def _hopper_kernel(
         (n_queries, query_length, padded_query_length, n_documents, document_length, empty_score),
         (sums_ptr, argmax_ptr, beta_ptr, lse_ptr),
     )
-    copied = (
+    copy_arguments = (
         documents_ptr, active_ptr, bounds_ptr, documents_scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr,
         tiles, second_tiles, scales, token_offsets, full, empty, group, first, last, n_documents, document_length,
         stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     if config.stream:
         if converts(config):
-            # Of pairs, whether no other program reads the same tokens.
-            special = n_row_blocks == 1
+            # For codes, the table of weights; for pairs, whether no other program reads the same tokens.
+            table_or_ahead = n_row_blocks == 1
             if config.nbits > 0:
-                special = pair_table(weights_ptr, config.nbits)
-            coded = codes_ptr, centroids_ptr, special, address_of(tiles, full)
+                table_or_ahead = pair_table(weights_ptr, config.nbits)
+            codec = codes_ptr, centroids_ptr, table_or_ahead, address_of(tiles, full)
             gl.warp_specialize(
                 [
-                    (_convert_stream, (copied, coded, walked, config)),
+                    (_convert_stream, (copy_arguments, codec, span_buffers, config)),
                     (score_stream, (arguments, config)),
                     (add_maxima, (arguments, config, gl.constexpr(0))),
                     (add_maxima, (arguments, config, gl.constexpr(1))),
                     (add_maxima, (arguments, config, gl.constexpr(2))),
-                    (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
+                    (walk_stream, (arguments, offsets_ptr, stride_document_token, span_buffers, config)),
                 ],
                 [4 * PARTS, 1, 1, 1, 1],
                 [_multiplying_registers(config), 32, 32, 32, 32],
@@ -389,27 +389,27 @@ def _hopper_kernel(
         elif config.blocks.split:
             gl.warp_specialize(
                 [
-                    (copy_stream_blocks, (arguments, copied, walked, config, SCALED)),
+                    (copy_stream_blocks, (arguments, copy_arguments, span_buffers, config, SCALED)),
                     (score_stream, (arguments, config)),
                     (add_maxima, (arguments, config, gl.constexpr(0))),
                     (add_maxima, (arguments, config, gl.constexpr(1))),
-                    (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
+                    (walk_stream, (arguments, offsets_ptr, stride_document_token, span_buffers, config)),
                 ],
                 [4 * PARTS, 2, 2, 1],
-                # What is left is for the first: 80, or of one group of warps 232.
+                # The first partition has the remaining registers: 80, or with one group of warps 232.
                 [160 if PARTS == 2 else 200, 40, 40, 40],
             )
         else:
             gl.warp_specialize(
                 [
-                    (copy_stream, (copied, walked, config, SCALED)),
+                    (copy_stream, (copy_arguments, span_buffers, config, SCALED)),
                     (score_stream, (arguments, config)),
                     (add_maxima, (arguments, config, gl.constexpr(0))),
                     (add_maxima, (arguments, config, gl.constexpr(1))),
-                    (walk_stream, (arguments, offsets_ptr, stride_document_token, walked, config)),
+                    (walk_stream, (arguments, offsets_ptr, stride_document_token, span_buffers, config)),
                 ],
                 [4 * PARTS, 2, 2, 1],
-                # What is left, 64 or 40, is for the first: affine tokens of 256 bytes take more than 48.
+                # The first partition has the remaining registers, 64 or 40: affine tokens of 256 bytes need over 48.
                 [168, 40, 40, 40] if PARTS == 2 else [96, 40, 40, 40],
             )
     elif PARTS == 4:
@@ -419,7 +419,7 @@ def _hopper_kernel(
                 (_score, (arguments, config, gl.constexpr(1))),
                 (_score, (arguments, config, gl.constexpr(2))),
                 (_score, (arguments, config, gl.constexpr(3))),
-                (copy_documents, (copied, config, SCALED)),
+                (copy_documents, (copy_arguments, config, SCALED)),
             ],
             [4, 4, 4, 4],
             [112, 112, 112, 40],
@@ -429,10 +429,10 @@ def _hopper_kernel(
             [
                 (_score, (arguments, config, gl.constexpr(0))),
                 (_score, (arguments, config, gl.constexpr(1))),
-                (copy_blocks, (arguments, copied, config, SCALED)),
+                (copy_blocks, (arguments, copy_arguments, config, SCALED)),
             ],
             [4, 4],
-            # Of 504, as many for either part: with fewer, products of some wait for each other.
+            # Of 504 registers, both parts get the same: with fewer, some products wait for each other.
             [(504 - COPYING) // 2, COPYING],
         )
     else:
@@ -440,7 +440,7 @@ def _hopper_kernel(
             [
                 (_score, (arguments, config, gl.constexpr(0))),
                 (_score, (arguments, config, gl.constexpr(1))),
-                (copy_documents, (copied, config, SCALED)),
+                (copy_documents, (copy_arguments, config, SCALED)),
             ],
             [4, 4],
             [280 - COPYING, COPYING],

@@ -1,12 +1,12 @@
-"""What a stream of the Hopper kernel has in shared memory beside tiles, in PTX: barriers, words, and a ring of maxima.
+"""Shared memory of a stream of the Hopper kernel besides tiles, in PTX: barriers, words, and a ring of maxima.
 
-Where warps use Gluon's barriers, or write to shared memory, Triton has all warps of their partition wait for each other
-in between. But one partition multiplies, of which each group of four warps is to go at a pace of its own, so that one
-takes maxima while another multiplies. (As partitions of their own, as in `hopper`, each has its own code, which the
-caches of instructions do not hold: with int8, they waited for instructions for 18 % of their time, where it is 7 now.)
+Between uses of Gluon's barriers or writes to shared memory, Triton synchronizes all warps of a partition. But a single
+partition multiplies, and each of its groups of four warps must run at its own pace, so that one takes maxima while
+another multiplies. (As separate partitions, as in `hopper`, each group has code of its own, which exceeds the
+instruction caches: with int8, they waited for instructions for 18 % of their time, and now for 7.)
 
-All is told by the address of the whole, how far from there an array begins, which is known when a kernel is compiled,
-and a number in it: a thread has one address for all of it, as registers are few.
+An element is addressed by the base address of the allocation, the offset of its array, a compile-time constant, and its
+index: a thread keeps one address for everything, as registers are scarce.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from triton.experimental.gluon import language as gl
 
 from ..gluon import larger_of
 
-# Documents whose maxima wait to be summed, at most.
+# Most documents whose maxima wait to be summed.
 RING = gl.constexpr(3)
 
 
 @gluon.constexpr_function
 def rows_of_product(config):
-    """Query rows that are multiplied together: those of a part, or, of a stream, of all."""
+    """Query rows of a product: those of a part, or, in a stream, of all parts."""
     return config.tile.rows if config.stream else config.tile.rows // config.tile.parts
 
 
@@ -35,70 +35,70 @@ def warps_of_product(config):
 
 @gluon.constexpr_function
 def converts(config):
-    """Whether what is copied becomes something else on its way, by eight warps, which need the registers of others."""
+    """Whether copies are converted on their way, by eight warps, which need registers of other warps."""
     return config.nbits > 0 or config.pairs
 
 
 @gluon.constexpr_function
 def has_lower(config):
-    """Whether what float16 leaves of an element of float32 is multiplied too."""
+    """Whether the rest of a float32 element after rounding to float16 is multiplied, too."""
     return config.pairs and config.precision == "tf32x3"
 
 
 @gluon.constexpr_function
 def summing_workers(config):
-    """How many take turns to sum the maxima of a document."""
+    """Workers that take turns to sum the maxima of documents."""
     return 3 if converts(config) else 2
 
 
 @gluon.constexpr_function
 def warps_of_sums(config):
-    """The warps of each of these."""
+    """Warps of each summing worker."""
     return 1 if converts(config) else 2
 
 
 @gluon.constexpr_function
 def spans(config):
-    """Spans of columns that wait for the warps that copy, at most. Those that decompress codes look further ahead."""
+    """Most spans of columns that wait for the copying warps; those that decompress codes look further ahead."""
     return 3 if config.nbits > 0 else 2
 
 
 class Offsets(NamedTuple):
-    """Where what a stream has in shared memory begins, in bytes from its address."""
+    """Byte offsets of the arrays of a stream in shared memory from its base address."""
 
-    # Barriers: of tiles; of places in the ring; of spans of columns that have been walked (`hopper_walk`).
+    # Barriers of tile slots, of ring slots, and of spans of columns that have been walked (`hopper_walk`).
     full_slots: int
     empty_slots: int
     full_places: int
     empty_places: int
     full_spans: int
     empty_spans: int
-    # Two words of every span, and one of every slot: after which eights of its columns documents end, as bits; below 0,
-    # after all. In between, of pairs, what similarities of a slot's tokens are multiplied by.
+    # Two words per span, and one per slot: after which eights of its columns documents end, as bits; negative after the
+    # last tile. In between, for pairs, the factors of similarities of the tokens in a slot.
     words_of_spans: int
     scales_of_slots: int
     ends_of_slots: int
-    # Where maxima [rows, 4] of documents wait to be summed.
+    # Maxima [rows, 4] of documents that wait to be summed.
     ring_of_maxima: int
 
 
 @gluon.constexpr_function
 def offsets(config):
-    slots, places, spanned = config.tile.num_stages, RING.value, spans(config)
+    slots, ring_slots, n_spans = config.tile.num_stages, RING.value, spans(config)
     scales = 4 * config.tile.columns * slots if config.pairs else 0
-    of_barriers = 8 * slots, 8 * slots, 8 * places, 8 * places, 8 * spanned, 8 * spanned
-    begins = [0]
-    for nbytes in (*of_barriers, 8 * spanned, scales, 4 * slots):
-        begins.append(begins[-1] + nbytes)
-    begins[-1] = -(-begins[-1] // 16) * 16
-    return Offsets(*begins)
+    barrier_bytes = 8 * slots, 8 * slots, 8 * ring_slots, 8 * ring_slots, 8 * n_spans, 8 * n_spans
+    starts = [0]
+    for nbytes in (*barrier_bytes, 8 * n_spans, scales, 4 * slots):
+        starts.append(starts[-1] + nbytes)
+    starts[-1] = -(-starts[-1] // 16) * 16
+    return Offsets(*starts)
 
 
 @gluon.constexpr_function
 def _allocation(config, copying_threads):
-    """PTX that allocates what a stream has in shared memory, and has one thread make the barriers.
+    """PTX that allocates the shared memory of a stream, in which one thread initializes the barriers.
 
-    Tiles come behind, of which the tensor cores expect that they begin at multiples of 1024 bytes.
+    Tiles follow it, and tensor cores expect them at multiples of 1024 bytes.
     """
     stages, multiplying = config.tile.num_stages, warps_of_product(config)
     counts = [(8 if config.pairs else 4) + copying_threads] * stages + [multiplying] * stages
@@ -113,24 +113,24 @@ def _allocation(config, copying_threads):
         "mov.u32 thread, %tid.x;",
         "setp.eq.u32 first, thread, 0;",
     ]
-    for number, count in enumerate(counts):
-        lines += [f"add.u32 at, $0, {8 * number};", f"@first mbarrier.init.shared.b64 [at], {count};"]
+    for index, count in enumerate(counts):
+        lines += [f"add.u32 at, $0, {8 * index};", f"@first mbarrier.init.shared.b64 [at], {count};"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 @gluon.jit
 def execute_ptx(PTX: gl.constexpr, OPERANDS: gl.constexpr, operands):
-    """The integer that PTX with these operands gives every thread."""
+    """Execute PTX with these operands; return its integer result of every thread."""
     return gl.inline_asm_elementwise(PTX, OPERANDS, operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def stream_memory(config: gl.constexpr, COPYING_THREADS: gl.constexpr):
-    """The address of what a stream has in shared memory beside tiles, which Triton does not count.
+    """Allocate the shared memory of a stream besides tiles, which Triton does not count; return its address.
 
-    Others may use it after the next barrier of all threads.
+    Other threads may use it after the next barrier of all threads.
 
-    A slot is full when every copying warp has said so, and each of so many threads when what it copies has arrived.
+    A slot is full when every copying warp has arrived, and each of COPYING_THREADS threads with its copies.
     """
     PTX: gl.constexpr = _allocation(config, COPYING_THREADS)
     return execute_ptx(PTX, "=r,r", [gl.to_tensor(0)])
@@ -156,50 +156,50 @@ def _arrive_ptx(offset):
 
 @gluon.constexpr_function
 def _of_number(instruction, size, offset):
-    """PTX of an instruction on what is `size` bytes long and has number $2."""
+    """PTX of an instruction on element $2 of an array of elements of `size` bytes."""
     return f"{{ .reg .b32 at; mad.lo.u32 at, $2, {size}, $1; {instruction.replace('@', f'[at + {offset}]')} }}"
 
 
 @gluon.jit
-def await_barrier(memory, OFFSET: gl.constexpr, number, phase):
+def await_barrier(memory, OFFSET: gl.constexpr, index, phase):
     PTX: gl.constexpr = _await_ptx(OFFSET)
-    execute_ptx(PTX, "=r,r,r,r", [memory, number, phase])
+    execute_ptx(PTX, "=r,r,r,r", [memory, index, phase])
 
 
 @gluon.jit
-def arrive(memory, OFFSET: gl.constexpr, number):
-    """Every warp arrives, once all its threads are here."""
+def arrive(memory, OFFSET: gl.constexpr, index):
+    """Every warp arrives once all its threads have reached this point."""
     PTX: gl.constexpr = _arrive_ptx(OFFSET)
-    execute_ptx(PTX, "=r,r,r", [memory, number])
+    execute_ptx(PTX, "=r,r,r", [memory, index])
 
 
 @gluon.jit
-def arrive_when_copied(memory, OFFSET: gl.constexpr, number):
-    """Every thread arrives, when what it copies asynchronously is there."""
+def arrive_when_copied(memory, OFFSET: gl.constexpr, index):
+    """Every thread arrives once its asynchronous copies are complete."""
     PTX: gl.constexpr = _of_number("cp.async.mbarrier.arrive.noinc.shared.b64 @; mov.b32 $0, 0;", 8, OFFSET)
-    execute_ptx(PTX, "=r,r,r", [memory, number])
+    execute_ptx(PTX, "=r,r,r", [memory, index])
 
 
 @gluon.jit
-def store_word(memory, OFFSET: gl.constexpr, number, value):
-    """Of all threads, which have the same value."""
+def store_word(memory, OFFSET: gl.constexpr, index, value):
+    """Store a word; all threads store the same value."""
     PTX: gl.constexpr = _of_number("st.shared.b32 @, $3; mov.b32 $0, 0;", 4, OFFSET)
-    execute_ptx(PTX, "=r,r,r,r", [memory, number, value])
+    execute_ptx(PTX, "=r,r,r,r", [memory, index, value])
 
 
 @gluon.jit
-def load_word(memory, OFFSET: gl.constexpr, number):
+def load_word(memory, OFFSET: gl.constexpr, index):
     PTX: gl.constexpr = _of_number("ld.shared.b32 $0, @;", 4, OFFSET)
-    return execute_ptx(PTX, "=&r,r,r", [memory, number])
+    return execute_ptx(PTX, "=&r,r,r", [memory, index])
 
 
-# At a barrier of the hardware that Triton does not use.
+# A hardware barrier that Triton does not use.
 _AWAIT_8_WARPS = gl.constexpr("bar.sync 8, 256; mov.b32 $0, 0;")
 _WORD_OR_0 = gl.constexpr(
     "{ .reg .pred exists; .reg .b32 end, size; mov.u32 end, %reserved_smem_offset_end; mov.u32 size, %total_smem_size;"
     " add.u32 end, end, size; setp.lt.u32 exists, $1, end; mov.b32 $0, 0; @exists ld.shared.b32 $0, [$1]; }"
 )
-# Every warp has 256 numbers, a lane eight of them.
+# Every warp holds 256 values, eight per lane.
 _OF_EVERY_WARP = gl.constexpr(
     gl.DistributedLinearLayout([[32], [64], [128]], [[1], [2], [4], [8], [16]], [[0], [0], [0]], [], [256])
 )
@@ -207,11 +207,11 @@ _OF_EVERY_WARP = gl.constexpr(
 
 @gluon.jit
 def address_of(tiles, memory):
-    """The address of tiles in shared memory, which Gluon does not tell. A block has 8 warps, and no partitions yet.
+    """Find the shared memory address of tiles, which Gluon does not expose, with 8 warps before specialization.
 
-    It is the multiple of 1024, behind `memory`, where a word changes as what is stored in the first tile does. Every
-    warp looks for itself: what a maximum over warps leaves in shared memory, Triton overwrites with what partitions
-    begin with, and does not wait until all warps have read it.
+    It is the multiple of 1024 after `memory` at which a word changes with what is stored to the first tile. Every warp
+    searches by itself: Triton overwrites the scratch of a maximum over warps with the initial state of partitions,
+    without waiting until all warps have read it.
     """
     gl.static_assert(gl.num_warps() == 8)
     STAGES: gl.constexpr = tiles.shape[0]
@@ -223,13 +223,13 @@ def address_of(tiles, memory):
     words, _ = gl.broadcast(
         gl.arange(1, WORDS + 1, layout=gl.SliceLayout(0, layout))[None, :], gl.zeros([8, WORDS], gl.int32, layout)
     )
-    at = memory + 1024 * gl.arange(0, 256, layout=_OF_EVERY_WARP)
+    addresses = memory + 1024 * gl.arange(0, 256, layout=_OF_EVERY_WARP)
     rows.store(words)
     execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
-    first = execute_ptx(_WORD_OR_0, "=&r,r", [at])
+    first = execute_ptx(_WORD_OR_0, "=&r,r", [addresses])
     execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
     rows.store(-words)
     execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
-    second = execute_ptx(_WORD_OR_0, "=&r,r", [at])
+    second = execute_ptx(_WORD_OR_0, "=&r,r", [addresses])
     execute_ptx(_AWAIT_8_WARPS, "=r,r", [gl.to_tensor(0)])
-    return gl.reduce(gl.where((first == 1) & (second == -1), at, 0), 0, larger_of)
+    return gl.reduce(gl.where((first == 1) & (second == -1), addresses, 0), 0, larger_of)

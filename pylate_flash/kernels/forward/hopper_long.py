@@ -1,14 +1,14 @@
-"""Embeddings that are too long for registers, in the Hopper kernel: both operands of a product come block by block.
+"""Embeddings too long for registers in the Hopper kernel: both operands of a product are copied block by block.
 
-A slot holds a block of 64 elements of all query rows, and of a tile of tokens, copied together. A part sums products of
-its rows over the blocks of a tile, in registers. Tensor cores truncate what they add, so after 1024 elements
-(`tables.SUMMED_EMBEDDING`) sums go to others, which are rounded: for the first half of the columns these lie in
-registers too, for the second half, for which there are none, in shared memory.
+A slot holds a block of 64 elements of all query rows and of a tile of tokens, copied together. A part accumulates the
+products of its rows over the blocks of a tile in registers. Tensor cores truncate what they add, so after every 1024
+elements (`tables.SUMMED_EMBEDDING`), sums are added to totals with rounding: those of the first half of the columns are
+in registers, too, and those of the second half, for which there are none, in shared memory.
 
-A wide tile is what counts: L2 delivers 8 TB/s to all SMs, and of 64 elements, 128 x 256 products read 48 KB; in tiles
-of 128 x 128, as many products read a third more. But a tile is of one document, and is read with all query rows,
-however short that is. As a stream (`hopper_stream`), for whose products of 256 columns there are no registers beside
-its other warps, only documents of whole wide tiles take longer.
+Wide tiles matter most: L2 delivers 8 TB/s to all SMs, and 128 x 256 products of 64 elements read 48 KB; in tiles of
+128 x 128, as many products read a third more. But a tile belongs to one document, and is read with all query rows,
+however short the document. As a stream (`hopper_stream`), whose other warps leave no registers for products of 256
+columns, only documents that fill wide tiles take longer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SUMMED_EMBEDDING = gl.constexpr(_SUMMED)
 
 @gluon.jit
 def blocks_memory(dtype: gl.constexpr, config: gl.constexpr):
-    """Slots for blocks of the query rows, and where the second half of the sums of each part waits, if any does."""
+    """Allocate slots for blocks of the query rows, and if needed, memory for the second half of each part's totals."""
     ROWS: gl.constexpr = config.tile.rows
     BLOCK: gl.constexpr = config.blocks.first
     PARTS: gl.constexpr = config.tile.parts
@@ -63,7 +63,7 @@ def blocks_memory(dtype: gl.constexpr, config: gl.constexpr):
 def _sums_of_products(
     operands, begin, end, slot, phase, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr
 ):
-    """Sums of products of a part's rows and tokens, over at most 1024 elements, and the slot after those read."""
+    """Sums of products of a part's rows and tokens over at most 1024 elements, and the slot after the last one read."""
     _query_tiles, tiles, blocks, _scales, _offsets, full, empty = operands
     query_slots, _totals = blocks
     AT: gl.constexpr = offsets(config)
@@ -74,7 +74,7 @@ def _sums_of_products(
             await_barrier(full, AT.full_slots, slot, phase)
         else:
             mbarrier.wait(full.index(slot), phase)
-        # The copies are ordinary writes, and the tensor cores read past the path of those.
+        # The copies are generic-proxy writes; the tensor cores read shared memory through the async proxy.
         fence_async_shared()
         rows = query_slots.index(slot).slice(PART * ROWS, ROWS)
         tile = first_rows(tiles.index(slot), COLUMNS).permute((1, 0))
@@ -90,7 +90,7 @@ def _sums_of_products(
 
 @gluon.jit
 def _halves(sums, config: gl.constexpr):
-    """The first and the second half of the columns, in the layout of a product of as many."""
+    """Split sums into the first and the second half of the columns, in the layout of a product of that width."""
     layout: gl.constexpr = product_layout(config, 2, sums.shape[1] // 2)
     first, second = columns_in_two(sums, sums.shape[0])
     first = gl.convert_layout(first, layout, assert_trivial=True)
@@ -100,14 +100,14 @@ def _halves(sums, config: gl.constexpr):
 @gluon.jit
 def product_of_blocks(operands, slot, phase, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
     """Similarities of a part's rows and the first COLUMNS tokens of the next tile, and the slot after it."""
-    # The elements before those that are summed last, and of a step. With one step, its loop is none, and ptxas spills.
+    # Elements before those of the last sum, and per step. With a single step, the loop disappears, and ptxas spills.
     BEFORE: gl.constexpr = (config.size - 1) // SUMMED_EMBEDDING * SUMMED_EMBEDDING
     STEP: gl.constexpr = min(SUMMED_EMBEDDING, max(BEFORE // 2, 64))
     ROWS: gl.constexpr = rows_of_product(config)
     IN_REGISTERS: gl.constexpr = COLUMNS <= 128
     layout: gl.constexpr = product_layout(config, 2, COLUMNS)
     half: gl.constexpr = product_layout(config, 2, COLUMNS // 2)
-    _, waiting = operands[2]
+    _, stored_totals = operands[2]
     if BEFORE > 0:
         total = gl.zeros([ROWS, COLUMNS // 2], gl.float32, half)
         if IN_REGISTERS:
@@ -120,15 +120,15 @@ def product_of_blocks(operands, slot, phase, config: gl.constexpr, COLUMNS: gl.c
                 first, second = _halves(products, config)
                 total += first
                 if begin > 0:
-                    second += waiting.index(PART).load(half)
-                waiting.index(PART).store(second)
+                    second += stored_totals.index(PART).load(half)
+                stored_totals.index(PART).store(second)
     similarities, slot, phase = _sums_of_products(operands, BEFORE, config.size, slot, phase, config, COLUMNS, PART)
     if BEFORE > 0:
         if IN_REGISTERS:
             similarities += total
         else:
             first, second = _halves(similarities, config)
-            joined = gl.permute(gl.join(first + total, second + waiting.index(PART).load(half)), (0, 2, 1))
+            joined = gl.permute(gl.join(first + total, second + stored_totals.index(PART).load(half)), (0, 2, 1))
             similarities = gl.convert_layout(gl.reshape(joined, [ROWS, COLUMNS]), layout, assert_trivial=True)
     if scales_tokens(config):
         similarities *= first_rows(operands[3].index(0), COLUMNS).load(gl.SliceLayout(0, layout))[None, :]
@@ -137,7 +137,7 @@ def product_of_blocks(operands, slot, phase, config: gl.constexpr, COLUMNS: gl.c
 
 @gluon.jit
 def product_of_stream(operands, slot, phase, config: gl.constexpr):
-    """As `product_of_blocks`, and after which eights of columns of the tile in the slot after it documents end."""
+    """As `product_of_blocks`; also return after which eights of columns of the next tile documents end."""
     AT: gl.constexpr = offsets(config)
     similarities, slot, phase = product_of_blocks(operands, slot, phase, config, config.tile.columns, 0)
     memory = operands[-1]
@@ -147,40 +147,40 @@ def product_of_stream(operands, slot, phase, config: gl.constexpr):
 
 @gluon.jit
 def _query_blocks(arguments, rows, dims, config: gl.constexpr):
-    """Where the first elements of the query rows of a program begin, and how far from there those of each are."""
+    """The base address of the query rows of a program, and the offsets of the first block of each row."""
     queries, _, _, share, numbers, _ = arguments
     queries_ptr, _, _, stride_query, stride_query_token = queries
     row_block, group, _, _ = share
     n_queries, query_length, padded_query_length, _, _, _ = numbers
     first_row = row_block * config.tile.rows
     rows += first_row
-    # Rows past the end are those of the last query, or token: no sum takes them.
+    # Rows past the end repeat the last query or token; no sum includes them.
     first_query = gl.minimum(first_row // padded_query_length, n_queries - 1)
     query = gl.minimum(rows // padded_query_length, n_queries - 1)
     token = gl.minimum(rows % padded_query_length, query_length - 1)
-    of_rows = ((query - first_query) * stride_query + token * stride_query_token)[:, None] + dims[None, :]
-    return queries_ptr + (group * n_queries + first_query).to(gl.int64) * stride_query, of_rows
+    query_offsets = ((query - first_query) * stride_query + token * stride_query_token)[:, None] + dims[None, :]
+    return queries_ptr + (group * n_queries + first_query).to(gl.int64) * stride_query, query_offsets
 
 
 @gluon.jit
-def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
-    """Copy the blocks of the query rows and of the tokens of the run's documents, tile by tile, as slots get empty."""
+def copy_blocks(arguments, copy_arguments, config: gl.constexpr, SCALED: gl.constexpr):
+    """Copy blocks of query rows and of the tokens of the run's documents, tile by tile, as slots become empty."""
     (
-        documents_ptr, active_ptr, bounds_ptr, scale_ptr, _, cu_seqlens_ptr, offsets_ptr, tiles, blocks_of_queries,
+        documents_ptr, active_ptr, bounds_ptr, scale_ptr, _, cu_seqlens_ptr, offsets_ptr, tiles, query_blocks,
         scales, _, full, empty, group, first, last, n_documents, document_length, stride_group, stride_document,
         stride_token,
-    ) = copied  # fmt: skip
-    query_slots, _ = blocks_of_queries
+    ) = copy_arguments  # fmt: skip
+    query_slots, _ = query_blocks
     SIZE: gl.constexpr = config.size
     BLOCK: gl.constexpr = config.blocks.first
     COLUMNS: gl.constexpr = config.tile.columns
     UNIT: gl.constexpr = 8
-    # Scales of a tile come with its last block, which takes the slot of another one of the tile: by then, those of the
-    # tile before have been read.
+    # The scales of a tile are copied with its last block, which reuses the slot of an earlier one of the tile: by then,
+    # those of the previous tile have been read.
     gl.static_assert(BLOCK * config.tile.num_stages < SIZE)
     positions, dims, _, _, scale_positions = tile_positions(UNIT, config)
     rows = gl.arange(0, config.tile.rows, layout=positions.type.layout)
-    queries_ptr, of_rows = _query_blocks(arguments, rows, dims, config)
+    queries_ptr, query_offsets = _query_blocks(arguments, rows, dims, config)
     source = documents_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, stride_group, stride_document, stride_token
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
@@ -188,38 +188,38 @@ def copy_blocks(arguments, copied, config: gl.constexpr, SCALED: gl.constexpr):
         base, first_token, length = document_at(source, group, document, n_documents, document_length, config)
         for start in range(0, length, COLUMNS):
             tokens = tokens_of(active_ptr, first_token, positions, start, length, config)
-            of_tokens = ((tokens - start) * stride_token)[:, None] + dims[None, :]
+            token_offsets = ((tokens - start) * stride_token)[:, None] + dims[None, :]
             tile_base = base + gl.cast(start, gl.int64) * stride_token
-            read = (positions < tokens_read(start, length - start, COLUMNS, config.tail, config))[:, None]
+            read_mask = (positions < tokens_read(start, length - start, COLUMNS, config.tail, config))[:, None]
             for dim in range(0, SIZE, BLOCK):
                 mbarrier.wait(empty.index(slot), phase)
                 inside = (dim + dims < SIZE)[None, :]
                 if SIZE % BLOCK == 0:
-                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows)
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + query_offsets)
                 else:
-                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows, mask=inside)
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + query_offsets, mask=inside)
                 if SIZE % BLOCK == 0 and config.tail == 0:
-                    copy_to_shared(tiles.index(slot), tile_base + dim + of_tokens)
+                    copy_to_shared(tiles.index(slot), tile_base + dim + token_offsets)
                 elif SIZE % BLOCK == 0:
-                    copy_to_shared(tiles.index(slot), tile_base + dim + of_tokens, mask=read)
+                    copy_to_shared(tiles.index(slot), tile_base + dim + token_offsets, mask=read_mask)
                 else:
-                    copy_to_shared(tiles.index(slot), tile_base + dim + of_tokens, mask=read & inside)
+                    copy_to_shared(tiles.index(slot), tile_base + dim + token_offsets, mask=read_mask & inside)
                 if SCALED and dim + BLOCK >= SIZE:
-                    of_scales = tokens_of(active_ptr, first_token, scale_positions, start, length, config)
-                    copy_to_shared(scales.index(0), scale_ptr + first_token + of_scales)
+                    scale_tokens = tokens_of(active_ptr, first_token, scale_positions, start, length, config)
+                    copy_to_shared(scales.index(0), scale_ptr + first_token + scale_tokens)
                 async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
                 slot, phase = next_slot(slot, phase, config.tile.num_stages)
 
 
 @gluon.jit
-def copy_stream_blocks(arguments, copied, walked, config: gl.constexpr, SCALED: gl.constexpr):
-    """As `copy_blocks`, of documents as a stream (`hopper_stream`)."""
+def copy_stream_blocks(arguments, copy_arguments, span_buffers, config: gl.constexpr, SCALED: gl.constexpr):
+    """As `copy_blocks`, for documents as a stream (`hopper_stream`)."""
     AT: gl.constexpr = offsets(config)
     (
-        documents_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, blocks_of_queries, scales, _, memory, _, group,
+        documents_ptr, _, _, scale_ptr, _, cu_seqlens_ptr, _, tiles, query_blocks, scales, _, memory, _, group,
         first, _, n_documents, document_length, _, _, stride_token,
-    ) = copied  # fmt: skip
-    query_slots, _ = blocks_of_queries
+    ) = copy_arguments  # fmt: skip
+    query_slots, _ = query_blocks
     SIZE: gl.constexpr = config.size
     BLOCK: gl.constexpr = config.blocks.first
     COLUMNS: gl.constexpr = config.tile.columns
@@ -229,42 +229,42 @@ def copy_stream_blocks(arguments, copied, walked, config: gl.constexpr, SCALED: 
     gl.static_assert(BLOCK * config.tile.num_stages < SIZE)
     positions, dims, _, _, scale_positions = tile_positions(8, config)
     rows = gl.arange(0, config.tile.rows, layout=positions.type.layout)
-    queries_ptr, of_rows = _query_blocks(arguments, rows, dims, config)
+    queries_ptr, query_offsets = _query_blocks(arguments, rows, dims, config)
     run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)
     step = config.offset_unit if LISTED else stride_token
     if not LISTED:
         documents_ptr += run_start.to(gl.int64) * stride_token
-    tokens, places = walked
-    rows_of_columns = places if LISTED else tokens
+    tokens, row_offsets = span_buffers
+    column_rows = row_offsets if LISTED else tokens
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     span = gl.to_tensor(0)
     span_phase = gl.to_tensor(0)
-    whole = gl.to_tensor(True)
-    while whole:
-        eights, ended_in_span = await_span(memory, span, span_phase, config)
-        for number in range(0, gl.cdiv(8 * eights, COLUMNS)):
-            tile = SPAN // COLUMNS * span + number
-            of_tokens = of_tile(rows_of_columns, tile, positions, config)[:, None] * step + dims[None, :]
+    span_is_full = gl.to_tensor(True)
+    while span_is_full:
+        eights, span_end_bits = await_span(memory, span, span_phase, config)
+        for index in range(0, gl.cdiv(8 * eights, COLUMNS)):
+            tile = SPAN // COLUMNS * span + index
+            token_offsets = of_tile(column_rows, tile, positions, config)[:, None] * step + dims[None, :]
             for dim in range(0, SIZE, BLOCK):
                 await_barrier(memory, AT.empty_slots, slot, phase)
-                store_word(memory, AT.ends_of_slots, slot, ended_of(ended_in_span, number, config))
+                store_word(memory, AT.ends_of_slots, slot, ended_of(span_end_bits, index, config))
                 arrive(memory, AT.full_slots, slot)
                 if SIZE % BLOCK == 0:
-                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows)
-                    copy_to_shared(tiles.index(slot), documents_ptr + dim + of_tokens)
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + query_offsets)
+                    copy_to_shared(tiles.index(slot), documents_ptr + dim + token_offsets)
                 else:
                     inside = (dim + dims < SIZE)[None, :]
-                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + of_rows, mask=inside)
-                    copy_to_shared(tiles.index(slot), documents_ptr + dim + of_tokens, mask=inside)
+                    copy_to_shared(query_slots.index(slot), queries_ptr + dim + query_offsets, mask=inside)
+                    copy_to_shared(tiles.index(slot), documents_ptr + dim + token_offsets, mask=inside)
                 if SCALED and dim + BLOCK >= SIZE:
-                    of_scales = of_tile(tokens, tile, scale_positions, config)
-                    copy_to_shared(scales.index(0), scale_ptr + run_start + of_scales)
+                    scale_tokens = of_tile(tokens, tile, scale_positions, config)
+                    copy_to_shared(scales.index(0), scale_ptr + run_start + scale_tokens)
                 arrive_when_copied(memory, AT.full_slots, slot)
                 slot, phase = next_slot(slot, phase, config.tile.num_stages)
         arrive(memory, AT.empty_spans, span)
         span, span_phase = next_slot(span, span_phase, SPANS)
-        whole = eights == SPAN // 8
+        span_is_full = eights == SPAN // 8
     await_barrier(memory, AT.empty_slots, slot, phase)
     store_word(memory, AT.ends_of_slots, slot, -1)
     arrive(memory, AT.full_slots, slot)

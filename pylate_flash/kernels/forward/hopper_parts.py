@@ -1,15 +1,15 @@
-"""What the Hopper kernel is made of: copies of document tokens, query rows in registers, scales, sums.
+"""Building blocks of the Hopper kernel: copies of document tokens, query rows in registers, scales, sums.
 
-Tokens get into shared memory by four warps that do nothing else, tile by tile.
+Four warps do nothing but copy tokens to shared memory, tile by tile.
 
-To a sum x of int8 products the bits of 1.0 are added. Taken for a float, that is 1 + x / 2**23, or 1 + x / 2**24 where
-x is negative, as floats below 1 lie twice as close. A multiply-add by a scale s that is not negative makes s x / 2**23
-of it, rounded as x converted and multiplied would be. What is negative comes out half as large, which matters only
-where it is the maximum, and is doubled then (`unscaled`). Of |s x| below 2**-103, bits are lost.
+The bits of 1.0 are added to a sum x of int8 products. Bitcast to float, the result is 1 + x / 2**23, or 1 + x / 2**24
+where x is negative, as floats below 1 are spaced half as far apart. A multiply-add with a non-negative scale s turns it
+into s x / 2**23, rounded like x converted and multiplied. Negative results are half as large, which matters only where
+one is the maximum, and is then doubled (`unscaled`). For |s x| below 2**-103, bits are lost.
 
-That takes as many instructions as a conversion does. But a conversion takes the ALU, as a maximum does, for two cycles
-each, which together is all the time of a product of 128 elements. A multiply-add of integers takes another unit. (An
-addition would take the ALU as well: so one multiplies by a 1 of which the compiler does not know that it is one.)
+This takes as many instructions as a conversion. But a conversion occupies the ALU, as a maximum does, for two cycles
+each, which together is all the time of a product of 128 elements; an integer multiply-add uses another unit. (An
+addition would use the ALU, too: hence the multiplication by a 1 that is unknown to the compiler.)
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _INTEGER_UNIT = gl.constexpr(2.0**23)
 
 @gluon.constexpr_function
 def scales_tokens(config):
-    """Whether similarities are multiplied by something of their token's."""
+    """Whether similarities are multiplied by a factor per token."""
     return config.normalize or config.values or config.pairs
 
 
 @gluon.constexpr_function
 def _groups_in_warps(ROWS, GROUP):
-    """Whether each warp of a part has one group of rows."""
+    """Whether each warp of a part holds exactly one group of rows."""
     return GROUP > 16 and 4 * GROUP == ROWS
 
 
 @gluon.jit
 def rows_of(first_row, positions, ROWS: gl.constexpr, config: gl.constexpr):
-    """Query rows at these positions among the rows of a part's product, of which a warp has 16 of every 64.
+    """Query rows at these positions of a part's product, in which a warp holds 16 of every 64 rows.
 
-    Where there are as many groups as warps, each warp has the rows of one, and what is summed stays within it.
+    If there are as many groups as warps, each warp gets the rows of one group, so that sums stay within a warp.
     """
     if _groups_in_warps(ROWS, config.group) and not config.stream:
         positions = positions // 16 % 4 * config.group + positions // 64 * 16 + positions % 16
@@ -61,7 +61,7 @@ def rows_of(first_row, positions, ROWS: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.constexpr, config: gl.constexpr):
-    """The BLOCK elements from FIRST on of the query rows of a product."""
+    """Load the BLOCK elements from FIRST on of the query rows of a product."""
     group, n_queries, query_length, padded_query_length, stride_query, stride_query_token = layout
     ROWS: gl.constexpr = rows_of_product(config)
     WARPS: gl.constexpr = warps_of_product(config)
@@ -77,9 +77,9 @@ def query_rows(queries_ptr, first_row, layout, FIRST: gl.constexpr, BLOCK: gl.co
 
 @gluon.jit
 def rounded_in_registers(rows, dtype: gl.constexpr, config: gl.constexpr):
-    """As `quantized_rows.rounded_rows`, of rows that several threads share: a scale is the work of one thread, or two.
+    """As `quantized_rows.rounded_rows`, for rows shared by several threads: one thread, or two, computes each scale.
 
-    Where every thread works out those of its rows, 32 x 32 (32 x 180) with int8 takes 13.6 us in place of 11.8.
+    If every thread computes the scales of its rows, 32 x 32 (32 x 180) with int8 takes 13.6 us instead of 11.8.
     """
     wide = rows.to(gl.float32)
     by_thread: gl.constexpr = gl.BlockedLayout([1], [32], [warps_of_product(config)], [0])
@@ -92,41 +92,41 @@ def rounded_in_registers(rows, dtype: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def scaled(sums, scale, one):
-    """Sums of products [ROWS, TOKENS] times their tokens' scale; of integers, `unscaled` makes similarities of that."""
+    """Sums of products [ROWS, TOKENS] times the token scales; for integers, `unscaled` completes the similarities."""
     if sums.dtype == gl.int32:
-        # Multiplied, the scale becomes an operand with a minus. Subtracted from 0, it takes an instruction.
+        # Multiplication by -1 becomes an operand modifier; subtraction from 0 would take an instruction.
         return gl.fma((sums * one + _BITS_OF_ONE).to(gl.float32, bitcast=True), scale[None, :], (scale * -1.0)[None, :])
     return sums * scale[None, :]
 
 
 @gluon.jit
 def row_sums_of(rows, layout: gl.constexpr):
-    """Sums of the elements of rows in int8."""
+    """Sum the elements of each int8 row."""
     return gl.convert_layout(gl.reduce(rows.to(gl.int32), 1, add).to(gl.float32), layout)
 
 
 @gluon.jit
 def scaled_affine(sums, scale, offset, row_sums):
-    """Similarities of affine tokens, less the rows' scales: sums [ROWS, TOKENS] times the scale, and the offset.
+    """Similarities of affine tokens before the row scales: sums [ROWS, TOKENS] times the scale, plus the offset.
 
-    They are converted: the bits of 1.0 would leave half of a negative one, to which the offset is added. With those of
-    1.5 * 2**23, from which an addition more takes that away again, 1 x 1000, 1024 x 1024 took 0.391 ms in place of
-    0.363, and with those for every other sum as long.
+    Sums are converted: with the bits of 1.0, the offset would be added to half of a negative sum. With the bits of
+    1.5 * 2**23, which take another addition to subtract, 1 x 1000, 1024 x 1024 took 0.391 ms instead of 0.363, and with
+    those for every other sum as long.
     """
     return gl.fma(sums.to(gl.float32), scale[None, :], row_sums[:, None] * offset[None, :])
 
 
 @gluon.jit
 def unscaled(best):
-    """The maxima of similarities, of those of `scaled` integers."""
+    """Maxima of similarities, from the maxima of `scaled` integers."""
     return best * gl.where(best < 0.0, 2 * _INTEGER_UNIT, _INTEGER_UNIT)
 
 
 @gluon.jit
 def sums_of(values, ROWS: gl.constexpr, config: gl.constexpr):
-    """Sums of every group of values [ROWS], which lie as `rows_of` says: in the same order, whoever takes them.
+    """Sum every group of values [ROWS], laid out by `rows_of`, in the same order whichever warps do it.
 
-    So scores of the same documents are the same to the bit, whether these are a stream or not.
+    So scores of the same documents are bitwise equal, whether documents are a stream or not.
     """
     GROUP: gl.constexpr = config.group
     sums = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
@@ -134,15 +134,15 @@ def sums_of(values, ROWS: gl.constexpr, config: gl.constexpr):
         sums = gl.reduce(gl.reshape(sums, [GROUP // 16, 4]), 0, add)
     elif GROUP > 16:
         WARPS: gl.constexpr = warps_of_sums(config) if config.stream else 4
-        together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [WARPS], [0])
-        sums = gl.convert_layout(sums, together) if GROUP > 32 or not config.stream else sums
+        by_sum: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [WARPS], [0])
+        sums = gl.convert_layout(sums, by_sum) if GROUP > 32 or not config.stream else sums
         sums = gl.reduce(gl.reshape(sums, [ROWS // GROUP, GROUP // 16]), 1, add)
     return sums
 
 
 @gluon.jit
 def document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config: gl.constexpr):
-    """The first of a document's tokens, counted over all documents, and how many of them take part."""
+    """The first token of a document, counted over all documents, and its number of active tokens."""
     if config.packed:
         start = gl.load(cu_seqlens_ptr + document).to(gl.int64)
         length = (gl.load(cu_seqlens_ptr + document + 1).to(gl.int64) - start).to(gl.int32)
@@ -155,9 +155,9 @@ def document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document
 
 
 @gluon.jit
-def tokens_read(start, left, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, config: gl.constexpr):
-    """Tokens that a product reads of the tile from `start` on, where so many tokens of the document are left."""
-    narrow = left <= TAIL
+def tokens_read(start, remaining, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, config: gl.constexpr):
+    """Tokens that a product reads of the tile at `start`, given the remaining tokens of the document."""
+    narrow = remaining <= TAIL
     if config.starts_early:
         narrow = narrow & (start > 0)
     return gl.where(narrow, TAIL, BLOCK_TOKENS)
@@ -180,7 +180,7 @@ def document_at(source, group, document, n_documents, document_length, config: g
 
 @gluon.jit
 def tokens_of(active_ptr, first_token, positions, start, length, config: gl.constexpr):
-    """A tile of a document's tokens that take part, of which the last is repeated."""
+    """A tile of a document's active tokens, padded with the last one."""
     tokens = gl.minimum(start + positions, length - 1)
     if config.has_documents_mask:
         tokens = gl.load(active_ptr + first_token + tokens)
@@ -196,7 +196,7 @@ def _token_rows(base, active_ptr, first_token, positions, dims, start, length, s
 
 @gluon.jit
 def _with_signs(tile):
-    """Take 128 from the unsigned bytes [tokens, bytes] of a tile, which leaves signed ones."""
+    """Subtract 128 from the unsigned bytes [tokens, bytes] of a tile in place, which makes them signed."""
     BYTES: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // BYTES, BYTES // 16], [4, 1], [1, 0])
     words_layout: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 32, 2)
@@ -207,9 +207,9 @@ def _with_signs(tile):
 
 @gluon.jit
 def _make_signed(slot, shared, config: gl.constexpr):
-    """Make the affine tokens that have arrived in a slot what the tensor cores take, and say that it is full.
+    """Make the affine tokens that have arrived in a slot signed, and signal that the slot is full.
 
-    These multiply signed integers: 128 is taken from the values, and its product with the scale added to the offset.
+    Tensor cores multiply signed integers: 128 is subtracted from the values, and 128 * scale is added to the offset.
     """
     AT: gl.constexpr = offsets(config)
     tiles, second_tiles, scales, token_offsets, full = shared
@@ -235,37 +235,37 @@ def _announce_copied(slot, full, config: gl.constexpr):
 
 
 @gluon.jit
-def announce(slot, under_way, oldest, shared, config: gl.constexpr):
-    """Have a slot be full when what is being copied to it has arrived, and of affine tokens when they have signs.
+def announce(slot, in_flight, oldest, shared, config: gl.constexpr):
+    """Make a slot full once its copies have arrived and, for affine tokens, once these are signed.
 
-    Those get them once UNDER_WAY more tiles are being copied. Of affine tokens, `under_way` counts the tiles that have
-    none yet, and `oldest` is the slot of the first of these. The parts leave a slot only when the next one is full: so
-    at least two must be full while an empty one is waited for, and three are.
+    A tile is made signed once IN_FLIGHT more tiles are being copied; `in_flight` counts the affine tiles that are not
+    signed yet, and `oldest` is the slot of the first. A part releases a slot only when the next one is full: so at
+    least two must be full while an empty one is awaited, and three are.
     """
-    UNDER_WAY: gl.constexpr = config.tile.num_stages - 3
+    IN_FLIGHT: gl.constexpr = config.tile.num_stages - 3
     if config.affine:
         async_copy.commit_group()
-        if under_way == UNDER_WAY:
-            async_copy.wait_group(UNDER_WAY)
+        if in_flight == IN_FLIGHT:
+            async_copy.wait_group(IN_FLIGHT)
             _make_signed(oldest, shared, config)
             oldest = next_slot(oldest, 0, config.tile.num_stages)[0]
         else:
-            under_way += 1
+            in_flight += 1
     else:
         _announce_copied(slot, shared[-1], config)
-    return under_way, oldest
+    return in_flight, oldest
 
 
 @gluon.jit
-def announce_last(slot, under_way, oldest, shared, config: gl.constexpr):
-    """After the last tile, have those get their signs that have none, and announce one of which nothing is copied.
+def announce_last(slot, in_flight, oldest, shared, config: gl.constexpr):
+    """After the last tile, make the remaining tiles signed, and announce one to which nothing is copied.
 
-    The parts look ahead to it.
+    The parts wait for it ahead of time.
     """
     AT: gl.constexpr = offsets(config)
     if config.affine:
         async_copy.wait_group(0)
-        for _ in range(under_way):
+        for _ in range(in_flight):
             _make_signed(oldest, shared, config)
             oldest = next_slot(oldest, 0, config.tile.num_stages)[0]
         if config.stream:
@@ -278,7 +278,7 @@ def announce_last(slot, under_way, oldest, shared, config: gl.constexpr):
 
 @gluon.jit
 def tile_positions(UNIT: gl.constexpr, config: gl.constexpr):
-    """Tokens of a tile and elements of a block, as threads copy UNIT of them; of a second block; tokens of scales."""
+    """Tokens of a tile and elements of a block, for copies of UNIT elements; of a second block; tokens of scales."""
     COLUMNS: gl.constexpr = config.tile.columns
     FIRST: gl.constexpr = config.blocks.first
     SECOND: gl.constexpr = config.blocks.second
@@ -290,18 +290,18 @@ def tile_positions(UNIT: gl.constexpr, config: gl.constexpr):
         second_layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 * UNIT // SECOND, SECOND // UNIT], [4, 1], [1, 0])
         second_positions = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, second_layout))
         second_dims = FIRST + gl.arange(0, SECOND, layout=gl.SliceLayout(0, second_layout))
-    of_scales = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return positions, dims, second_positions, second_dims, of_scales
+    scale_positions = gl.arange(0, COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return positions, dims, second_positions, second_dims, scale_positions
 
 
 @gluon.jit
 def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
-    """Copy the tokens of the run's documents, tile by tile, into the slots as they become empty.
+    """Copy the tokens of the run's documents, tile by tile, into slots as they become empty.
 
-    Where products start early, every document has a first tile, a whole one: without tokens, whatever lies there.
+    If products start early, every document has a full first tile; without tokens, its contents are arbitrary.
 
-    SCALED: with what similarities are multiplied by. A thread that multiplies would load that of every fourth token,
-    and the token's number, 32 loads beside as many products.
+    SCALED: copy the factors of similarities, too. A multiplying thread would load that of every fourth token, and the
+    token's number, 32 loads beside as many products.
     """
     (
         documents_ptr, active_ptr, bounds_ptr, scale_ptr, documents_offset_ptr, cu_seqlens_ptr, offsets_ptr, tiles,
@@ -313,13 +313,13 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
     BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
     SECOND: gl.constexpr = config.blocks.second
     BLOCK_TOKENS: gl.constexpr = config.tile.columns
-    # Whole tiles are copied whole, the last ones too.
+    # With a tail as wide as a tile, last tiles are copied in full.
     TAIL: gl.constexpr = config.tail if config.tail < BLOCK_TOKENS else 0
     UNIT: gl.constexpr = 128 // documents_ptr.dtype.element_ty.primitive_bitwidth
     positions, dims, second_positions, second_dims, scale_positions = tile_positions(UNIT, config)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    under_way = gl.to_tensor(0)
+    in_flight = gl.to_tensor(0)
     oldest = gl.to_tensor(0)
     if config.affine:
         documents_ptr = documents_ptr.to(gl.pointer_type(gl.int8), bitcast=True)
@@ -328,14 +328,14 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
         base, first_token, length = document_at(source, group, document, n_documents, document_length, config)
         if config.starts_early and length <= 0:
             mbarrier.wait(empty.index(slot), phase)
-            under_way, oldest = announce(slot, under_way, oldest, shared, config)
+            in_flight, oldest = announce(slot, in_flight, oldest, shared, config)
             slot, phase = next_slot(slot, phase, config.tile.num_stages)
         for start in range(0, length, BLOCK_TOKENS):
             rows = _token_rows(base, active_ptr, first_token, positions, dims, start, length, stride_token, config)
             mbarrier.wait(empty.index(slot), phase)
             if TAIL > 0:
-                read = (positions < tokens_read(start, length - start, BLOCK_TOKENS, TAIL, config))[:, None]
-                exists = read & (dims < EMBEDDING)[None, :]
+                used = (positions < tokens_read(start, length - start, BLOCK_TOKENS, TAIL, config))[:, None]
+                exists = used & (dims < EMBEDDING)[None, :]
                 copy_to_shared(tiles.index(slot), rows, mask=exists)
             elif BLOCK_EMBEDDING <= EMBEDDING:
                 copy_to_shared(tiles.index(slot), rows)
@@ -347,15 +347,15 @@ def copy_documents(arguments, config: gl.constexpr, SCALED: gl.constexpr):
                 )
                 exists = (second_dims < EMBEDDING)[None, :]
                 if TAIL > 0:
-                    read = (second_positions < tokens_read(start, length - start, BLOCK_TOKENS, TAIL, config))[:, None]
-                    exists = read & exists
+                    used = (second_positions < tokens_read(start, length - start, BLOCK_TOKENS, TAIL, config))[:, None]
+                    exists = used & exists
                 copy_to_shared(second_tiles.index(slot), rows, mask=exists)
             if SCALED:
                 tokens = tokens_of(active_ptr, first_token, scale_positions, start, length, config)
                 copy_to_shared(scales.index(slot), scale_ptr + first_token + tokens)
                 if config.affine:
                     copy_to_shared(token_offsets.index(slot), documents_offset_ptr + first_token + tokens)
-            under_way, oldest = announce(slot, under_way, oldest, shared, config)
+            in_flight, oldest = announce(slot, in_flight, oldest, shared, config)
             slot, phase = next_slot(slot, phase, config.tile.num_stages)
     mbarrier.wait(empty.index(slot), phase)
-    announce_last(slot, under_way, oldest, shared, config)
+    announce_last(slot, in_flight, oldest, shared, config)

@@ -1,6 +1,6 @@
-"""Products of the Hopper kernel, and what a part knows of the query rows that it multiplies.
+"""Products of the Hopper kernel, and the operands, masks, weights and scales of the query rows of a part.
 
-A part multiplies its rows with the tokens in a slot. What is summed over rows may be theirs, or those of all parts.
+A part multiplies its rows with the tokens in a slot. Sums may be over its rows, or over those of all parts.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ from .hopper_parts import (
     sums_of,
 )
 
-# Barriers of the hardware that Triton does not use, one for each part: await its turn there, and give it.
+# Hardware barriers that Triton does not use, one for each part: wait for a turn, and pass it.
 AWAIT_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.sync {8 + part}, 256;") for part in range(4)))
 GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for part in range(4)))
 
 
 @gluon.constexpr_function
 def in_turn(config):
-    """Whether parts start their products in turn: where what follows a product takes as long as it does."""
+    """Whether parts start products in turn: where the work after a product takes as long as the product."""
     return (config.with_argmax or config.soft) and not config.blocks.split
 
 
 @gluon.constexpr_function
 def in_type_of_centroids(config):
-    """Whether products are of the type of the centroids of codes, and query rows get scales for that."""
+    """Whether products are in the dtype of the centroids of codes, to which query rows are converted with scales."""
     return config.nbits > 0 and config.scale_rows
 
 
 @gluon.constexpr_function
 def product_layout(config, item, columns):
-    """The layout of products with so many tokens, whose elements have `item` bytes."""
+    """The layout of products with `columns` tokens, of elements of `item` bytes."""
     return gl.NVMMADistributedLayout([3, 0], [warps_of_product(config), 1], [16, columns, 32 // item])
 
 
 @gluon.constexpr_function
 def makes_scales(config):
-    """Whether query rows get scales where they are loaded."""
+    """Whether query rows get scales when they are loaded."""
     return in_type_of_centroids(config) or config.quantize_rows or config.pairs
 
 
 @gluon.constexpr_function
 def loads_scales(config):
-    """Whether they have scales in memory."""
+    """Whether query rows have scales in memory."""
     return (config.normalize or config.values) and not (in_type_of_centroids(config) or config.quantize_rows)
 
 
 @gluon.jit
 def _as_operand(rows, layout: gl.constexpr):
-    """Query rows as the operand of a product of another width, for which they lie as they do."""
+    """Query rows as the operand of a product of another width, which has the same register layout."""
     return rows if rows.type.layout == layout else gl.convert_layout(rows, layout, assert_trivial=True)
 
 
@@ -78,7 +78,7 @@ def first_rows(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr):
-    """Begin the product of a part's rows with the first COLUMNS tokens of the tile in a slot, which is full."""
+    """Start the product of a part's rows with the first COLUMNS tokens of the tile in a full slot."""
     query_tiles, tiles, second_tiles, _, _, _, _ = operands
     query_tile, second_query_tile, _ = query_tiles
     ITEM: gl.constexpr = tiles.dtype.primitive_bitwidth // 8
@@ -96,7 +96,7 @@ def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, P
         second_tile = first_rows(second_tiles.index(second_slot), COLUMNS).permute((1, 0))
         second_query_tile = _as_operand(second_query_tile, operand)
     if has_lower(config):
-        # Small ones first.
+        # Small terms first.
         similarities = warpgroup_mma(second_query_tile, tile, similarities, use_acc=False, is_async=True)
         similarities = warpgroup_mma(query_tile, second_tile, similarities, is_async=True)
         similarities = warpgroup_mma(query_tile, tile, similarities, is_async=True)
@@ -111,9 +111,9 @@ def start_product(operands, slot, config: gl.constexpr, COLUMNS: gl.constexpr, P
 def finish_product(
     similarities, operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.constexpr, PART: gl.constexpr
 ):
-    """Similarities that `start_product` has begun, when they are there, and the next slot, full.
+    """Wait for the similarities that `start_product` started, and until the next slot is full.
 
-    Of a stream, with that after which eights of its columns documents end.
+    For a stream, also return after which eights of its columns documents end.
     """
     AT: gl.constexpr = offsets(config)
     query_tiles, tiles, _, scales, token_offsets, full, empty = operands
@@ -122,44 +122,44 @@ def finish_product(
     PARTS: gl.constexpr = config.tile.parts
     IN_TURN: gl.constexpr = in_turn(config)
     SCALED: gl.constexpr = scales_tokens(config)
-    # Loads of scales while a product is under way come between its instructions. Those of 8 bits are too short for it:
-    # with int8 0.250 in place of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
+    # Loads of scales while a product is in flight are interleaved with its instructions. 8-bit products are too short
+    # for that: with int8 0.250 instead of 0.262 at 1 x 1000, 1024 x 1024, and 0.068 of 0.071 at 32 x 1024, 32 x 180.
     SCALES_LAST: gl.constexpr = ITEM == 1
     mma: gl.constexpr = product_layout(config, ITEM, COLUMNS)
     if config.pairs:
         scale = scales_of_slot(full, slot, gl.SliceLayout(0, mma), config)
     elif SCALED and not SCALES_LAST:
         scale = first_rows(scales.index(slot), COLUMNS).load(gl.SliceLayout(0, mma))
-    # While the product is under way, see to the next tile: of this document or another, or the one at the end.
-    read = slot
+    # While the product is in flight, wait for the next tile: of this document or another, or the one past the end.
+    read_slot = slot
     slot, phase = next_slot(slot, phase, config.tile.num_stages)
     if config.stream:
         await_barrier(full, AT.full_slots, slot, phase)
-        ended = load_word(full, AT.ends_of_slots, slot)
+        end_bits = load_word(full, AT.ends_of_slots, slot)
     else:
         mbarrier.wait(full.index(slot), phase)
-        ended = gl.to_tensor(0)
+        end_bits = gl.to_tensor(0)
     fence_async_shared()
     similarities = warpgroup_mma_wait(0, deps=[similarities])
     if SCALED and SCALES_LAST:
-        scale = first_rows(scales.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
+        scale = first_rows(scales.index(read_slot), COLUMNS).load(gl.SliceLayout(0, mma))
     if config.affine:
-        offset = first_rows(token_offsets.index(read), COLUMNS).load(gl.SliceLayout(0, mma))
+        offset = first_rows(token_offsets.index(read_slot), COLUMNS).load(gl.SliceLayout(0, mma))
     if config.stream:
-        arrive(empty, AT.empty_slots, read)
+        arrive(empty, AT.empty_slots, read_slot)
     elif IN_TURN:
         execute(GIVE_TURN[(PART + PARTS // 2) % PARTS])
-        # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.
+        # Every thread arrives by itself, which saves the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x 180.
         # Without argmax it is slower, 0.589 against 0.573.
-        async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
+        async_copy.mbarrier_arrive(empty.index(read_slot), increment_count=False)
     else:
-        mbarrier.arrive(empty.index(read), count=1)
+        mbarrier.arrive(empty.index(read_slot), count=1)
     if config.affine:
         row_sums = gl.convert_layout(row_sums, gl.SliceLayout(1, mma), assert_trivial=True)
         similarities = scaled_affine(similarities, scale, offset, row_sums)
     elif SCALED:
         similarities = scaled(similarities, scale, one)
-    return similarities, slot, phase, ended
+    return similarities, slot, phase, end_bits
 
 
 @gluon.jit
@@ -170,9 +170,9 @@ def product(operands, slot, phase, one, config: gl.constexpr, COLUMNS: gl.conste
 
 @gluon.jit
 def _to_operand(rows, layout: gl.constexpr, config: gl.constexpr):
-    """Query rows as the operand of a product.
+    """Convert query rows to the operand of a product.
 
-    Of a stream, which has all rows at once, 32 elements of each after the other: shared memory is full of tiles.
+    A stream has all rows at once, and converts 32 elements of each at a time: shared memory is full of tiles.
     """
     ROWS: gl.constexpr = rows.shape[0]
     SIZE: gl.constexpr = rows.shape[1]
@@ -188,7 +188,7 @@ def _to_operand(rows, layout: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def query_operands(queries, share, numbers, tiles, config: gl.constexpr, PART: gl.constexpr):
-    """The query rows of a part in registers, in a block or two; of affine documents, their sums; scales made here."""
+    """Load a part's query rows to registers, in one block or two, with row sums for affine documents, and scales."""
     queries_ptr, _, _, stride_query, stride_query_token = queries
     row_block, group, _, _ = share
     n_queries, query_length, padded_query_length, _, _, _ = numbers
@@ -226,9 +226,9 @@ def query_operands(queries, share, numbers, tiles, config: gl.constexpr, PART: g
 def rows_from(
     queries, share, numbers, row_scale, first_row, ROWS: gl.constexpr, BY_ROW: gl.constexpr, config: gl.constexpr
 ):
-    """Of ROWS query rows: which ones exist, take part, their weights, scales, and numbers among those of a group.
+    """For ROWS query rows: which exist, which are active, their weights, scales, and indices within a group.
 
-    Scales that `query_operands` has made stay as they are.
+    Scales made by `query_operands` are passed through.
     """
     _, queries_mask_ptr, queries_scale_ptr, _, _ = queries
     _, group, _, _ = share
@@ -248,27 +248,27 @@ def rows_from(
 
 @gluon.jit
 def sums_from(share, numbers, first_row, ROWS: gl.constexpr, BY_ROW: gl.constexpr, config: gl.constexpr):
-    """Of the sums of ROWS query rows: which ones exist, where they go, and what an empty document leaves."""
+    """For the sums of ROWS query rows: which exist, their output offsets, and their values for an empty document."""
     _, group, _, _ = share
     n_queries, _, padded_query_length, n_documents, _, empty_score = numbers
     GROUP: gl.constexpr = config.group
     by_sum: gl.constexpr = sums_of(gl.zeros([ROWS], gl.float32, BY_ROW), ROWS, config).type.layout
     n_sums = n_queries * (padded_query_length // GROUP)
     sum_row = first_row // GROUP + gl.arange(0, ROWS // GROUP, layout=by_sum)
-    # One of the sums of a query is the score of an empty document; the others add nothing to it.
-    of_empty = gl.where(sum_row % (padded_query_length // GROUP) == 0, empty_score, 0.0)
-    return sum_row < n_sums, (group * n_sums + sum_row).to(gl.int64) * n_documents, of_empty
+    # For an empty document, one sum of a query is the empty score, and the others are 0.
+    empty_sums = gl.where(sum_row % (padded_query_length // GROUP) == 0, empty_score, 0.0)
+    return sum_row < n_sums, (group * n_sums + sum_row).to(gl.int64) * n_documents, empty_sums
 
 
 @gluon.jit
 def store_sums(row_best, rows, sums, sums_ptr, document, length, ROWS: gl.constexpr, config: gl.constexpr):
-    """Leave the sums of the maxima [ROWS] of a document with so many tokens, weighted."""
+    """Weight the row maxima [ROWS] of a document of `length` tokens, and store their sums."""
     _, active, weight, _, _ = rows
-    exists, offset, of_empty = sums
+    exists, offset, empty_sums = sums
     if config.weighted:
         row_best *= weight.to(gl.float32)
     row_best = gl.where(active & (length > 0), row_best, 0.0)
-    added = sums_of(row_best, ROWS, config)
+    group_sums = sums_of(row_best, ROWS, config)
     if config.packed or config.has_documents_mask:
-        added = gl.where(length > 0, added, of_empty)
-    gl.store(sums_ptr + offset + document, added, mask=exists)
+        group_sums = gl.where(length > 0, group_sums, empty_sums)
+    gl.store(sums_ptr + offset + document, group_sums, mask=exists)

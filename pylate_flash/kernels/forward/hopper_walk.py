@@ -1,12 +1,12 @@
-"""Where the documents of a stream lie (`hopper_stream`): the tokens of its columns, and where documents end.
+"""Layout of documents in a stream (`hopper_stream`): the tokens of its columns, and where documents end.
 
-One warp finds out for all others, a span of 256 columns at a time. Its lanes are 32 documents, of which a sum over
-lanes tells the columns where each ends; then they are the 32 eights of columns, each of which looks for its document
-among these. So it takes as long for many short documents as for a long one, where a loop over documents, by all who
-copy, took 17 to 25 % of the time of those that decompress codes.
+One warp computes it for all others, a span of 256 columns at a time. Its lanes first stand for 32 documents, whose end
+columns are a prefix sum over lanes, and then for the 32 eights of columns, each of which searches for its document
+among these. So many short documents take as long as a single long one, where a loop over documents in all copying warps
+took 17 to 25 % of the time of those that decompress codes.
 
-Tokens are counted from where the run starts: packed ones by the boundaries of documents, padded ones as they lie. Of
-masked documents, those that are active have columns, which are looked up unless the mask is a prefix.
+Tokens are counted from the start of the run: packed tokens by cu_seqlens, padded ones by position. In masked documents,
+only active tokens have columns; they are looked up unless the mask is a prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from ..gluon import add, larger_of, next_slot
 from .hopper_barriers import arrive, await_barrier, load_word, offsets, spans, store_word
 
-# Columns that are found out together.
+# Columns that are computed together; an "eight" is a group of 8.
 SPAN = gl.constexpr(256)
 
 
@@ -25,7 +25,7 @@ SPAN = gl.constexpr(256)
 def run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config: gl.constexpr):
     """The first token of a run, counted over all documents.
 
-    Where nothing but empty packed documents are left, the last one; of none at all, row 0.
+    If only empty packed documents remain, it is the last token, or row 0 without any.
     """
     if config.packed:
         start = gl.maximum(gl.minimum(gl.load(cu_seqlens_ptr + first), gl.load(cu_seqlens_ptr + n_documents) - 1), 0)
@@ -36,19 +36,19 @@ def run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, con
 
 @gluon.jit
 def walk_memory(config: gl.constexpr):
-    """For every span, the token of each column, counted from where the run starts, and of a list, its place."""
+    """Allocate for every span the token of each column, counted from the run's start, and its row, if by offsets."""
     SPANS: gl.constexpr = spans(config)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     tokens = gl.allocate_shared_memory(gl.int32, [SPANS, SPAN // 8, 8], layout)
-    places = tokens
+    row_offsets = tokens
     if config.offset_unit > 0:
-        places = gl.allocate_shared_memory(gl.int64, [SPANS, SPAN // 8, 8], layout)
-    return tokens, places
+        row_offsets = gl.allocate_shared_memory(gl.int64, [SPANS, SPAN // 8, 8], layout)
+    return tokens, row_offsets
 
 
 @gluon.jit
 def of_tile(words, tile, positions, config: gl.constexpr):
-    """What a span has of the columns of a tile, or part of one, counted over all spans, as these `positions` lie."""
+    """Load the words of the columns of a (part of a) tile, counted over all spans, in the layout of `positions`."""
     COLUMNS: gl.constexpr = positions.shape[0]
     SPANS: gl.constexpr = spans(config)
     by_column: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -61,24 +61,24 @@ def of_tile(words, tile, positions, config: gl.constexpr):
 
 @gluon.jit
 def await_span(memory, span, phase, config: gl.constexpr):
-    """Eights of columns that are documents', of a span; after which of them one ends, as bits."""
+    """Wait for a span; return its number of eights with documents, and after which of them one ends, as bits."""
     AT: gl.constexpr = offsets(config)
     await_barrier(memory, AT.full_spans, span, phase)
     return load_word(memory, AT.words_of_spans, 2 * span), load_word(memory, AT.words_of_spans, 2 * span + 1)
 
 
 @gluon.jit
-def ended_of(ended, number, config: gl.constexpr):
-    """After which eights of the columns of a tile of a span a document ends, as bits."""
+def ended_of(span_end_bits, index, config: gl.constexpr):
+    """After which eights of tile `index` of a span a document ends, as bits."""
     EIGHTS: gl.constexpr = config.tile.columns // 8
-    return ended >> number * EIGHTS & (1 << EIGHTS) - 1
+    return span_end_bits >> index * EIGHTS & (1 << EIGHTS) - 1
 
 
 @gluon.jit
 def _window(documents, share, numbers, run_start, base, begin, lanes, config: gl.constexpr):
-    """The tokens between which each of 32 documents lies, and the columns, where the first one begins at `begin`.
+    """Token ranges and column ranges of 32 documents, of which the first one begins at column `begin`.
 
-    Under a mask, a document has as many as are active; `scattered` are those whose active tokens are no prefix.
+    Under a mask, a document has only its active tokens; `scattered` marks those whose active tokens are no prefix.
     """
     _, bounds_ptr, cu_seqlens_ptr = documents
     _, group, first, last = share
@@ -102,7 +102,7 @@ def _window(documents, share, numbers, run_start, base, begin, lanes, config: gl
 
 @gluon.jit
 def _first_after(ends, column):
-    """The first of 32 ascending `ends` that is after a column, or the last one."""
+    """The index of the first of 32 ascending `ends` that is after a column, or else of the last."""
     first = column * 0
     for step in gl.static_range(5):
         first += gl.where(gl.gather(ends, first + (16 >> step) - 1, 0) <= column, 16 >> step, 0)
@@ -115,10 +115,10 @@ def _as_column(values, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
-    """Find out for every span which tokens its columns are, and where documents end.
+def walk_stream(arguments, offsets_ptr, stride, span_buffers, config: gl.constexpr):
+    """Compute for every span the tokens of its columns, and where documents end.
 
-    A document takes the columns up to the next multiple of 8, those past its end with its last token.
+    A document takes the columns up to the next multiple of 8; those past its end repeat its last token.
     """
     AT: gl.constexpr = offsets(config)
     _, documents, shared, share, numbers, _ = arguments
@@ -126,7 +126,7 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
     _, _, _, _, memory, _ = shared
     _, group, first, last = share
     _, _, _, n_documents, document_length, _ = numbers
-    tokens, places = walked
+    tokens, row_offsets = span_buffers
     SPANS: gl.constexpr = spans(config)
     by_eight: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0])
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -135,58 +135,58 @@ def walk_stream(arguments, offsets_ptr, stride, walked, config: gl.constexpr):
     run_start = run_start_of(cu_seqlens_ptr, group, first, n_documents, document_length, config)
     span = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    # The first document that does not end in the spans before, and the column where it begins, counted from this one.
+    # The first document that does not end in an earlier span, and its first column, relative to this span.
     base = first
     begin = gl.to_tensor(0)
-    whole = gl.to_tensor(True)
-    while whole:
+    span_is_full = gl.to_tensor(True)
+    while span_is_full:
         token = lanes * 0
         stop_token = lanes * 0 + 1
-        place = lanes.to(gl.int64) * 0
+        row_base = lanes.to(gl.int64) * 0
         origin = lanes * 0
-        found = lanes < 0
-        ended = lanes < 0
-        looked_up = lanes < 0
-        more = gl.to_tensor(True)
-        while more:
+        assigned = lanes < 0
+        is_end = lanes < 0
+        needs_lookup = lanes < 0
+        searching = gl.to_tensor(True)
+        while searching:
             window = _window(documents, share, numbers, run_start, base, begin, lanes, config)
             start, stop, begins, ends, scattered = window
             document = _first_after(ends, column)
             end = gl.gather(ends, document, 0)
-            here = (end > column) & (not found)
-            of_document = column - gl.gather(begins, document, 0)
+            matches = (end > column) & (not assigned)
+            document_column = column - gl.gather(begins, document, 0)
             document_start = gl.gather(start, document, 0)
-            token = gl.where(here, document_start + of_document, token)
-            stop_token = gl.where(here, gl.gather(stop, document, 0), stop_token)
+            token = gl.where(matches, document_start + document_column, token)
+            stop_token = gl.where(matches, gl.gather(stop, document, 0), stop_token)
             if config.offset_unit > 0:
-                offset = gl.load(offsets_ptr + base + document, mask=here, other=0)
+                offset = gl.load(offsets_ptr + base + document, mask=matches, other=0)
                 offset -= document_start.to(gl.int64) * (stride // config.offset_unit)
-                place = gl.where(here, offset, place)
+                row_base = gl.where(matches, offset, row_base)
             if config.has_documents_mask:
-                origin = gl.where(here, document_start, origin)
-                looked_up = looked_up | (here & (gl.gather(scattered.to(gl.int32), document, 0) != 0))
-            ended = ended | (here & (end == column + 8))
-            found = found | here
-            # Documents without tokens may be more than lanes.
+                origin = gl.where(matches, document_start, origin)
+                needs_lookup = needs_lookup | (matches & (gl.gather(scattered.to(gl.int32), document, 0) != 0))
+            is_end = is_end | (matches & (end == column + 8))
+            assigned = assigned | matches
+            # There may be more empty documents than lanes.
             window_end = gl.reduce(ends, 0, larger_of)
-            more = (window_end < SPAN) & (base + 32 < last)
+            searching = (window_end < SPAN) & (base + 32 < last)
             finished = ends <= SPAN
             base += gl.reduce(finished.to(gl.int32), 0, add)
             begin = gl.reduce(gl.where(finished, ends, begin), 0, larger_of)
         begin -= SPAN
-        eights = gl.reduce(found.to(gl.int32), 0, add)
+        eights = gl.reduce(assigned.to(gl.int32), 0, add)
         column_token = gl.minimum(_as_column(token, by_eight) + within, _as_column(stop_token, by_eight) - 1)
         if config.has_documents_mask:
-            is_looked_up = _as_column(looked_up, by_eight)
-            active = gl.load(active_ptr + run_start + column_token, mask=is_looked_up, other=0)
-            column_token = gl.where(is_looked_up, _as_column(origin, by_eight) + active, column_token)
+            lookup_mask = _as_column(needs_lookup, by_eight)
+            active = gl.load(active_ptr + run_start + column_token, mask=lookup_mask, other=0)
+            column_token = gl.where(lookup_mask, _as_column(origin, by_eight) + active, column_token)
         await_barrier(memory, AT.empty_spans, span, phase)
         tokens.index(span).store(column_token)
         if config.offset_unit > 0:
-            column_place = _as_column(place, by_eight) + column_token.to(gl.int64) * (stride // config.offset_unit)
-            places.index(span).store(column_place)
+            column_rows = _as_column(row_base, by_eight) + column_token.to(gl.int64) * (stride // config.offset_unit)
+            row_offsets.index(span).store(column_rows)
         store_word(memory, AT.words_of_spans, 2 * span, eights)
-        store_word(memory, AT.words_of_spans, 2 * span + 1, gl.reduce(gl.where(ended, 1 << lanes, 0), 0, add))
+        store_word(memory, AT.words_of_spans, 2 * span + 1, gl.reduce(gl.where(is_end, 1 << lanes, 0), 0, add))
         arrive(memory, AT.full_spans, span)
         span, phase = next_slot(span, phase, SPANS)
-        whole = eights == SPAN // 8
+        span_is_full = eights == SPAN // 8

@@ -1,6 +1,6 @@
-"""Rows of queries in 8 bits, and the scales of quantized embeddings divided by their norms.
+"""Query rows quantized to 8 bits, and scales of quantized embeddings divided by their norms.
 
-A row is quantized as `ops.quantization.quantize` does it, to the bit.
+Quantization of a row matches `ops.quantization.quantize` bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..tables import power_of_two
 _LARGEST_INT8 = tl.constexpr(LARGEST_VALUES["int8"])
 _LARGEST_FP8 = tl.constexpr(LARGEST_VALUES["fp8"])
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-# Elements that four warps quantize at a time.
+# Elements that four warps quantize at once.
 _AT_ONCE = tl.constexpr(4096)
 _NORM_ROWS = 64
 # Added to a float32 below 2**22, this leaves the nearest integer, ties to even, in the lowest bits.
@@ -29,32 +29,32 @@ _ROUNDING = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def largest_magnitudes(rows):
-    """Of the elements of each of the rows [rows, dims]."""
+    """The largest magnitude [rows] of the elements of each row [rows, dims]."""
     return max_along(tl.abs(rows), 1)
 
 
 @triton.jit
 def scales_of(magnitudes, DTYPE: tl.constexpr):
-    """The scales of rows in int8 or fp8 that have these largest magnitudes, and what their elements are multiplied by.
+    """The int8 or fp8 scales of rows with these largest magnitudes, and their inverses to multiply elements by.
 
-    That is 0 where a scale is too small, infinite or NaN.
+    An inverse is 0 where the scale is too small, infinite or NaN.
     """
     scale = tl.div_rn(magnitudes, _LARGEST_INT8 if tl.int8 == DTYPE else _LARGEST_FP8)
-    # NaN is not.
+    # False for NaN.
     usable = (scale >= _SMALLEST_SCALE) & (scale < float("inf"))
     return scale, tl.where(usable, tl.div_rn(1.0, tl.where(usable, scale, 1.0)), 0.0)
 
 
 @triton.jit
 def multiplied(rows, inverse):
-    """Rows [rows, dims], float32, times `inverse` [rows], of which 0 makes zeros."""
-    # Not a product, which compilers would fuse with what is added, and round once.
+    """Rows [rows, dims], float32, times `inverse` [rows]; rows with an inverse of 0 become zeros."""
+    # An fma instead of a product, which compilers would fuse with a later addition and round only once.
     return tl.where((inverse > 0.0)[:, None], tl.fma(rows, inverse[:, None], 0.0), 0.0)
 
 
 @triton.jit
 def rounded(rows, inverse, DTYPE: tl.constexpr):
-    """`multiplied` rows in int8 or fp8."""
+    """Round `multiplied` rows to int8 or fp8."""
     values = multiplied(rows, inverse)
     if tl.int8 == DTYPE:
         values = (values + _ROUNDING).to(tl.int32, bitcast=True)
@@ -63,16 +63,16 @@ def rounded(rows, inverse, DTYPE: tl.constexpr):
 
 @triton.jit
 def squares_of(values):
-    """Sums of the squares of rows [rows, dims]."""
+    """Sum of squares of each row [rows, dims]."""
     wide = values.to(tl.float32)
     return tl.sum(wide * wide, axis=1)
 
 
 @triton.jit
 def rounded_rows(rows, DTYPE: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Rows [rows, dims], float32, in int8 or fp8, and their scales [rows].
+    """Quantize rows [rows, dims], float32, to int8 or fp8; return values and scales [rows].
 
-    Under NORMALIZE, a row's values times its scale have norm 1.
+    Under NORMALIZE, the values of a row times its scale have norm 1.
     """
     scale, inverse = scales_of(largest_magnitudes(rows), DTYPE)
     values = rounded(rows, inverse, DTYPE)
@@ -85,10 +85,10 @@ def rounded_rows(rows, DTYPE: tl.constexpr, NORMALIZE: tl.constexpr):
 def leave_values(
     tensors, first_row, layout, EMBEDDING: tl.constexpr, BLOCK_ROWS: tl.constexpr, NORMALIZE: tl.constexpr
 ):
-    """Leave BLOCK_ROWS rows in 8 bits, [Nq, Lq, EMBEDDING], and their scales, [Nq, Lq], for the same program to read.
+    """Write BLOCK_ROWS rows in 8 bits, [Nq, Lq, EMBEDDING], and their scales, [Nq, Lq], for the same program to read.
 
-    Programs of the same rows leave the same. Kept on the chip, the rows would take registers, or so many instructions,
-    each of them fetched for one use, that 1 x 10000 (32 x 300) takes 0.145 ms in place of 0.130.
+    Programs of the same rows write the same values. Kept on the chip, the rows would take registers, or so many
+    instructions, each fetched for a single use, that 1 x 10000 (32 x 300) takes 0.145 ms instead of 0.130.
     """
     queries_ptr, values_ptr, scales_ptr = tensors
     group, n_queries, query_length, padded_query_length, stride_query, stride_query_token = layout
@@ -114,7 +114,7 @@ def leave_values(
 def _quantize_rows_kernel(
     queries_ptr, values_ptr, scales_ptr, n_queries, length, stride_query, stride_token, config: tl.constexpr
 ):
-    """Values and scales of all rows, each in one program."""
+    """Quantize all rows, each in one program."""
     wait_for_previous_kernel()
     tensors, layout = (queries_ptr, values_ptr, scales_ptr), (0, n_queries, length, length, stride_query, stride_token)
     first_row = tl.program_id(0) * config.block_rows
@@ -126,9 +126,9 @@ def _divide_by_norms_kernel(
     values_ptr, scales_ptr, offsets_ptr, divided_scales_ptr, divided_offsets_ptr,
     n_rows, n_sequences, length, stride_group, stride_sequence, stride_token, config: tl.constexpr,
 ):  # fmt: skip
-    """Scales and offsets [n_rows] divided by the norms of values * scale + offset, [groups, sequences, length, d].
+    """Divide scales and offsets [n_rows] by the norms of values * scale + offset, [groups, sequences, length, d].
 
-    Strides are divided by `unit` (`config.stride_unit`).
+    Strides are passed divided by `unit` (`config.stride_unit`).
     """
     stride_group, stride_sequence, stride_token = (
         stride_group * config.unit, stride_sequence * config.unit, stride_token * config.unit,
@@ -136,7 +136,7 @@ def _divide_by_norms_kernel(
     rows, row_exists = rows_of_block(tl.program_id(0), n_rows, config.block_rows)
     base = values_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     scale = tl.load(scales_ptr + rows, mask=row_exists, other=0.0)
-    # Squares are of numbers of a few hundred: those of a large scale would leave float32's range.
+    # The norm is taken in this unit: squares are of numbers of a few hundred, and a large scale would overflow float32.
     unit = scale
     if offsets_ptr is not None:
         offset = tl.load(offsets_ptr + rows, mask=row_exists, other=0.0)
@@ -156,9 +156,9 @@ def _divide_by_norms_kernel(
 
 
 def quantize_rows(queries: Tensor, strides: tuple[int, ...], values: Tensor, scales: Tensor, normalize: bool) -> None:
-    """Leave values [Nq, Lq, d], int8 or fp8, and scales [Nq, Lq] of queries, which have the `strides` of both tokens.
+    """Write values [Nq, Lq, d], int8 or fp8, and scales [Nq, Lq] of queries, whose `strides` are (query, token).
 
-    With `normalize`, the scales are divided by the norms of what was quantized.
+    With `normalize`, the scales are divided by the norms of the quantized values.
     """
     n_queries, length, size = values.shape
     rows = max(1, _AT_ONCE.value // power_of_two(size))
@@ -169,7 +169,7 @@ def quantize_rows(queries: Tensor, strides: tuple[int, ...], values: Tensor, sca
 def divided_by_norms(
     values: Tensor, strides: tuple[int, ...], scales: Tensor, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Contiguous scales and offsets with which the embeddings that they stand for have norm 1.
+    """Return contiguous scales and offsets with which the dequantized embeddings have norm 1.
 
     `values` [.., d] have the strides (group, document, token) of `Problem`.
     """

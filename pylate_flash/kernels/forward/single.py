@@ -1,7 +1,7 @@
 """The forward of one short query at a time: document tokens are the rows of the product, query tokens its columns.
 
-The running maximum is elementwise, with no work across lanes, until the document ends. The columns are the tokens of
-the query, or (`chosen`) those that are chosen for each document, gathered where they lie.
+The running maximum is elementwise, without cross-lane reductions, until the document ends. The columns are the tokens
+of the query, or (`chosen`) the tokens chosen for each document, gathered in place.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .common import (
 )
 from .splits import find_segment, owner_of
 
-# Positions of chosen tokens that a program compares its own with at once: so few that the comparisons take fewer
-# registers than the products do.
+# Chosen tokens that a program compares its own tokens with at once: few enough that the comparisons need fewer
+# registers than the products.
 _COMPARED = tl.constexpr(16)
 
 
 @triton.jit
 def _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, last):
-    """The token of each column, and whether it is one, named here first: a token that is named twice counts once."""
+    """The token of each column, and whether it is valid and its first occurrence: a repeated token counts once."""
     chosen = tl.load(query_tokens_ptr + columns, mask=columns < n_chosen, other=-1)
     counted = (chosen >= 0) & (chosen < query_length)
     for start in tl.range(0, tl.minimum(last, n_chosen), _COMPARED):
-        others = start + tl.arange(0, _COMPARED)
-        other = tl.load(query_tokens_ptr + others, mask=others < n_chosen, other=-1)
-        again = (other[None, :] == chosen[:, None]) & (others[None, :] < columns[:, None])
-        counted = counted & (tl.max(again.to(tl.int32), axis=1) == 0)
+        earlier = start + tl.arange(0, _COMPARED)
+        earlier_token = tl.load(query_tokens_ptr + earlier, mask=earlier < n_chosen, other=-1)
+        repeats = (earlier_token[None, :] == chosen[:, None]) & (earlier[None, :] < columns[:, None])
+        counted = counted & (tl.max(repeats.to(tl.int32), axis=1) == 0)
     return tl.where(counted, chosen, 0).to(tl.int32), counted
 
 
@@ -48,20 +48,20 @@ def _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, last):
 def _single_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, argmax_ptr, segments_ptr, keys_ptr, query_tokens_ptr,
-    n_queries, query_length, n_documents, document_length, per_query, run, sums_stride, n_segments, per_split, whole,
-    n_chosen, chosen_stride_query, chosen_stride_document, empty_score,
+    n_queries, query_length, n_documents, document_length, per_query, run, sums_stride, n_segments, per_split,
+    longest_whole, n_chosen, chosen_stride_query, chosen_stride_document, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and argmax.
+    """Sum maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and store argmax.
 
-    Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
-    `candidates[i]` to `candidates[i + 1]` of the packed ones, in as many runs as `per_query` would take, which is a
-    guess; otherwise those of its group.
-    Under `chosen`, a run is one document, which (`shared`) the queries of neighbouring programs meet. Norms are known
-    then, of which the kernel takes its own else, as every token is met once.
-    Under `in_segments`, the first `n_segments` programs of the first axis take a segment each of the documents of more
-    than `whole` tokens, and the other programs leave those out.
+    Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the packed
+    documents `candidates[i]` to `candidates[i + 1]`, in as many runs as `per_query` documents would take, an estimate;
+    otherwise, those of its group.
+    Under `chosen`, a run is one document, which (`shared`) neighbouring programs score against different queries. Norms
+    are inputs then; otherwise the kernel computes them, as it reads every token once.
+    Under `in_segments`, each of the first `n_segments` programs of the first axis scores one segment of a document of
+    more than `longest_whole` tokens, and the other programs skip those documents.
     """
     EMBEDDING: tl.constexpr = config.size
     BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
@@ -99,7 +99,9 @@ def _single_kernel(
         segment_first = n_segments * 0
         segment_length = segment_first
         if is_segment:
-            first, segment_first, segment_length = find_segment(cu_seqlens_ptr, n_documents, segment, per_split, whole)
+            first, segment_first, segment_length = find_segment(
+                cu_seqlens_ptr, n_documents, segment, per_split, longest_whole
+            )
             last = first + (segment_length > 0).to(tl.int32)
             if HAS_CANDIDATES:
                 query = owner_of(candidates_ptr, n_queries, first)
@@ -138,7 +140,7 @@ def _single_kernel(
 
     # flatten and index: as in `stacked`. 31 microseconds instead of 36 at 1 x 1000, 32 x 300; 75 instead of 82 at 1 x
     # 1000, 32 x 1024.
-    # Of chosen tokens there is one document, and no loop.
+    # With chosen tokens, there is a single document.
     for index in tl.range(0, 1 if config.chosen else last - first, flatten=config.flatten):
         document = first + index
         base, length = document_range(
@@ -153,10 +155,10 @@ def _single_kernel(
         if config.has_documents_mask:
             length = tl.load(bounds_ptr + 2 * flat_document)
         if config.in_segments:
-            # A segment is a document here, and a document in segments has no tokens.
-            is_whole = length <= whole
+            # The segment takes the place of the document; other programs give a document in segments no tokens.
+            unsegmented = length <= longest_whole
             base += segment_first.to(tl.int64) * stride_document_token
-            length = tl.where(is_segment, segment_length, tl.where(is_whole, length, 0))
+            length = tl.where(is_segment, segment_length, tl.where(unsegmented, length, 0))
         best = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], float("-inf"), tl.float32)
         if config.with_argmax:
             key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], NO_ARGMAX, tl.int32)
@@ -197,20 +199,20 @@ def _single_kernel(
             elif config.normalize:
                 similarities *= inverse_norm(squares)[:, None]
             if config.with_argmax:
-                later = (similarities > best) | ((similarities != similarities) & (best == best))
-                key = tl.where(later, tokens[:, None], key)
+                replaces = (similarities > best) | ((similarities != similarities) & (best == best))
+                key = tl.where(replaces, tokens[:, None], key)
             best = larger(best, similarities)
 
         column_best = max_along(best, 0)
         counted = column_active & (length > 0)
         argmax = tl.full([BLOCK_COLUMNS], -1, tl.int32)
         if config.with_argmax:
-            won = (best == column_best[None, :]) | (best != best)
-            column_key = tl.min(tl.where(won, key, NO_ARGMAX), axis=0)
+            attains = (best == column_best[None, :]) | (best != best)
+            column_key = tl.min(tl.where(attains, key, NO_ARGMAX), axis=0)
             argmax = argmax_of(column_key, column_best)
-        stored = column_exists
+        store_mask = column_exists
         if config.in_segments:
-            stored = column_exists & is_whole
+            store_mask = column_exists & unsegmented
             segment_columns = segment.to(tl.int64) * tl.num_programs(1) * BLOCK_COLUMNS + columns
             tl.store(segments_ptr + segment_columns, column_best, mask=column_exists & is_segment)
             if config.with_argmax:
@@ -224,33 +226,34 @@ def _single_kernel(
             argmax_row = flat_document * query_length + columns
             if config.shared:
                 argmax_row = (flat_document * n_queries + query) * query_length + columns
-            tl.store(argmax_ptr + argmax_row, argmax.to(argmax_ptr.dtype.element_ty), mask=stored)
+            tl.store(argmax_ptr + argmax_row, argmax.to(argmax_ptr.dtype.element_ty), mask=store_mask)
         if config.normalize:
             column_best *= column_scale
         if config.weighted:
             column_best *= column_weight.to(tl.float32)
         total = tl.sum(tl.where(counted, column_best, 0.0), axis=0)
         if config.packed or config.has_documents_mask:
-            # One of the sums of a query is the score of an empty document; the others add nothing to it.
+            # For an empty document, one sum of a query is the empty score, and the others are 0.
             total = tl.where(length > 0, total, tl.where(tl.program_id(1) == 0, empty_score, 0.0))
         if config.in_segments:
-            tl.store(sums_ptr + document, total, mask=is_whole)
+            tl.store(sums_ptr + document, total, mask=unsegmented)
         else:
             tl.store(sums_ptr + document, total)
 
 
 def score_single(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
-    """Leave the sums [n_sums, scores] of every score."""
+    """Write the sums [n_sums, scores] of all scores."""
     n_segments = 2 * plan.splits.number if plan.config.in_segments else 0
     n_scores = problem.n_documents if problem.has_candidates else problem.n_queries * problem.n_documents
     chosen = tensors.query_tokens
-    described = (0, 0, 0) if chosen is None else (chosen.shape[2], *chosen.stride()[:2])
+    chosen_layout = (0, 0, 0) if chosen is None else (chosen.shape[2], *chosen.stride()[:2])
     _single_kernel(
         (n_segments + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
         (*tensors[:10], sums, tensors.argmax, tensors.segments, tensors.segment_argmax, chosen),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, plan.per_query,
-            plan.run, n_scores, n_segments, plan.splits.per_split, plan.splits.whole, *described, problem.empty_score,
+            plan.run, n_scores, n_segments, plan.splits.per_split, plan.splits.whole, *chosen_layout,
+            problem.empty_score,
         ),
         plan.strides, (plan.config,), plan.config.warps,
     )  # fmt: skip

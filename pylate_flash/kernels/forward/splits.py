@@ -1,14 +1,14 @@
-"""Packed documents split into equal shares of work, on the device, with nothing known there but their boundaries.
+"""Splits of packed documents into equal shares of work, computed on the device from their boundaries alone.
 
-A document costs its tokens and `DOCUMENT_COST` more. Laid one after the other at these costs, document j begins at the
-position cu_seqlens[j] + j * DOCUMENT_COST, and split number i is the positions i * per_split to (i + 1) * per_split. A
-document belongs to the split in which it begins, so every split is about equal work, whatever the lengths.
+A document costs its tokens plus `DOCUMENT_COST`. With documents laid end to end at these costs, document j begins at
+position cu_seqlens[j] + j * DOCUMENT_COST, and split i covers positions i * per_split to (i + 1) * per_split. A
+document belongs to the split in which it begins, so all splits are about equal work, whatever the lengths.
 
-A document of more than `whole` tokens is itself split: each split that it reaches into takes its tokens there, a
-segment. As such a document is longer than a split, a split has at most two segments: one of a document that began
-before it (segment 2 * i), and one of a document that begins in it (segment 2 * i + 1). The best similarities of the
-segments, and argmax counted from a segment's first token, lie in a scratch [segments, rows], and `merge_segments` makes
-scores of them. The maximum of maxima is exact, so a score does not depend on the splits.
+A document of more than `longest_whole` tokens is itself split: each split that it overlaps scores its tokens there, a
+segment. Such a document is longer than a split, so a split has at most two segments: one of a document that begins
+before it (segment 2 * i), and one of a document that begins in it (segment 2 * i + 1). Row maxima of the segments, and
+their argmax counted from the first token of a segment, go to scratch [segments, rows], which `merge_segments` reduces
+to scores. A maximum of maxima is exact, so scores do not depend on the splits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..tables import DOCUMENT_COST, power_of_two
 from .common import NO_ARGMAX, ForwardTensors
 
 _DOCUMENT_COST = tl.constexpr(DOCUMENT_COST)
-# Entries that a search compares at once.
+# Entries that a search compares per round.
 _SEARCH_WIDTH = tl.constexpr(256)
-# Segments and rows that the merge takes at a time, and programs that share the queries of a document in segments.
+# Segments and rows per step of the merge, and programs that share the queries of a document in segments.
 _MERGED_SEGMENTS = 16
 _MERGED_ROWS = 64
 _MERGING_PROGRAMS = 16
@@ -35,73 +35,72 @@ _MERGING_PROGRAMS = 16
 
 @triton.jit
 def lower_bound(values_ptr, size, targets, COST: tl.constexpr):
-    """For each target, the number of entries j < size with values[j] + j * COST below it; that sum does not fall.
+    """For each target, count the entries j < size with values[j] + j * COST below it; that sum must not decrease.
 
-    Compares `_SEARCH_WIDTH` entries at a time: three rounds of loads for 16 million entries, where a binary search
-    takes 24, each as long as the memory's latency.
+    Each round compares `_SEARCH_WIDTH` entries: three rounds of loads for 16 million entries, where a binary search
+    takes 24, each as long as the memory latency.
     """
     low = (targets * 0).to(tl.int32)
-    left = low + size
+    remaining = low + size
     probes = tl.arange(0, _SEARCH_WIDTH)
-    while tl.max(left, axis=0) > 0:
-        step = tl.cdiv(left, _SEARCH_WIDTH)
+    while tl.max(remaining, axis=0) > 0:
+        step = tl.cdiv(remaining, _SEARCH_WIDTH)
         entries = low[:, None] + (probes[None, :] + 1) * step[:, None] - 1
-        exists = entries < (low + left)[:, None]
-        exists = exists & (left > 0)[:, None]
+        exists = entries < (low + remaining)[:, None]
+        exists = exists & (remaining > 0)[:, None]
         values = tl.load(values_ptr + entries, mask=exists, other=0).to(tl.int64) + entries.to(tl.int64) * COST
         below = tl.sum((exists & (values < targets[:, None])).to(tl.int32), axis=1)
-        # The entry after the last one that is below is not, unless it does not exist.
-        left = tl.minimum(tl.maximum(step - 1, 0), left - below * step)
+        # The probe after the last one below the target is not below it, if it exists.
+        remaining = tl.minimum(tl.maximum(step - 1, 0), remaining - below * step)
         low += below * step
     return low
 
 
 @triton.jit
 def documents_of_split(cu_seqlens_ptr, n_documents, split_start, per_split):
-    """First of the documents that begin in a split, and one past the last."""
+    """First document that begins in a split, and one past the last."""
     bounds = lower_bound(cu_seqlens_ptr, n_documents, split_start + tl.arange(0, 2) * per_split, _DOCUMENT_COST)
-    # By a minimum and a maximum, Triton 3.8 would know no alignment of what lies there, and copy 4 bytes at a time.
+    # With a min and a max instead, Triton 3.8 knows no alignment of the documents and copies 4 bytes at a time.
     return tl.split(bounds)
 
 
 @triton.jit
 def document_position(cu_seqlens_ptr, document):
-    """Where a document begins among the positions, and its number of tokens."""
+    """Position at which a document begins, and its number of tokens."""
     start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
     length = (tl.load(cu_seqlens_ptr + document + 1).to(tl.int64) - start).to(tl.int32)
     return start + tl.cast(document, tl.int64) * _DOCUMENT_COST, length
 
 
 @triton.jit
-def reaches_into(cu_seqlens_ptr, document, split_start, whole):
-    """1 if `document`, which begins before a split, is split into segments and has one there; else 0. -1 is no
-    document."""
+def reaches_into(cu_seqlens_ptr, document, split_start, longest_whole):
+    """1 if `document`, which begins before a split, has a segment in it, else 0; -1 stands for no document."""
     position, length = document_position(cu_seqlens_ptr, tl.maximum(document, 0))
-    return ((document >= 0) & (length > whole) & (position + length > split_start)).to(tl.int32)
+    return ((document >= 0) & (length > longest_whole) & (position + length > split_start)).to(tl.int32)
 
 
 @triton.jit
-def tokens_of_segment(cu_seqlens_ptr, document, split_start, per_split, whole):
-    """First of the tokens of a document that a split takes, and their number: all of them, or those that lie in it."""
+def tokens_of_segment(cu_seqlens_ptr, document, split_start, per_split, longest_whole):
+    """First token and number of tokens of a document that a split scores: all tokens, or those of its segment."""
     position, length = document_position(cu_seqlens_ptr, document)
     first = tl.maximum(split_start - position, 0).to(tl.int32)
     last = tl.minimum(split_start + per_split - position, length).to(tl.int32)
-    is_whole = length <= whole
-    return tl.where(is_whole, 0, first), tl.where(is_whole, length, last - first)
+    unsegmented = length <= longest_whole
+    return tl.where(unsegmented, 0, first), tl.where(unsegmented, length, last - first)
 
 
 @triton.jit
-def find_segment(cu_seqlens_ptr, n_documents, segment, per_split, whole):
-    """Document, first token and number of tokens of a segment; no tokens where that segment does not exist."""
+def find_segment(cu_seqlens_ptr, n_documents, segment, per_split, longest_whole):
+    """Document, first token and number of tokens of a segment; 0 tokens if the segment does not exist."""
     split_start = (segment // 2).to(tl.int64) * per_split
     target = split_start + (segment % 2) * per_split
     document = tl.max(lower_bound(cu_seqlens_ptr, n_documents, target + tl.arange(0, 1), _DOCUMENT_COST), axis=0) - 1
     exists = document >= 0
     document = tl.maximum(document, 0)
     position, length = document_position(cu_seqlens_ptr, document)
-    # The last document to begin before the end of a split need not begin in it.
-    exists = exists & (length > whole) & ((segment % 2 == 0) | (position >= split_start))
-    first, length = tokens_of_segment(cu_seqlens_ptr, document, split_start, per_split, whole)
+    # The last document that begins before the end of a split need not begin in it.
+    exists = exists & (length > longest_whole) & ((segment % 2 == 0) | (position >= split_start))
+    first, length = tokens_of_segment(cu_seqlens_ptr, document, split_start, per_split, longest_whole)
     return document, first, tl.where(exists, tl.maximum(length, 0), 0)
 
 
@@ -117,19 +116,20 @@ def owner_of(candidates_ptr, n_queries, document):
 @kernel(config="block_segments block_rows has_candidates has_queries_mask weighted normalize with_argmax")
 def _merge_kernel(
     best_ptr, keys_ptr, queries_mask_ptr, queries_scale_ptr, cu_seqlens_ptr, candidates_ptr, scores_ptr, argmax_ptr,
-    n_queries, query_length, n_documents, n_programs, per_split, whole, rows, rows_per_query, config: tl.constexpr,
+    n_queries, query_length, n_documents, n_programs, per_split, longest_whole, rows, rows_per_query,
+    config: tl.constexpr,
 ):  # fmt: skip
-    """Scores and argmax of the document that begins in a split and is in segments, if there is one.
+    """Write scores and argmax of the document in segments that begins in a split, if there is one.
 
     `n_programs` programs per split share the queries; with candidates there is one, as a document has one query.
     """
     index = tl.program_id(0) // n_programs
-    document, _, segment_length = find_segment(cu_seqlens_ptr, n_documents, 2 * index + 1, per_split, whole)
+    document, _, segment_length = find_segment(cu_seqlens_ptr, n_documents, 2 * index + 1, per_split, longest_whole)
     if segment_length > 0:
         position, length = document_position(cu_seqlens_ptr, document)
-        # Tokens from the beginning of the split on, so that segment i begins at token i * per_split - before.
-        before = (position - index.to(tl.int64) * per_split).to(tl.int32)
-        n_segments = tl.cdiv(before + length, per_split)
+        # Offset of the document from the start of the split: segment i begins at token i * per_split - document_offset.
+        document_offset = (position - index.to(tl.int64) * per_split).to(tl.int32)
+        n_segments = tl.cdiv(document_offset + length, per_split)
         first_query = tl.program_id(0) % n_programs
         last_query = n_queries
         if config.has_candidates:
@@ -150,22 +150,22 @@ def _merge_kernel(
                 best = tl.full([config.block_rows], float("-inf"), tl.float32)
                 key = tl.full([config.block_rows], NO_ARGMAX, tl.int32)
                 for first_segment in tl.range(0, n_segments, config.block_segments):
-                    # The last segment again, rather than one that does not exist.
+                    # Clamp to the last segment.
                     segments = tl.minimum(first_segment + tl.arange(0, config.block_segments), n_segments - 1)
-                    # The first is the second segment of its split; every other one is the first segment of its own.
+                    # The document's first segment is the second of its split; the others are the first of theirs.
                     slots = 2 * (index + segments) + (segments == 0).to(tl.int32)
                     offsets = slots.to(tl.int64)[:, None] * rows + (first_row + tokens)[None, :]
                     segment_best = tl.load(best_ptr + offsets, mask=exists[None, :], other=0.0)
                     block_best = max_along(segment_best, 0)
                     if config.with_argmax:
                         segment_key = tl.load(keys_ptr + offsets, mask=exists[None, :], other=0)
-                        won = (segment_best == block_best[None, :]) | (segment_best != segment_best)
-                        won = won & (segment_key != NO_ARGMAX)
-                        segment_key += tl.maximum(segments * per_split - before, 0)[:, None]
-                        block_key = tl.min(tl.where(won, segment_key, NO_ARGMAX), axis=0)
-                        # Later segments must be strictly better, or have the first NaN.
-                        later = (block_best > best) | ((block_best != block_best) & (best == best))
-                        key = tl.where(later, block_key, key)
+                        attains = (segment_best == block_best[None, :]) | (segment_best != segment_best)
+                        attains = attains & (segment_key != NO_ARGMAX)
+                        segment_key += tl.maximum(segments * per_split - document_offset, 0)[:, None]
+                        block_key = tl.min(tl.where(attains, segment_key, NO_ARGMAX), axis=0)
+                        # A later segment must be strictly better, or have the first NaN.
+                        replaces = (block_best > best) | ((block_best != block_best) & (best == best))
+                        key = tl.where(replaces, block_key, key)
                     best = larger(best, block_best)
                 active = exists
                 global_row = tl.cast(query, tl.int64) * query_length + tokens
@@ -186,9 +186,9 @@ def _merge_kernel(
 
 def merge_segments(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, scores: Tensor) -> None:
     """Write the scores and argmax of the documents that are in segments."""
-    # Most splits have nothing to merge, and are not to cost a program per query.
+    # Most splits have nothing to merge, and should not cost a program per query.
     programs = 1 if problem.has_candidates else min(problem.n_queries, _MERGING_PROGRAMS)
-    # Of the single kernel, a segment has the rows of one query; of the stacked ones, those of all, each padded.
+    # A segment of the single kernel has the rows of one query; those of stacked kernels have all queries, padded.
     rows_per_query = 0 if plan.kernel == "single" else plan.padded
     _merge_kernel(
         (plan.splits.number * programs, 1, 1),

@@ -1,22 +1,22 @@
-"""The forward of stacked queries: one tall matrix of the tokens of all queries, which meets a run of documents.
+"""The forward of stacked queries: the tokens of all queries are one tall matrix, scored against a run of documents.
 
 A tile of up to 256 rows spans several queries and feeds the tensor cores. It stays on the chip while the program walks
 the documents of its run; under `split`, where an embedding is too long for that, both operands are read block by block
 instead, as in any matrix product. An embedding that a power of two would pad too much is held as two blocks, the second
 of SECOND elements.
 
-Document tokens are read as they are multiplied, or (`values`) in 8 bits, or (`nbits`) as residual codes, from which a
-tile is decompressed on the chip. Products of 8 bits are summed in int32 or, of fp8, in float32; to queries that are not
-quantized, a tile of documents is widened, which loses nothing. With q = a v and d = s w + m, of values v and w, the
-similarity is
+Document tokens are read in the dtype of the products, or (`values`) in 8 bits, or (`nbits`) as residual codes, which
+are decompressed tile by tile on the chip. Products of int8 accumulate in int32, those of fp8 in float32. If queries are
+not quantized, the document tile is widened to their dtype, which is lossless. With values v and w, q = a v and
+d = s w + m, the similarity is
 
     <q, d> = a (s <v, w> + m sum(v))
 
-so a document token's scale s and offset m are applied to its column of the products, before the maximum, and the query
+so a document token's scale s and offset m are applied to its column of the products before the maximum, and the query
 token's scale a, which is not negative, after it.
 
-Reduced is a row's maximum, with its argmax where a gradient needs it, or (`soft`) the logarithm of its sum of
-exponentials, log(sum(exp(beta * similarity))) / beta.
+The reduction of a row is its maximum, with the argmax where a gradient needs it, or (`soft`) the log-sum-exp
+log(sum(exp(beta * similarity))) / beta.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .common import (
 from .quantized_rows import leave_values
 from .splits import document_position, documents_of_split, reaches_into, tokens_of_segment
 
-# Values of affine documents are 0 to 255, and tensor cores multiply signed integers: 128 is taken from the values, and
-# its product with the scale added to the offset.
+# Affine values are 0 to 255, but tensor cores multiply signed integers: 128 is subtracted from the values, and 128
+# times the scale is added to the offset.
 _MIDDLE = tl.constexpr(128)
 
 
@@ -53,9 +53,9 @@ _MIDDLE = tl.constexpr(128)
 def _token_tile(
     source, centroids_ptr, weights_ptr, tokens, codes, scale, dim, inside, config: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """A block of elements of a tile of tokens, [elements, tokens], in the type of the products.
+    """Load a block of elements of a token tile, [elements, tokens], in the dtype of the products.
 
-    `source` is where each element lies, or, of codes, where the residuals of the document begin.
+    `source` holds the address of every element or, for codes, the address of the document's residuals.
     """
     PADDED: tl.constexpr = config.blocks.split or config.blocks.first > config.size
     if config.nbits > 0:
@@ -74,18 +74,18 @@ def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, argmax_ptr, segments_ptr, keys_ptr,
     values_ptr, documents_offset_ptr, codes_ptr, centroids_ptr, weights_ptr, beta_ptr, lse_ptr,
-    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score, whole,
+    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score, longest_whole,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     config: tl.constexpr,
 ):  # fmt: skip
-    """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and argmax [G, K, rows].
+    """Sum row maxima over groups of GROUP rows, [G, Nq / G * groups per query, K], and store argmax [G, K, rows].
 
-    `n_queries` counts the queries of one group of the layout. Programs that run together differ in their row block
-    first, so they read the same documents, out of L2. `documents` says which ones are a program's: a "run" of those of
-    its group; of packed ones a "split" (`kernels.forward.splits`), whose size is `run`; a share of the "candidates"
-    [candidates[group], candidates[group + 1]) of its group, of which there are one for each query; or a run of
-    `n_documents` that are "listed" for each group by their numbers, -1 for none. Of candidates, sums are
-    [groups per query, Nd]. Under `in_segments`, documents of more than `whole` tokens are in segments.
+    `n_queries` is the number of queries of one group. The row block is the fastest-varying program index, so concurrent
+    programs read the same documents from L2. `documents` says which documents a program scores: a "run" of those of its
+    group; a "split" of packed documents (`kernels.forward.splits`), of size `run`; a share of the "candidates"
+    [candidates[group], candidates[group + 1]), where every query is a group; or a run of the `n_documents` that are
+    "listed" for its group by index, -1 for none. With "candidates", sums are [groups per query, Nd]. Under
+    `in_segments`, documents of more than `longest_whole` tokens are scored in segments.
     """
     EMBEDDING: tl.constexpr = config.size
     BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
@@ -117,8 +117,8 @@ def _stacked_kernel(
         first = run_index * run
         last = tl.minimum(first + run, n_documents)
     if config.in_segments:
-        first_whole = first
-        first -= reaches_into(cu_seqlens_ptr, first - 1, split_start, whole)
+        first_in_split = first
+        first -= reaches_into(cu_seqlens_ptr, first - 1, split_start, longest_whole)
 
     if config.quantize_rows:
         tensors = queries_ptr, values_ptr, queries_scale_ptr
@@ -166,35 +166,35 @@ def _stacked_kernel(
 
     # flatten: the two loops become one, so loads of the next document overlap the products of this one. Measured on an
     # H200 at the same tile: 0.493 to 0.428 ms at 1 x 1000, 1024 x 1024; 0.126 to 0.094 ms at 32 x 1024, 32 x 180.
-    # From 0 on: of what is derived from a loop that begins at the result of a search, Triton 3.9 does not know how
-    # addresses are aligned, and loads embeddings by single elements.
+    # The loop starts at 0: if it starts at the result of a search, Triton 3.9 loses the alignment of derived addresses
+    # and loads embeddings element by element.
     for index in tl.range(0, last - first, flatten=not config.blocks.split):
-        place = first + index
-        document = place
+        column = first + index
+        document = column
         if config.documents == "listed":
-            listed = tl.load(candidates_ptr + group.to(tl.int64) * n_documents + place).to(tl.int32)
-            document = tl.maximum(listed, 0)
+            candidate = tl.load(candidates_ptr + group.to(tl.int64) * n_documents + column).to(tl.int32)
+            document = tl.maximum(candidate, 0)
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length, strides, config.offset_unit
         )
         if config.documents == "candidates":
-            flat_document = tl.cast(place, tl.int64)
+            flat_document = tl.cast(column, tl.int64)
         else:
-            flat_document = group.to(tl.int64) * n_documents + place
+            flat_document = group.to(tl.int64) * n_documents + column
         flat = flat_document * document_length
         if config.packed and (config.normalize or SCALES_FIRST):
-            # Offsets of quantized documents count rows.
+            # Offsets of quantized documents are in rows.
             flat = tl.load((offsets_ptr if config.offset_unit > 0 else cu_seqlens_ptr) + document).to(tl.int64)
         if config.documents == "listed":
-            length = tl.where(listed < 0, 0, length)
+            length = tl.where(candidate < 0, 0, length)
         if config.has_documents_mask:
             length = tl.load(bounds_ptr + 2 * flat_document)
         if config.in_segments:
-            # From here on, a segment is a document.
-            first_token, length = tokens_of_segment(cu_seqlens_ptr, document, split_start, run, whole)
+            # From here on, the segment takes the place of the document.
+            first_token, length = tokens_of_segment(cu_seqlens_ptr, document, split_start, run, longest_whole)
             base += first_token.to(tl.int64) * stride_document_token
             flat += first_token
-        # Under `soft`, the largest exponent so far, and the sum of exponentials relative to it.
+        # Under `soft`, `best` is the largest exponent so far, and `total` the sum of exponentials relative to it.
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         key = tl.full([BLOCK_ROWS], NO_ARGMAX, tl.int32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -203,10 +203,10 @@ def _stacked_kernel(
             tokens = tl.minimum(positions, length - 1)
             if config.has_documents_mask:
                 tokens = tl.load(active_ptr + flat + tokens)
-            # Looked at where there are some.
+            # Placeholders, for configs without scales or codes.
             scale, codes = tokens, tokens
             if SCALES_FIRST:
-                # Before the products, beside which they are waited for.
+                # Loaded before the products, so that the load overlaps them.
                 scale = tl.load(documents_scale_ptr + flat + tokens)
             if config.affine:
                 offset = tl.load(documents_offset_ptr + flat + tokens) + _MIDDLE * scale
@@ -243,19 +243,19 @@ def _stacked_kernel(
             if config.affine:
                 similarities += row_sum[:, None] * offset[None, :]
             if config.soft:
-                # A token that is repeated would count twice.
+                # A repeated token would count twice.
                 similarities = tl.where((positions < length)[None, :], similarities, float("-inf"))
                 best, total = add_exponentials(similarities, row_factor, best, total)
             else:
                 best, key = with_maxima(similarities, tokens, best, key, config.with_argmax)
 
-        stored = row_exists
+        store_mask = row_exists
         if config.in_segments:
-            # Looked up again, as the loop has no registers to keep it in.
-            is_whole = document_position(cu_seqlens_ptr, document)[1] <= whole
-            stored = row_exists & is_whole
-            if is_whole == 0:
-                slot = 2 * run_index + (document >= first_whole).to(tl.int32)
+            # Loaded again: the loop has no registers to keep it in.
+            unsegmented = document_position(cu_seqlens_ptr, document)[1] <= longest_whole
+            store_mask = row_exists & unsegmented
+            if unsegmented == 0:
+                slot = 2 * run_index + (document >= first_in_split).to(tl.int32)
                 segment_row = (slot * n_row_blocks + row_block).to(tl.int64) * BLOCK_ROWS
                 tl.store(segments_ptr + segment_row + tl.arange(0, BLOCK_ROWS), best)
                 if config.with_argmax:
@@ -274,7 +274,7 @@ def _stacked_kernel(
                 best, argmax = with_masked_zeros(best, argmax, first_masked, document_length)
             if config.with_argmax:
                 argmax = tl.where(counted, argmax, -1)
-                tl.store(argmax_ptr + flat_row, argmax.to(argmax_ptr.dtype.element_ty), mask=stored)
+                tl.store(argmax_ptr + flat_row, argmax.to(argmax_ptr.dtype.element_ty), mask=store_mask)
             if config.scale_rows:
                 best *= row_scale
         if config.weighted:
@@ -284,20 +284,20 @@ def _stacked_kernel(
         groups_per_query = padded_query_length // GROUP
         sum_row = row_block * (BLOCK_ROWS // GROUP) + tl.arange(0, BLOCK_ROWS // GROUP)
         if config.packed or config.has_documents_mask:
-            # One of the sums of a query is the score of an empty document; the others add nothing to it.
+            # For an empty document, one sum of a query is the empty score, and the others are 0.
             sums = tl.where(length > 0, sums, tl.where(sum_row % groups_per_query == 0, empty_score, 0.0))
         sums_row = sum_row
         if config.documents != "candidates":
             sums_row = group * n_queries * groups_per_query + sum_row
-        sums_offset = sums_row.to(tl.int64) * n_documents + place
+        sums_offset = sums_row.to(tl.int64) * n_documents + column
         sum_exists = sum_row < n_queries * groups_per_query
         if config.in_segments:
-            sum_exists = sum_exists & is_whole
+            sum_exists = sum_exists & unsegmented
         tl.store(sums_ptr + sums_offset, sums, mask=sum_exists)
 
 
 def score_stacked(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
-    """Leave the sums [groups, queries, n_sums, n_documents] of every score, or [n_sums, Nd] of packed candidates."""
+    """Write the sums [groups, queries, n_sums, n_documents], or [n_sums, Nd] for packed candidates, of all scores."""
     _stacked_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (*tensors[:10], sums, *tensors[10:20]),

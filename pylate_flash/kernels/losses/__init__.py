@@ -1,9 +1,9 @@
 """Losses over scores [Nq, N], and the gradient of the scores.
 
 Plain torch launches a kernel for every step of a loss, forward and backward, which on a batch of some hundred queries
-takes more host time than the scores. Here the losses of a chunk of queries are one launch, and their sum with the
-gradient another, which leaves the gradient in the layout that the backward wants; of few scores, all is one. Margin MSE
-is torch's, in few steps.
+takes more host time than the scores. Here, one launch computes the losses of a chunk of queries, and another their sum
+and the gradient, in the layout that the backward expects; few scores take a single launch. Margin MSE uses torch, in
+few steps.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from ..rows import BLOCK, multiplied, programs_for
 from ..tables import power_of_two
 from . import cross_entropy
 
-# Numbers that each query of a chunk keeps for its gradient.
-_KEPT = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 0}
+# Float32 values per query that are saved for its gradient.
+_SAVED_PER_QUERY = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 0}
 
 
 class ChunkedLoss:
-    """A loss of scores [Nq, N] that come a chunk of queries at a time, their gradient, and what they sum up to.
+    """A loss of scores [Nq, N] that arrive a chunk of queries at a time, its gradient, and its totals.
 
-    Of each chunk, with its `first` query: `gradient`; without gradients `compare`, and `sum` after the last. A
-    symmetric loss has to `meet` all chunks before.
+    For each chunk, with its `first` query, call `gradient`; without gradients, `compare`, and `sum` after the last. For
+    a symmetric loss, call `meet` on all chunks first.
 
     Parameters
     ----------
     comparison, targets
-        As in `ops.loss_call`, of a loss that is reduced; tensors contiguous, a teacher's scores float32.
+        As in `ops.loss_call`, for a loss that is reduced; tensors contiguous, a teacher's scores float32.
     shape
         Nq, N and the largest number of queries in a chunk; none is 0.
     own_candidates
         Whether every query has documents of its own.
     with_slope
-        Whether the loss is to be differentiated by the temperature, a tensor.
+        Whether the loss is differentiated with respect to the temperature, a tensor.
     device
-        Where the scores will be.
+        The device of the scores.
 
     Attributes
     ----------
     loss, statistics, slope
-        float32, of shapes [], [3] and [], filled by the last chunk: the loss, and, if asked for, its statistics and its
-        derivative by the temperature.
+        float32, of shapes [], [3] and [], filled by the last chunk: the loss, and, if requested, its statistics and its
+        derivative with respect to the temperature.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ChunkedLoss:
         self.comparison, self.targets, self.own_candidates = comparison, targets, own_candidates
         self.n_queries, self.n_documents, chunk = shape
         self.n_values = 6 if comparison.with_statistics else 2 if with_slope else 1
-        count, kept = self.n_values * self.n_queries, _KEPT[comparison.kind] * chunk
-        # All in one allocation, the second from a multiple of 16 bytes on.
+        count, saved = self.n_values * self.n_queries, _SAVED_PER_QUERY[comparison.kind] * chunk
+        # All in one allocation; the second part is aligned to 16 bytes.
         start = -(-count // 4) * 4
-        memory = torch.empty(start + kept, dtype=torch.float32, device=device)
+        memory = torch.empty(start + saved, dtype=torch.float32, device=device)
         address = memory.data_ptr()
         self._values = Region(memory, address, count, torch.float32)
-        self._kept = Region(memory, address + 4 * start, kept, torch.float32)
-        # A third of the host time of `new_empty(())`.
+        self._saved = Region(memory, address + 4 * start, saved, torch.float32)
+        # Takes a third of the host time of `new_empty(())`.
         self.loss = memory.new_empty_strided((), ())
         self.slope = memory.new_empty_strided((), ()) if with_slope else None
         self.statistics = memory.new_empty_strided((3,), (1,)) if comparison.with_statistics else None
@@ -76,7 +76,7 @@ class ChunkedLoss:
         self._scale, self._teacher_scale = 1.0 / comparison.temperature, 1.0 / comparison.teacher_temperature
         self._margin = float("-inf" if comparison.margin is None else comparison.margin)
         self._share = 1.0 / self.n_queries if comparison.loss_reduction == "mean" else 1.0
-        # The sizes, where one program computes all.
+        # Padded sizes if a single program computes everything.
         padded = power_of_two(self.n_queries), power_of_two(self.n_documents)
         few = chunk == self.n_queries and padded[0] * padded[1] <= cross_entropy.WHOLE
         self._whole = padded if few and comparison.kind == CROSS_ENTROPY else ()
@@ -86,7 +86,7 @@ class ChunkedLoss:
             self._labelled = self._count_labels(device)
 
     def _count_labels(self, device: torch.device) -> Tensor:
-        """[N], float32: of how many queries each document is the label."""
+        """[N], float32: for each document, the number of queries that it is the label of."""
         labels, n_documents = self.targets.target, self.n_documents
         if labels is None:
             return (torch.arange(n_documents, device=device) < self.n_queries).float()
@@ -96,7 +96,7 @@ class ChunkedLoss:
         return counts.index_add_(0, labels.clamp(0, n_documents - 1), valid.float())
 
     def meet(self, scores: Tensor, first: int) -> None:
-        """Take the scores of a chunk into what is known of each document; chunks in their order."""
+        """Accumulate the scores of a chunk into the statistics of each document (column); chunks come in order."""
         tile = cross_entropy.TILE
         cross_entropy.columns_kernel(
             (-(-self.n_documents // tile), 1, 1),
@@ -108,7 +108,7 @@ class ChunkedLoss:
         )
 
     def compare(self, scores: Tensor, first: int) -> None:
-        """Leave the losses of the queries from `first` on, of contiguous float32 scores [n, N]."""
+        """Write the losses of the queries from `first` on, given contiguous float32 scores [n, N]."""
         n_queries, n_documents = scores.shape
         if self._whole:
             self._compute_all(scores, None, None)
@@ -124,7 +124,7 @@ class ChunkedLoss:
         if comparison.kind == CROSS_ENTROPY:
             cross_entropy.losses_kernel(
                 grid,
-                (scores, *self._labels, self._columns, self._kept, self._values),
+                (scores, *self._labels, self._columns, self._saved, self._values),
                 (n_queries, n_documents, first, self.n_queries, scale, self._margin),
                 (),
                 (1, block, self.own_candidates, self.n_values),
@@ -133,7 +133,7 @@ class ChunkedLoss:
         else:
             cross_entropy.divergence_kernel(
                 grid,
-                (scores, target, self.targets.temperature, self._kept, self._values),
+                (scores, target, self.targets.temperature, self._saved, self._values),
                 (n_documents, first, self.n_queries, scale, self._teacher_scale),
                 (),
                 (block, comparison.normalize_scores, self.n_values),
@@ -141,9 +141,9 @@ class ChunkedLoss:
             )
 
     def gradient(self, scores: Tensor, first: int, counts: Tensor | None) -> Tensor:
-        """Compare the chunk, and return the gradient of its scores; every query's is divided by its `counts`, if given.
+        """Compare the chunk, and return the gradient of its scores, divided by the `counts` of each query, if given.
 
-        Where queries have documents in common, all scores of one document lie together.
+        If queries share documents, all scores of one document are contiguous.
         """
         n_queries, n_documents = scores.shape
         strides = (n_documents, 1) if self.own_candidates else (1, n_queries)
@@ -163,15 +163,15 @@ class ChunkedLoss:
                 self.sum()
             grad_scores *= 2.0 * self._share / (n_documents - 1)
             return grad_scores if counts is None else grad_scores.div_(counts)
-        has_teacher, filled = comparison.kind == DIVERGENCE, (self.loss, self.slope) if last else (None, None)
+        has_teacher, totals = comparison.kind == DIVERGENCE, (self.loss, self.slope) if last else (None, None)
         statistics = self.statistics if last else None
         labels, scale = self._labels, self._scale
         if has_teacher:
             labels, scale = (target, None, None), self._teacher_scale
-        read = scores, *labels, self._columns, self._labelled, self._kept, counts
+        inputs = scores, *labels, self._columns, self._labelled, self._saved, counts
         cross_entropy.gradient_kernel(
             (-(-n_queries // tile) * -(-n_documents // tile), 1, 1),
-            (*read, grad_scores, self._values, *filled, statistics),
+            (*inputs, grad_scores, self._values, *totals, statistics),
             (n_queries, n_documents, first, self.n_queries, scale, self._share),
             strides,
             (tile, cross_entropy.BLOCK, self.own_candidates, has_teacher, comparison.normalize_scores, self.n_values),
@@ -180,12 +180,12 @@ class ChunkedLoss:
         return grad_scores
 
     def _compute_all(self, scores: Tensor, counts: Tensor | None, grad_scores: Tensor | None) -> None:
-        """The loss, the statistics and, if memory for it is given, the gradient of few scores, by one launch."""
+        """The loss, the statistics and, if `grad_scores` is given, the gradient of few scores, by one launch."""
         n_queries, n_documents = scores.shape
-        read = scores, *self._labels, self._columns, self._labelled, self._kept, counts
+        inputs = scores, *self._labels, self._columns, self._labelled, self._saved, counts
         cross_entropy.whole_kernel(
             (1, 1, 1),
-            (*read, grad_scores, self._values, self.loss, self.slope, self.statistics),
+            (*inputs, grad_scores, self._values, self.loss, self.slope, self.statistics),
             (n_queries, n_documents, self._scale, self._margin, self._share),
             (0, 0) if grad_scores is None else grad_scores.stride(),
             (*self._whole, cross_entropy.TILE, self.own_candidates, False, False, self.n_values),
@@ -193,7 +193,7 @@ class ChunkedLoss:
         )
 
     def sum(self) -> None:
-        """Fill the loss and the statistics after all chunks were compared, where no gradient does."""
+        """Fill the loss and the statistics after all chunks were compared, if no gradient was computed."""
         if self._whole:
             return
         cross_entropy.total_kernel(
@@ -207,7 +207,7 @@ class ChunkedLoss:
 
 
 def _margin_errors(scores: Tensor, teacher: Tensor) -> Tensor:
-    """By how much the margins [n, N - 1] between document 0 and the others differ from a teacher's."""
+    """Differences of the margins [n, N - 1], between document 0 and the others, from the teacher's margins."""
     return (scores[:, :1] - scores[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
 
 
@@ -215,10 +215,10 @@ def _margin_errors(scores: Tensor, teacher: Tensor) -> Tensor:
 def _rescale_kernel(
     factor_ptr, first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_first, n_second, config: tl.constexpr
 ):
-    """Two tensors of so many elements times a factor on the device; in place, a factor of 1 is left out."""
+    """Multiply two tensors by a factor on the device; in place, a factor of 1 is skipped."""
     wait_for_previous_kernel()
     factor = tl.load(factor_ptr)
-    # What is compiled, then what is computed.
+    # The outer conditions are resolved at compile time, the inner ones at run time.
     if first_ptr is not None:  # noqa: SIM102
         if not config.first_in_place or factor != 1.0:
             multiplied(first_ptr, first_target_ptr, n_first, factor, config.block)
@@ -230,16 +230,19 @@ def _rescale_kernel(
 def rescale(
     factor: Tensor, first: Tensor | None, second: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Two contiguous tensors (None for none) times a float32 scalar, in place where they have their `dtypes`.
+    """Multiply two contiguous tensors (None for none) by a float32 scalar, in place if they have their `dtypes`.
 
-    What stays in its place costs next to nothing where the factor is 1.
+    In place, a factor of 1 costs next to nothing.
     """
-    of_first, of_second = first, second
+    first_target, second_target = first, second
     if first is not None and first.dtype != dtypes[0]:
-        of_first = torch.empty_like(first, dtype=dtypes[0])
+        first_target = torch.empty_like(first, dtype=dtypes[0])
     if second is not None and second.dtype != dtypes[1]:
-        of_second = torch.empty_like(second, dtype=dtypes[1])
+        second_target = torch.empty_like(second, dtype=dtypes[1])
     counts = 0 if first is None else first.numel(), 0 if second is None else second.numel()
-    tensors, in_place = (factor, first, second, of_first, of_second), (of_first is first, of_second is second)
+    tensors, in_place = (
+        (factor, first, second, first_target, second_target),
+        (first_target is first, second_target is second),
+    )
     _rescale_kernel(programs_for(factor, *counts), tensors, counts, (), (BLOCK, *in_place), (4, 1, None))
-    return of_first, of_second
+    return first_target, second_target

@@ -1,4 +1,4 @@
-"""Run here under TRITON_INTERPRET=1 alone, as `make test` does, with an interpreter that is fast enough."""
+"""These tests run only under TRITON_INTERPRET=1, as `make test` sets it, with an interpreter made fast enough."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan() -> Iterator[None]:
-    """Memory that no kernel writes is not 0 by luck: `torch.empty` gives NaN, or the largest integer."""
+    """Fill `torch.empty` with NaN, or the largest integer, so that unwritten memory is not 0 by luck."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -36,7 +36,7 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter patches the language whenever one function calls another: once for a launch is enough."""
+    """Patch the language once per launch; the interpreter does so whenever one function calls another."""
     from triton.runtime import interpreter
 
     patch, launched = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -48,9 +48,9 @@ def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
             scopes[module] = patch(function)
         return scopes[module]
 
-    def launch(self: Any, *arguments: Any, **named: Any) -> None:
+    def launch(self: Any, *arguments: Any, **kwargs: Any) -> None:
         scopes.clear()
-        launched(self, *arguments, **named)
+        launched(self, *arguments, **kwargs)
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
@@ -58,7 +58,7 @@ def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def types_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter works out types, those of blocks, of shapes and of arrays, for every value anew."""
+    """Cache the types of blocks, shapes and arrays, which the interpreter computes anew for every value."""
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -100,7 +100,7 @@ def types_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def known_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a combine function that it does not know, the interpreter reduces element by element."""
+    """Reduce with numpy where the combine function is `larger`; the interpreter goes element by element."""
     from triton.runtime.interpreter import ReduceOps
 
     from pylate_flash.kernels.reductions import larger
@@ -118,7 +118,7 @@ def known_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def masks_stay_bool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter makes integers of a bool that meets a block, and since Triton 3.9 takes none for a mask."""
+    """Keep bools that are broadcast to a block; as integers, Triton 3.9 and later reject them as masks."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     splat = InterpreterBuilder.create_splat
@@ -134,7 +134,7 @@ def masks_stay_bool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of more than 70 tokens are split into segments of at most 70."""
+    """Split documents of more than 70 tokens into segments of at most 70."""
 
     def splits(problem: Problem, *_: int, **__: int) -> plan.Splits:
         work = problem.n_tokens + problem.n_documents * tables.DOCUMENT_COST

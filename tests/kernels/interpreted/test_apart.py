@@ -1,4 +1,4 @@
-"""float32 taken apart into float16: products of what is left are those of the embeddings, within their 22 bits."""
+"""float32 split into float16 parts: products of the parts equal those of the embeddings, within their 22 bits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pylate_flash.problem import rounded_total
 def similarities(queries: torch.Tensor, documents: torch.Tensor, parts: int, normalize: bool = False) -> torch.Tensor:
     size = parts * (-(-queries.shape[-1] // 8) * 8)
     norms = norms_of(queries, documents) if normalize else None
-    of_queries, of_documents, scales = taken_apart(queries, documents, size, norms)
-    assert of_queries.dtype == of_documents.dtype == torch.float16
-    assert (of_queries.shape, of_documents.shape) == ((*queries.shape[:-1], size), (*documents.shape[:-1], size))
-    products = torch.einsum("qsd,ntd->qnst", of_queries.double(), of_documents.double())
+    query_parts, document_parts, scales = taken_apart(queries, documents, size, norms)
+    assert query_parts.dtype == document_parts.dtype == torch.float16
+    assert (query_parts.shape, document_parts.shape) == ((*queries.shape[:-1], size), (*documents.shape[:-1], size))
+    products = torch.einsum("qsd,ntd->qnst", query_parts.double(), document_parts.double())
     return products * scales.queries.double()[:, None, :, None] * scales.documents.double()[None, :, None, :]
 
 
@@ -32,14 +32,14 @@ def test_similarities(n_queries, query_length, n, length, size, parts, normalize
 
     def draw(*shape: int) -> torch.Tensor:
         values = torch.randn(*shape, size, generator=generator)
-        # Norms are no less than what is divided by, and their squares are in float32's range.
+        # Norms are above the lower limit of normalization, and their squares are in float32's range.
         values *= torch.exp2((spread * torch.randn(*shape, 1, generator=generator)).clamp(-30.0, 45.0))
         return values.transpose(0, 1).contiguous().transpose(0, 1) if transposed else values
 
     queries, documents = draw(n_queries, query_length), draw(n, length)
     actual = similarities(queries, documents, parts, normalize)
     wide = queries.double(), documents.double()
-    norms = [each.norm(dim=-1) for each in wide]
+    norms = [tensor.norm(dim=-1) for tensor in wide]
     largest = norms[0][:, None, :, None] * norms[1][None, :, None, :]
     expected = torch.einsum("qsd,ntd->qnst", *wide) / (largest if normalize else 1.0)
     # Each of two elements is rounded to 22 bits, or to 11.
@@ -60,11 +60,11 @@ def test_infinite_elements_and_rows_of_zeros(parts: int) -> None:
 
 
 def test_another_total_than_that_of_the_tensor() -> None:
-    """Of packed documents, as many rows are taken apart as their boundaries tell: fewer than memory is made for."""
+    """As many rows of packed documents are split as cu_seqlens says: fewer than memory is allocated for."""
     queries, documents = torch.randn(2, 3, 16), torch.randn(100, 16)
     assert rounded_total(99) == rounded_total(100) == 100
     cu_seqlens = torch.tensor([0, 40, 100])
-    _, whole, scales = taken_apart(queries, documents, 48)
-    _, result, found_scales = taken_apart(queries, documents[:99], 48, None, cu_seqlens)
-    assert torch.equal(result, whole)
-    assert torch.equal(found_scales.documents, scales.documents)
+    _, expected, scales = taken_apart(queries, documents, 48)
+    _, result, result_scales = taken_apart(queries, documents[:99], 48, None, cu_seqlens)
+    assert torch.equal(result, expected)
+    assert torch.equal(result_scales.documents, scales.documents)

@@ -1,4 +1,4 @@
-"""The backward's kernels, run by Triton's interpreter on the CPU, with limits so low that small problems cross them."""
+"""Backward kernels, run by Triton's interpreter on the CPU, with limits so low that small problems exceed them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from pylate_flash.kernels import plan_backward, tables, tables_backward
 from pylate_flash.kernels.backward import lists, sums
-from pylate_flash.kernels.rows import normalized_rows, through_normalized_rows
-from pylate_flash.ops.norms import inverse_norms, through_norms
+from pylate_flash.kernels.rows import normalized_rows
+from pylate_flash.ops.norms import inverse_norms
 from tests.kernels.backward_cases import KINDS, WAYS, Case, dense, packed, weighted
 from tests.ops.cases import relative_error
 
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time; no list by one program."""
+    """Chunks of 16 rows, list segments of 8, one document at a time, and no lists built by a single program."""
     limits = {
         "LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 8, "LISTS_MEMORY": 1, "LIST_BLOCK_TOKENS": 16, "ALONE_ROWS": 0,
         "ALONE_ROWS_OF_FEW": 0, "COMPARED": 8, "COMPARE_ROWS": 4,
@@ -91,7 +91,7 @@ def test_weights_of_one_change_nothing(way: str) -> None:
         *(((5, 7), (1, 2, 13), kind) for kind in KINDS),
         *(((3, 70), (3, 1, 5), kind) for kind in KINDS),
         ((2, 1), (2, 1, 1), "uniform"),
-        # A list's start per token and the end of the last: 256 of them, and one more.
+        # The start of each token's list and the end of the last: 256 of them, and one more.
         ((1, 20), (1, 1, 255), "uniform"),
         ((1, 20), (1, 1, 256), "one token"),
     ],
@@ -103,7 +103,7 @@ def test_lists_by_one_program(
     monkeypatch.setattr(tables_backward, "ALONE_ROWS", 0 if few else 300)
     monkeypatch.setattr(tables_backward, "ALONE_ROWS_OF_FEW", 300)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132 if few else 1))
-    # What only other lists need.
+    # Only other lists use this kernel.
     monkeypatch.setattr(lists, "_sort_kernel", None)
     dense(queries, documents, 12, kind).check("lists")
 
@@ -112,17 +112,17 @@ def test_lists_by_one_program(
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(("queries", "documents"), [((5, 7), (1, 3, 13)), ((3, 70), (3, 1, 5))])
 def test_lists_beside_the_gather(queries: tuple, documents: tuple, weights: bool, kind: str, monkeypatch) -> None:
-    """One launch in place of two, with the same bits."""
+    """One launch instead of two, with bitwise equal results."""
     for name, value in {"ALONE_ROWS": 300, "ALONE_ROWS_OF_FEW": 300, "LISTS_MEMORY": 1 << 20}.items():
         monkeypatch.setattr(tables_backward, name, value)
     case = dense(queries, documents, 12, kind, normalize=True)
     case = weighted(case) if weights else case
     with monkeypatch.context() as patch:
         patch.setattr(tables_backward, "GATHERED_BESIDE", 0)
-        apart = case.run("lists")
+        separate = case.run("lists")
     monkeypatch.setattr(lists, "_list_kernel", None)
     case.check("lists")
-    assert all(torch.equal(actual, expected) for actual, expected in zip(case.run("lists"), apart, strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(case.run("lists"), separate, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +130,7 @@ def test_lists_beside_the_gather(queries: tuple, documents: tuple, weights: bool
 def test_lists_that_are_never_long_are_summed_by_one_program(
     normalize: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What only long lists need.
+    # Only long lists use this kernel.
     monkeypatch.setattr(sums, "_combine_kernel", None)
     dense((2, 8), (1, 3, 5), 12, kind, normalize).check("lists")
     packed((4, 4), [3, 0, 5], 12, kind).check("lists")
@@ -159,7 +159,7 @@ def test_more_tokens_than_keys_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_long_embeddings(way: str, normalize: bool) -> None:
-    """Of more dimensions than one warp takes, and no power of two."""
+    """More dimensions than one warp handles, and not a power of two."""
     dense((2, 5), (1, 2, 4), 300, "uniform", normalize).check(way)
 
 
@@ -184,7 +184,7 @@ def test_strides(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_not_a_number_stays_where_it_belongs(way: str) -> None:
-    """In a query row, a document token and a score: only what they meet becomes NaN."""
+    """NaN in a query row, a document token or a score reaches only the gradients that depend on it."""
     problem = dense((3, 4), (1, 2, 6), 8, "uniform")
     problem.argmax[:] = torch.arange(12) % 5
     problem.queries[0, 1, 2] = torch.nan
@@ -200,7 +200,7 @@ def test_not_a_number_stays_where_it_belongs(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n_queries", [3, 1])
 def test_a_masked_token_that_is_not_a_number_gets_no_gradient(n_queries: int, way: str, monkeypatch) -> None:
-    """Nor does it change another one's, whatever its scores' gradients are: nobody chose it, or it chose nobody."""
+    """Nor does it change another token's, whatever the scores' gradients: it is in no argmax, or has none."""
     monkeypatch.setattr(tables_backward, "SPLIT_DOCUMENTS", 2)
     # One query's documents are shared by several programs.
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132 if n_queries == 1 else 1))
@@ -215,13 +215,13 @@ def test_a_masked_token_that_is_not_a_number_gets_no_gradient(n_queries: int, wa
         case.queries[:, 1] = torch.nan
         tokens = case.documents.view(-1, 6, 8)
         tokens[:, 2] = torch.nan
-        of_queries, of_documents = case.run(way)
-        assert torch.equal(of_queries, expected[0])
-        assert torch.equal(of_documents, expected[1])
-        assert not of_queries[:, 1].any()
-        assert not of_documents.view(tokens.shape)[:, 2].any()
-        assert of_queries.any()
-        assert of_documents.any()
+        grad_queries, grad_documents = case.run(way)
+        assert torch.equal(grad_queries, expected[0])
+        assert torch.equal(grad_documents, expected[1])
+        assert not grad_queries[:, 1].any()
+        assert not grad_documents.view(tokens.shape)[:, 2].any()
+        assert grad_queries.any()
+        assert grad_documents.any()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -229,10 +229,10 @@ def test_not_a_number_in_scores_reaches_all_that_chose(way: str) -> None:
     case = dense((2, 3), (1, 2, 4), 8, "uniform", True)
     case.argmax[:] = 1
     case.grad_scores[:] = torch.nan
-    of_queries, of_documents = case.run(way)
-    assert of_queries.isnan().all()
-    assert of_documents[:, :, 1].isnan().all()
-    assert not of_documents[:, :, [0, 2, 3]].any()
+    grad_queries, grad_documents = case.run(way)
+    assert grad_queries.isnan().all()
+    assert grad_documents[:, :, 1].isnan().all()
+    assert not grad_documents[:, :, [0, 2, 3]].any()
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
@@ -246,11 +246,11 @@ def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
 @pytest.mark.parametrize(
     ("length", "size", "needs_queries", "lists_alone", "kind"),
     [
-        # What sorts is in the memory of the documents' gradient, and the rest in that of the queries'.
+        # The sort's scratch is in the memory of the document gradient, the rest in that of the query gradient.
         (60, 64, True, True, "one token"),
-        # All of it in the latter: documents are too short.
+        # All scratch is in the memory of the query gradient: documents are too short.
         (3, 64, True, True, "skewed"),
-        # The queries' is not wanted, or too small.
+        # The query gradient is not needed, or too small.
         (60, 64, False, False, "skewed"),
         (60, 4, True, False, "skewed"),
     ],
@@ -258,11 +258,11 @@ def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
 def test_gradients_lend_their_memory(
     length: int, size: int, needs_queries: bool, lists_alone: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, empty = set(), torch.empty
+    allocated, empty = set(), torch.empty
 
     def allocate(*shape, **options) -> torch.Tensor:
         tensor = empty(*shape, **options)
-        taken.add(tensor.numel() * tensor.element_size())
+        allocated.add(tensor.numel() * tensor.element_size())
         return tensor
 
     case = dense((5, 7), (1, 5, length), size, kind)
@@ -274,8 +274,8 @@ def test_gradients_lend_their_memory(
     assert relative_error(actual, expected) <= 1e-5
     if needs_queries:
         case.check("lists")
-    # Lists of 35 rows, in 16 bits, of two documents at a time, and then of one.
-    assert (taken - set(both) == {2 * 35 * 2, 35 * 2}) == lists_alone
+    # Lists of 35 rows in 16 bits, for two documents at a time, and then for one.
+    assert (allocated - set(both) == {2 * 35 * 2, 35 * 2}) == lists_alone
 
 
 def test_every_sum_has_the_error_of_its_own_rows() -> None:
@@ -290,21 +290,32 @@ def test_every_sum_has_the_error_of_its_own_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_normalized_rows_and_back(in_place: bool, dtype: torch.dtype) -> None:
-    embeddings, grad = torch.randn(5, 7, 12).to(dtype), torch.randn(5, 7, 12).to(dtype)
-    embeddings[2, 3] = 0
-    embeddings[4, 4], grad[4, 4] = torch.nan, 0
+def test_normalized_rows(in_place: bool, dtype: torch.dtype) -> None:
+    embeddings = torch.randn(5, 7, 12).to(dtype)
+    embeddings[2, 3], embeddings[4, 4] = 0, torch.nan
     before, tolerance = embeddings.clone(), 1e-6 if dtype == torch.float32 else 1e-2
     out, scales = embeddings if in_place else torch.empty_like(embeddings), torch.empty(5, 7)
     normalized_rows(embeddings, out, scales)
     torch.testing.assert_close(scales, inverse_norms(before), equal_nan=True)
     expected = (before.float() * inverse_norms(before)[..., None]).to(dtype)
     torch.testing.assert_close(out, expected, equal_nan=True, rtol=tolerance, atol=tolerance)
-    reference = through_norms(grad.double(), before.double(), inverse_norms(before.double()))
-    reference[4, 4] = 0
-    through_normalized_rows(grad, out, scales)
-    assert not grad[4, 4].any()
-    # The clamped norm of zeros scales by 1e12.
-    torch.testing.assert_close(grad[2, 3].double(), reference[2, 3], rtol=tolerance, atol=0)
-    grad[2, 3], reference[2, 3] = 0, 0
-    torch.testing.assert_close(grad.double(), reference, rtol=0, atol=tolerance * 4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["uniform", "one token"])
+def test_of_rows_that_are_normalized_already(kind: str, way: str) -> None:
+    """Sums of all kernels, those in parts too, with weights, and in splits of the documents."""
+    case = dense((6, 8), (1, 3, 70), 12, kind, normalize=True)
+    case = replace(case, queries=3 * case.queries, documents=case.documents / 2)
+    for each in (case, weighted(case), packed((1, 5), [40, 0, 9, 1], 12, kind, normalize=True)):
+        each.check(way, normalized=True)
+
+
+def test_zeros_and_nan_that_are_normalized_already() -> None:
+    """A clamped norm scales by 1e12, and a zero gradient stays zero whatever the embedding holds."""
+    case = dense((2, 4), (1, 2, 6), 12, "uniform", normalize=True)
+    case.documents[0, 0, 1], case.documents[0, 1, 2] = 0, torch.nan
+    case.argmax[case.argmax == 2] = 3
+    (_, actual), (_, expected) = case.run(normalized=True), case.run()
+    assert not actual[0, 1, 2].any()
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The best of many scores by a kernel, which Triton's interpreter runs, against a stable sort."""
+"""The kernel of the k best scores, run by Triton's interpreter, against a stable sort."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES = torch.tensor([1.0, -1.0, 0.0, -0.0, 3e38, -3e38, 1e-45, torch.inf, -tor
 def test_the_best_are_those_of_a_stable_sort(
     rows: int, columns: int, k: int, values: int, apart: int, seed: int
 ) -> None:
-    """Of one block, of several, and of several of which the best are several blocks again."""
+    """One block, several blocks, and several blocks whose best scores fill several blocks again."""
     chosen = torch.randint(values, (rows, columns + apart), generator=torch.Generator().manual_seed(seed))
     scores = VALUES[chosen][:, :columns]
     k = min(k, columns)
@@ -33,13 +33,13 @@ def test_the_best_are_those_of_a_stable_sort(
         patch.setattr(tables, "BEST_LEAST_BLOCK", 4)
         patch.setattr(tables, "BEST_PER_WARP", 4)
         best, result = k_best(scores, k)
-    wanted, order = torch.sort(scores, dim=1, descending=True, stable=True)
-    torch.testing.assert_close(best, wanted[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
+    expected, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    torch.testing.assert_close(best, expected[:, :k], rtol=0.0, atol=0.0, equal_nan=True)
     assert torch.equal(result, order[:, :k])
 
 
 def test_columns_of_any_stride_and_none_at_all() -> None:
     scores = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(k_best(scores.T, 2)[1], torch.sort(scores.T, dim=1, descending=True).indices[:, :2])
-    assert [each.shape for each in k_best(scores[:0], 2)] == [(0, 2), (0, 2)]
-    assert [each.shape for each in k_best(scores[:, :0], 0)] == [(7, 0), (7, 0)]
+    assert [output.shape for output in k_best(scores[:0], 2)] == [(0, 2), (0, 2)]
+    assert [output.shape for output in k_best(scores[:, :0], 0)] == [(7, 0), (7, 0)]

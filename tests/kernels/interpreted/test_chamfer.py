@@ -1,4 +1,4 @@
-"""The kernels of Chamfer distances in the interpreter: tiles, shares, masks, packed sets, ties and NaN."""
+"""Chamfer kernels in the interpreter: tiles, shares, masks, packed sets, ties and NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES = (torch.float32, torch.float16)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several of each set, with little to compute."""
+    """Small tiles, so that small sets have several of them."""
     for name, columns in (("DIRECT", 64), ("DIRECT_LONG", 64), ("HALF", 32), ("HALF_LONG", 32), ("FLOAT", 32)):
         monkeypatch.setattr(tables, "CHAMFER_" + name, Tile(16, columns, 4, 1))
 
@@ -48,7 +48,7 @@ def argmax(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("size", [3, 10, 300])
 def test_the_same_points_win_in_all_tiles(size: int, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of integers, of which many are equal; some programs share the points of y."""
+    """Integers, many of them equal; several programs share the points of y."""
     monkeypatch.setattr(tables, "architecture", lambda device: (8, 12))
     generator = torch.Generator().manual_seed(size)
     x, y = (torch.randint(-1, 2, (2, length, size), generator=generator).float() for length in (35, 150))
@@ -57,21 +57,21 @@ def test_the_same_points_win_in_all_tiles(size: int, metric: str, monkeypatch: p
     mask[1, :70] = False
     sets = Sets(x, y, None, mask)
     problem = problem_of_sets(sets, ChamferOptions(0, 0, metric, "mean", 0.0, "triton"))
-    found_plan = plan_operations.meeting_plan(problem)
-    assert found_plan.n_shares > 1
-    assert found_plan.row_blocks == 3
-    assert found_plan.split is (size == 300)
+    chosen_plan = plan_operations.meeting_plan(problem)
+    assert chosen_plan.n_shares > 1
+    assert chosen_plan.row_blocks == 3
+    assert chosen_plan.split is (size == 300)
     scores, *actual = argmax(sets, metric, "triton")
-    expected, *right = argmax(sets, metric, "blocked")
+    expected, *expected_argmax = argmax(sets, metric, "blocked")
     torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(actual[0], right[0])
-    assert torch.equal(actual[1], right[1])
+    assert torch.equal(actual[0], expected_argmax[0])
+    assert torch.equal(actual[1], expected_argmax[1])
 
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("size", [3, 10])
 def test_nan_wins_where_it_is(size: int, metric: str) -> None:
-    """In tiles of which it is neither the first row nor the first column; the first of several."""
+    """In tiles where it is in neither the first row nor the first column; the first of several NaN wins."""
     x, y = torch.randn(2, 35, size), torch.randn(2, 100, size)
     y[0, 75, 1] = y[0, 90, 0] = x[1, 21] = torch.nan
     scores, *actual = argmax(Sets(x, y), metric, "triton")
@@ -79,8 +79,8 @@ def test_nan_wins_where_it_is(size: int, metric: str) -> None:
     assert (actual[0][0] == 75).all()
     assert (actual[1][1] == 21).all()
     assert actual[1][0, 75] == actual[0][1, 21] == 0
-    _, *right = argmax(Sets(x, y), metric, "blocked")
-    assert all(torch.equal(*pair) for pair in zip(actual, right, strict=True))
+    _, *expected_argmax = argmax(Sets(x, y), metric, "blocked")
+    assert all(torch.equal(*pair) for pair in zip(actual, expected_argmax, strict=True))
 
 
 def test_what_is_infinitely_far_wins_nothing() -> None:
@@ -93,7 +93,7 @@ def test_what_is_infinitely_far_wins_nothing() -> None:
 
 
 def test_a_point_that_many_chose() -> None:
-    """Its list is longer than what is summed at a time."""
+    """Its list is longer than what is summed in one step."""
     x, y = torch.randn(1, 3, 12), 0.1 * torch.randn(1, 70, 12) + 1.0
     x[0, 1] = 1.0
     actual, expected = (

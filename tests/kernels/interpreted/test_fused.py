@@ -1,4 +1,4 @@
-"""The sum at the end of the fused projection: maxima of parts of documents, to scores."""
+"""The last kernel of the fused projection reduces maxima over document parts to scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = 16
 
 
 def maxima(similarities: torch.Tensor, bounds: list[int], columns: int) -> torch.Tensor:
-    """What the kernel leaves, from similarities [T, query rows]; what it leaves alone is garbage."""
+    """The fused kernel's output for similarities [T, query rows]; entries that it does not write are garbage."""
     n_parts = triton.cdiv(len(similarities), ROWS)
     best = torch.full((len(bounds) - 1 + n_parts, columns), 1e9)
     for document, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
@@ -29,7 +29,7 @@ def maxima(similarities: torch.Tensor, bounds: list[int], columns: int) -> torch
 def test_scores_are_sums_of_the_maxima_over_parts(
     query_length: int, mean: bool, empty_score: float, mask: torch.dtype | None, packed: bool
 ) -> None:
-    """Floating queries' masks hold weights; of a documents' mask, whatever is not 0 is active."""
+    """Floating-point query masks hold weights; in a document mask, every nonzero entry is active."""
     torch.manual_seed(0)
     n_queries, n_documents, length = 2, 9, 21
     if packed:

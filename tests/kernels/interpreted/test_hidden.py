@@ -1,4 +1,4 @@
-"""`maxsim_from_hidden` through the interpreted kernels: blocks of documents, which are views of what they take."""
+"""`maxsim_from_hidden` with interpreted kernels: blocks of documents, which are views of the inputs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_blocks_of_half_precision_score_as_one(
     [((5, 6, 20), False, True), ((5, 6, 20), True, False), ((3, 2, 6, 20), True, True), ((3, 2, 6, 20), False, False)],
 )
 def test_ways_to_differentiate_a_step(hidden_shape: tuple, masked: bool, normalize: bool, monkeypatch) -> None:
-    """Again, a part of the inputs, with a graph of the backward, and without room for what is kept."""
+    """Repeatedly, for some inputs only, with create_graph, and with too little memory for what is saved."""
     generator = torch.Generator().manual_seed(0)
     shapes = (3, 5, 16), hidden_shape, (16, 20), (16,)
     leaves = [torch.randn(shape, generator=generator).half().requires_grad_() for shape in shapes]
@@ -109,15 +109,15 @@ def test_ways_to_differentiate_a_step(hidden_shape: tuple, masked: bool, normali
         assert torch.equal(differentiate(score(), [leaf])[0], gradient)
     actual = score()
     gradients = differentiate(actual, create_graph=True)
-    for again in (gradients, differentiate(actual, retain_graph=True), differentiate(actual)):
-        assert_equal(again)
+    for repeated in (gradients, differentiate(actual, retain_graph=True), differentiate(actual)):
+        assert_equal(repeated)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradients[1].sum().backward()
     with monkeypatch.context() as patch:
-        # All documents, and not their gradient too.
+        # Enough for all documents, but not for their gradient as well.
         limit_scratch(patch, 2 * 6 * 16 * 6)
-        for gradient, whole in zip(differentiate(score()), expected, strict=True):
-            assert relative_error(gradient, whole) <= 2e-3
+        for gradient, reference in zip(differentiate(score()), expected, strict=True):
+            assert relative_error(gradient, reference) <= 2e-3
     actual = score()
     with torch.no_grad():
         leaves[2].zero_()

@@ -84,7 +84,7 @@ def test_embeddings_of_one_element_may_have_any_stride() -> None:
 
 
 def test_tokens_farther_apart_than_32_bits_count_are_brought_together() -> None:
-    """Within a query; from one query to the next, kernels count in 64 bits."""
+    """Within a query; from one query to the next, kernels use 64-bit strides."""
     queries = torch.empty_strided((3, 4, 8), (8, 1 << 30, 1), device="meta")
     tensors = Tensors(queries, torch.empty(2, 5, 8, device="meta"))
     problem, result = kernel_calls.for_kernels(problem_of(tensors, Options()), tensors)
@@ -98,7 +98,7 @@ def test_tokens_farther_apart_than_32_bits_count_are_brought_together() -> None:
 @pytest.mark.parametrize("n_queries", [1, 3])
 @pytest.mark.parametrize("masking", ["exclude", "zero"])
 def test_norms_that_float32_holds_squared(masking: str, n_queries: int, size: int) -> None:
-    """Others, and infinite ones, are NaN, whatever wins over them: they are no numbers, and never 0."""
+    """Other norms, and infinite ones, give NaN and never 0, whichever token wins."""
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(n_queries, 9, size, generator=generator)
     documents = torch.randn(4, 11, size, generator=generator)
@@ -122,7 +122,7 @@ def test_norms_that_float32_holds_squared(masking: str, n_queries: int, size: in
 def test_embeddings_in_two(
     size: int, first: int, second: int, n_queries: int, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared memory of compute capability 10 holds the longer ones."""
+    """Compute capability 10 has enough shared memory for the longer ones."""
     monkeypatch.setattr(tables, "architecture", lambda device: (10, 1))
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(n_queries, 9, size, generator=generator).half()
@@ -167,7 +167,7 @@ def test_varlen(case: tuple) -> None:
 
 @pytest.mark.parametrize("size", [16, 48, 96, 128])
 def test_many_short_packed_documents(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which one query walks as one row: several end in one step, and some are empty; by several programs."""
+    """One query walks them as one row: several end in one step, and some are empty; with several programs."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
     monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
     monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((40, 0),))
@@ -185,7 +185,7 @@ def test_many_short_packed_documents(size: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_long_document_among_short_ones_that_nobody_tells_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is walked whole, as all that bounds its length is the number of all tokens."""
+    """It is not split, as only the total number of tokens bounds its length."""
     monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((1000, 0),))
     monkeypatch.setattr(tables, "SMALLEST_SPLIT", 64)
     monkeypatch.delitem(forward._PLAIN, "single")
@@ -244,7 +244,7 @@ def test_long_documents_in_segments(query_lengths, candidates, normalize: bool, 
 
 @pytest.mark.parametrize("n_documents", [1, 256, 257])
 def test_programs_walk_each_document_once(n_documents: int, small_splits: None) -> None:
-    """Whatever the number of entries that a search narrows down, and however many documents are empty."""
+    """For any number of entries in the search, and any number of empty documents."""
     lengths = torch.randint(0, 3, (n_documents,), generator=torch.Generator().manual_seed(0))
     lengths[n_documents // 2 :] = 0
     lengths[0] = 1
@@ -292,7 +292,7 @@ def test_what_autograd_asks_of_a_node(shapes: tuple, normalize: bool) -> None:
 
 
 def test_autocast_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no gradient flows through the casts, as those of torch; NaN, infinities and what overflows stay these."""
+    """If no gradient flows through the casts; they equal those of torch, also for NaN, infinities and overflow."""
     queries, documents = torch.randn(3, 5, 8), torch.randn(4, 7, 8)
     queries.view(-1)[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e5, 1e-9])
     launched: list[int] = []
@@ -306,15 +306,15 @@ def test_autocast_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.float16):
         scores = kernel(queries, documents)
         assert len(launched) == 1
-        # These are not one stretch of memory.
+        # These documents are not contiguous.
         strided = kernel(queries, documents.transpose(0, 1).contiguous().transpose(0, 1))
     assert len(launched) == 1
     expected = kernel(queries.half(), documents.half())
     torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(strided, expected, rtol=0, atol=0, equal_nan=True)
     for source, dtype in ((queries, torch.float16), (queries.half(), torch.float32)):
-        for actual, whole in zip(rows.cast_both(source, source[1:], dtype), (source, source[1:]), strict=True):
-            torch.testing.assert_close(actual, whole.to(dtype), rtol=0, atol=0, equal_nan=True)
+        for actual, original in zip(rows.cast_both(source, source[1:], dtype), (source, source[1:]), strict=True):
+            torch.testing.assert_close(actual, original.to(dtype), rtol=0, atol=0, equal_nan=True)
     leaf = documents.clone().requires_grad_()
     with torch.autocast("cpu", torch.float16):
         kernel(documents, leaf).sum().backward()
@@ -327,7 +327,7 @@ def test_autocast_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_many_candidates_a_query_has_is_a_guess(
     quantized: bool, guess: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, where their boundaries are not looked at; none of them is left out, nor met twice."""
+    """On a GPU, their cu_seqlens is not read on the host; no candidate is left out or scored twice."""
     lengths = torch.randint(0, 9, (23,), generator=torch.Generator().manual_seed(0)).tolist()
     queries, documents = [torch.randn(5, 16) for _ in range(4)], [torch.randn(length, 16) for length in lengths]
     (values, bounds), (packed_documents, documents_bounds) = pack(queries), pack(documents)
@@ -336,10 +336,10 @@ def test_how_many_candidates_a_query_has_is_a_guess(
         varlen_kernel, values, embeddings, bounds, documents_bounds,
         candidates_cu_seqlens=torch.tensor([0, 1, 1, 21, 23]), empty_score=-3.0,
     )  # fmt: skip
-    expected, find = call(), maxsim_operator.longest
+    expected, original = call(), maxsim_operator.longest
 
-    def guessed(name: str, *others) -> int:
-        return guess if name.startswith("candidates") else find(name, *others)
+    def guessed(name: str, *arguments) -> int:
+        return guess if name.startswith("candidates") else original(name, *arguments)
 
     monkeypatch.setattr(maxsim_operator, "longest", guessed)
     assert torch.equal(call(), expected)
@@ -351,11 +351,11 @@ def test_sums_are_added_in_an_order_that_no_size_changes(kernel_name: str, n_sum
     drawn = torch.randn(n_sums, 3, 300)
 
     def added(sums: torch.Tensor) -> torch.Tensor:
-        """The scores [Nq, Nd] of sums [n_sums, Nq, Nd], as the kernel of that name leaves them."""
+        """Scores [Nq, Nd] of partial sums [n_sums, Nq, Nd], which are laid out as by the kernel of that name."""
         shape = tuple(sums.shape[1:])
         served = SimpleNamespace(scores_shape=shape, n_documents=shape[1])
-        left = sums if kernel_name == "single" else sums.transpose(0, 1)
-        return add_sums(served, SimpleNamespace(kernel=kernel_name, n_sums=n_sums), left.contiguous())
+        partial_sums = sums if kernel_name == "single" else sums.transpose(0, 1)
+        return add_sums(served, SimpleNamespace(kernel=kernel_name, n_sums=n_sums), partial_sums.contiguous())
 
     result = added(drawn)
     torch.testing.assert_close(result.double(), drawn.double().sum(dim=0), rtol=0.0, atol=n_sums * 2.0**-20)

@@ -1,4 +1,4 @@
-"""The kernels of the losses in the interpreter, with blocks so small that small problems cross them."""
+"""Loss kernels in the interpreter, with blocks so small that small problems span several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases, lo
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "BLOCK", 4)
     monkeypatch.setattr(cross_entropy, "TILE", 4)
-    # Some cases have so few scores, some more.
+    # Some cases have at most as many scores, some have more.
     monkeypatch.setattr(cross_entropy, "WHOLE", 32)
 
 
@@ -33,7 +33,7 @@ def test_losses(case: LossCase) -> None:
 
 
 def test_equal_scores() -> None:
-    """What scores as the right document leaves no hit, and what scores as the limit stays in the denominator."""
+    """A score equal to that of the positive is no hit, and one equal to the limit stays in the denominator."""
     queries = torch.tensor([[[3.0, 2.0, 3.0]], [[0.0, 2.0, 1.0]]])
     for margin, logits, accuracy in ((0.0, [0.0, -1.0, 0.0], 0.5), (1.0, [0.0, -1.0], 1.0)):
         loss, statistics = maxsim_cross_entropy(
@@ -44,10 +44,10 @@ def test_equal_scores() -> None:
         assert statistics.accuracy == accuracy
 
 
-def problem(loss: str, queries: tuple[int, ...], documents: tuple[int, ...], *how, **options) -> LossCase:
+def problem(loss: str, queries: tuple[int, ...], documents: tuple[int, ...], *arguments, **options) -> LossCase:
     generator = torch.Generator().manual_seed(0)
     embeddings = (torch.randn(shape, generator=generator) for shape in (queries, documents))
-    return loss_problem(loss, *embeddings, *how, **options)
+    return loss_problem(loss, *embeddings, *arguments, **options)
 
 
 def by_kernels(case: LossCase, leaves: tuple[torch.Tensor, ...], **options) -> torch.Tensor:
@@ -60,19 +60,19 @@ def is_one_operator(loss: torch.Tensor) -> bool:
 
 
 def check_step(case: LossCase) -> None:
-    """The loss and each gradient against torch's in float64, and whatever else is asked for with them."""
+    """Check the loss and its gradients against torch's in float64, without gradients, and for each leaf alone."""
     leaves = case.leaves()
     loss = by_kernels(case, leaves)
     assert is_one_operator(loss)
     actual = loss.detach(), *torch.autograd.grad(loss, leaves)
     doubled = case.doubled()
-    others = doubled.leaves()
-    expected = doubled.definition(others)
-    for value, reference in zip(actual, (expected.detach(), *torch.autograd.grad(expected, others)), strict=True):
+    wide = doubled.leaves()
+    expected = doubled.definition(wide)
+    for value, reference in zip(actual, (expected.detach(), *torch.autograd.grad(expected, wide)), strict=True):
         assert value.shape == reference.shape
         assert relative_error(value, reference) <= 1e-5
     with torch.no_grad():
-        # Other tiles score where nothing has to win, and a BLAS adds up products in an order that may depend on them.
+        # Without an argmax, other tiles score, and the order in which a BLAS adds up products may depend on them.
         assert relative_error(by_kernels(case, leaves), actual[0]) <= 1e-6
     for index, leaf in enumerate(leaves):
         arguments = [tensor if tensor is leaf else tensor.detach() for tensor in leaves]
@@ -112,7 +112,7 @@ def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str,
     ],
 )
 def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dtype, lists: bool, monkeypatch) -> None:
-    """Two queries at a time, of five."""
+    """Chunks of two queries, of five."""
     monkeypatch.setattr(tables_backward, "FEW_ROWS", 0 if lists else 1 << 20)
     if loss != "margin MSE":
         options = options | {"temperature": torch.tensor(2.0)}
@@ -121,34 +121,34 @@ def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dty
     case = problem(loss, (5, 4, 8), documents, False, "queries documents", scoring, **options)
     embeddings = (tensor.to(dtype) for tensor in case.case.tensors)
     case = replace(case, case=Case(*embeddings, *list(case.case.keywords.values())[:2], scoring), packed=packed)
-    # What a score takes: itself, its gradient, the sums of its tokens, and their argmax with its lists.
+    # Bytes per score: itself, its gradient, the sums of its tokens, and their argmax with its lists.
     result = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 4 + 4 * 3))
     check_results(result, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
 
 
 def test_short_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Five queries at once, then three, do not fit; where one alone does not, that is the caller's error."""
+    """Five queries, then three, run out of memory; if a single one does, the error is the caller's."""
     case = problem("cross entropy", (5, 4, 8), (6, 7, 8))
-    expected, met, most = case.expected(), [], 2
+    expected, attempts, most = case.expected(), [], 2
 
-    def write(problem, *others) -> None:
-        met.append(problem.n_queries)
+    def write(problem, *arguments) -> None:
+        attempts.append(problem.n_queries)
         if problem.n_queries > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        write_gradients(problem, *others)
+        write_gradients(problem, *arguments)
 
     monkeypatch.setattr(kernel_calls, "write_gradients", write)
     plan_backward._log_halving.cache_clear()
     for _ in range(2):
         check_results(case.run(implementation="triton"), expected, 1e-5, torch.float32)
-    assert met == [5, 3, 2, 2, 1] * 2
+    assert attempts == [5, 3, 2, 2, 1] * 2
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "a loss over MaxSim ran out of memory, and goes on in chunks of half as many queries"
     ]
     most = 0
     with pytest.raises(torch.OutOfMemoryError):
         case.run(implementation="triton")
-    assert met[10:] == [5, 3, 2, 1]
+    assert attempts[10:] == [5, 3, 2, 1]
 
 
 @pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((2, 70, 8), (2, 3, 9, 8))])
@@ -181,7 +181,7 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_is_one_operator(loss: str) -> None:
-    """What is not, torch's operations follow."""
+    """Other calls consist of torch operations."""
     plain = problem(loss, (5, 4, 8), (7, 6, 8), True)
     leaves = plain.leaves()
     half = tuple(leaf.detach().half().requires_grad_() for leaf in leaves)
@@ -206,7 +206,7 @@ def test_what_is_one_operator(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_second_backward(loss: str) -> None:
-    """The gradients of the first were given away, and may have been changed."""
+    """The caller owns the gradients of the first backward, and may have changed them."""
     case = problem(loss, (5, 4, 8), (7, 6, 8), True)
     leaves = case.leaves()
     result = by_kernels(case, leaves)
@@ -215,10 +215,10 @@ def test_a_second_backward(loss: str) -> None:
     for gradient in first:
         gradient.zero_()
     for factor in (1.0, -2.0):
-        again = torch.autograd.grad(result * factor, leaves, retain_graph=True)
-        assert all(torch.equal(a, b * factor) for a, b in zip(again, saved, strict=True))
-    (of_documents,) = torch.autograd.grad(result, leaves[1])
-    assert torch.equal(of_documents, saved[1])
+        repeated = torch.autograd.grad(result * factor, leaves, retain_graph=True)
+        assert all(torch.equal(a, b * factor) for a, b in zip(repeated, saved, strict=True))
+    (grad_documents,) = torch.autograd.grad(result, leaves[1])
+    assert torch.equal(grad_documents, saved[1])
     with pytest.raises(RuntimeError, match="a second time"):
         result.backward()
 
@@ -252,7 +252,7 @@ def test_opcheck(loss: str, implementation: str) -> None:
     with_statistics = loss == "cross entropy"
     comparison = Comparison(loss, with_statistics=with_statistics, symmetric=with_statistics)
     temperature = None if loss == "margin MSE" else torch.tensor(0.5, requires_grad=True)
-    # All on the way to one loss: the gradient of what is not differentiable is not asked for.
+    # All inputs of one loss; no gradient is requested of outputs that are not differentiable.
     torch.library.opcheck(
         torch.ops.pylate_flash.maxsim_loss.default,
         (
@@ -263,7 +263,7 @@ def test_opcheck(loss: str, implementation: str) -> None:
 
 
 def compare(scores: torch.Tensor, target: torch.Tensor | None, comparison: Comparison, own: bool = False):
-    """A loss of scores by kernels: that of each query, the loss, and the gradient of the scores."""
+    """Run the loss kernels on scores: the loss of each query, the loss, and the gradient of the scores."""
     targets = Targets(target)
     result = ChunkedLoss(comparison, targets, (*scores.shape, len(scores)), own, False, scores.device)
     result.compare(scores, 0)
@@ -276,7 +276,7 @@ def compare(scores: torch.Tensor, target: torch.Tensor | None, comparison: Compa
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_scores_that_are_not_finite(value: float) -> None:
-    """As in torch: one that is not a number, or too large, spoils its query and no other; -inf has no probability."""
+    """As in torch: NaN or inf spoils its own query and no other; -inf has probability 0."""
     scores = torch.randn(3, 6)
     scores[1, 4] = value
     teacher = torch.randn(3, 6)
@@ -333,7 +333,7 @@ def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(kind
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.0, torch.nan])
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float32, torch.float16)])
 def test_gradients_are_multiplied(factor: float, sizes: tuple[int, int], dtypes: tuple) -> None:
-    """In place where they have the type that they are to have."""
+    """In place, if they already have the target dtype."""
     arguments = [torch.randn(size).half() if size else None for size in sizes]
     copies = [None if tensor is None else tensor.clone() for tensor in arguments]
     actual = rescale(torch.tensor(factor), *copies, dtypes)

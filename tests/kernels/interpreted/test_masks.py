@@ -1,4 +1,4 @@
-"""Masks of any type, weights and empty documents in the kernels of the forward, in the interpreter."""
+"""Masks of any type, weights and empty documents in the forward kernels, in the interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ops.mask_checks import (
     plan_of,
 )
 
-# Kernel, sums of a score, queries, documents.
+# Kernel, partial sums per score, queries, documents.
 PADDED = [
     ("single", 1, (1, 5, 8), (4, 20, 8)),
     ("single", 1, (3, 5, 300), (3, 4, 9, 300)),
@@ -74,7 +74,7 @@ def test_packed(in_segments: bool, query_lengths, candidates, normalize: bool, r
         pack([torch.randn(n, 8, generator=generator) for n in sizes]) for sizes in (query_lengths, [71, 0, 30, 150, 0])
     )
     arguments = queries[0], documents[0], queries[1], documents[1]
-    owned = None if candidates is None else torch.tensor(candidates)
-    options = {"candidates_cu_seqlens": owned, "normalize": normalize, "reduction": reduction}
+    candidate_bounds = None if candidates is None else torch.tensor(candidates)
+    options = {"candidates_cu_seqlens": candidate_bounds, "normalize": normalize, "reduction": reduction}
     function = partial(maxsim_varlen, implementation="triton")
     assert check_packed(function, arguments, options, rtol=2e-6, atol=1e-5).in_segments == in_segments

@@ -1,4 +1,4 @@
-"""The kernel that finds rows of zeros, interpreted."""
+"""The kernel that detects rows of zeros, in the interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MINUS_ZERO, NAN = -0.0, float("nan")
 def test_rows_with_an_element_other_than_zero(shape: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
     wide = torch.zeros(*shape, size + 3, dtype=dtype)
     embeddings = wide[..., :size]
-    # Past a row's end, nothing counts.
+    # Elements past the end of a row do not count.
     wide[..., size:] = 1
     rows = wide.view(-1, size + 3)[:, :size]
     rows[1, -1], rows[3, 0], rows[4], rows[5, size // 2] = 1e-7, NAN, MINUS_ZERO, float("-inf")
@@ -24,10 +24,10 @@ def test_rows_with_an_element_other_than_zero(shape: tuple[int, ...], size: int,
     assert result.dtype == torch.bool
     assert torch.equal(result, embeddings.any(dim=-1))
     assert result.flatten().nonzero().flatten().tolist() == [1, 3, 5]
-    # Of two batches, each has programs of its own, whichever has more of them.
-    more = torch.zeros(9, 40, size + 1, dtype=dtype)[..., :size].transpose(0, 1)
-    more[7, 8, 0] = more[39, 0, -1] = 1
-    for first, second in ((embeddings, more), (more, embeddings), (embeddings, embeddings)):
-        of_first, of_second = nonzero_rows(first, second)
-        assert torch.equal(of_first, first.any(dim=-1))
-        assert torch.equal(of_second, second.any(dim=-1))
+    # Two batches have separate programs, whichever has more of them.
+    other = torch.zeros(9, 40, size + 1, dtype=dtype)[..., :size].transpose(0, 1)
+    other[7, 8, 0] = other[39, 0, -1] = 1
+    for first, second in ((embeddings, other), (other, embeddings), (embeddings, embeddings)):
+        first_result, second_result = nonzero_rows(first, second)
+        assert torch.equal(first_result, first.any(dim=-1))
+        assert torch.equal(second_result, second.any(dim=-1))

@@ -1,6 +1,6 @@
-"""The kernels of quantized documents, run by Triton's interpreter, against the definition in float64.
+"""Kernels for quantized documents, run by Triton's interpreter, against the definition in float64.
 
-The interpreter truncates what it converts to fp8, so queries are quantized to that where nothing is rounded only.
+The interpreter truncates in casts to fp8, so queries are quantized to fp8 only where nothing is rounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ops.cases import Case, cases
 from tests.ops.test_quantized import CLOSE, fp8_exact, rows_as_quantized
 from tests.ops.test_varlen import packed
 
-# With 8-bit queries, and without.
+# Precision of documents, and whether queries have 8 bits too.
 PRECISIONS = [("int8", True), ("uint8", True), ("int8", False), ("uint8", False), ("fp8", False)]
 
 
@@ -70,7 +70,7 @@ def test_tile_boundaries(
 
 @pytest.mark.parametrize("size", [256, 384])
 def test_sums_of_short_queries_at_their_largest(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float32 of 1.5 * 2**23 and such a sum is exact below 2**22."""
+    """A float32 of 1.5 * 2**23 plus such a sum is exact below 2**22."""
     monkeypatch.setattr(tables, "SHORT_QUANTIZED_TOKENS", 0)
     queries, documents = torch.ones(1, 2, size), quantize(torch.full((2, 40, size), 3.0), "int8")
     scores = maxsim(queries, documents, implementation="triton")
@@ -80,7 +80,7 @@ def test_sums_of_short_queries_at_their_largest(size: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
 @pytest.mark.parametrize(("n_queries", "size"), [(1, 128), (1, 96), (1, 48), (3, 64), (3, 160)])
 def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded documents, each query's own and packed ones of which some are empty, by several programs."""
+    """Padded documents, candidates per query, and packed documents with empty ones, by several programs."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
     monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
     monkeypatch.setattr(tables, "SHORT_QUANTIZED_TOKENS", 0)
@@ -97,25 +97,25 @@ def test_short_queries(precision: str, n_queries: int, size: int, monkeypatch: p
     if n_queries == 1:
         bounds = torch.tensor([0, *lengths.cumsum(0)])
         packed = quantize(torch.randn(int(bounds[-1]), size), precision)
-        of_queries = {"queries_cu_seqlens": torch.tensor([0, 11]), "documents_cu_seqlens": bounds}
-        actual = maxsim_varlen(queries[0], packed, **of_queries, empty_score=-3.0, implementation="triton")
-        expected = maxsim_quantized_reference(queries[0], packed, *of_queries.values(), empty_score=-3.0)
+        cu_seqlens = {"queries_cu_seqlens": torch.tensor([0, 11]), "documents_cu_seqlens": bounds}
+        actual = maxsim_varlen(queries[0], packed, **cu_seqlens, empty_score=-3.0, implementation="triton")
+        expected = maxsim_quantized_reference(queries[0], packed, *cu_seqlens.values(), empty_score=-3.0)
         torch.testing.assert_close(actual.double(), expected, **CLOSE)
-        # Values with scales and offsets between them, as an index keeps them.
+        # Values interleaved with scales and offsets, as in an index.
         rows = torch.zeros(len(packed.values), 16 + size, dtype=torch.uint8)
         rows[:, 16:], numbers = packed.values.view(torch.uint8), rows[:, :8].view(torch.float32)
         numbers[:, 0], numbers[:, 1] = packed.scales, 0.0 if packed.offsets is None else packed.offsets
-        between = QuantizedEmbeddings(
+        interleaved = QuantizedEmbeddings(
             rows[:, 16:].view(packed.values.dtype), numbers[:, 0], None if packed.offsets is None else numbers[:, 1]
         )
-        again = maxsim_varlen(queries[0], between, **of_queries, empty_score=-3.0, implementation="triton")
+        again = maxsim_varlen(queries[0], interleaved, **cu_seqlens, empty_score=-3.0, implementation="triton")
         assert torch.equal(again, actual)
 
 
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
 @pytest.mark.parametrize("size", [16, 40, 160])
 def test_candidates_that_lie_among_others(precision: str, size: int) -> None:
-    """Values and scales in columns of their own, of which rows are as long as an index keeps them."""
+    """Values and scales in separate tensors, with rows padded as in an index."""
     torch.manual_seed(0)
     queries, queries_bounds = pack([torch.randn(length, size) for length in (5, 3, 4)])
     lengths = [7, 0, 40, 12, 90]
@@ -123,30 +123,30 @@ def test_candidates_that_lie_among_others(precision: str, size: int) -> None:
     if precision == "fp8":
         queries = fp8_exact(queries)
     values = torch.nn.functional.pad(rows.values.view(torch.uint8), (0, -size % 16)).view(rows.values.dtype)
-    whole = QuantizedEmbeddings(values[:, :size], rows.scales, rows.offsets)
+    stored = QuantizedEmbeddings(values[:, :size], rows.scales, rows.offsets)
     chosen, candidates = [4, 0, 1, 3, 3], torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in chosen])
     chosen_bounds = torch.tensor([0, *torch.tensor(lengths)[chosen].cumsum(0)], dtype=torch.int32)
     actual = maxsim_in_place(
-        queries, whole, queries_bounds, chosen_bounds, bounds[chosen].long(), candidates, 5, 90, 3, len(tokens), -3.0,
+        queries, stored, queries_bounds, chosen_bounds, bounds[chosen].long(), candidates, 5, 90, 3, len(tokens), -3.0,
         "triton",
     )  # fmt: skip
-    some = None if rows.offsets is None else rows.offsets[tokens]
+    offsets = None if rows.offsets is None else rows.offsets[tokens]
     expected = maxsim_varlen(
-        queries, QuantizedEmbeddings(rows.values[tokens], rows.scales[tokens], some), queries_bounds, chosen_bounds,
+        queries, QuantizedEmbeddings(rows.values[tokens], rows.scales[tokens], offsets), queries_bounds, chosen_bounds,
         candidates_cu_seqlens=candidates, empty_score=-3.0, implementation="triton",
     )  # fmt: skip
     assert torch.equal(actual, expected)
     assert actual[2] == -3.0
     first = maxsim_in_place(
-        queries[:5], whole, queries_bounds[:2], chosen_bounds[:3], bounds[chosen[:2]].long(), candidates[:2], 5, 90, 2,
+        queries[:5], stored, queries_bounds[:2], chosen_bounds[:3], bounds[chosen[:2]].long(), candidates[:2], 5, 90, 2,
         97, -3.0, "triton",
     )  # fmt: skip
     assert torch.equal(first, actual[:2])
 
 
 def test_a_token_that_is_not_a_number() -> None:
-    """The scores of its document, and of its query, and no others; masked, none."""
+    """It spoils the scores of its document and its query, and no others; none if it is masked."""
     torch.manual_seed(0)
     queries, documents = torch.randn(3, 4, 16), torch.randn(3, 5, 16)
     queries[1, 2, 3], documents[2, 1, 0] = torch.nan, torch.inf
@@ -174,7 +174,7 @@ def test_masked_tokens_of_short_queries_may_be_anything(value: float, monkeypatc
 @pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
 @pytest.mark.parametrize("scale", [2.0**84, 2.0**-44])
 def test_huge_and_tiny_documents_are_normalized(precision: str, scale: float) -> None:
-    """The squares of their norms leave float32's range."""
+    """Their squared norms are outside float32's range."""
     torch.manual_seed(0)
     queries, documents = torch.randn(2, 3, 8), torch.randn(3, 5, 8)
     documents[0, 1] = 0.0
@@ -189,7 +189,7 @@ def test_queries_are_quantized_to_the_bit(normalize: bool) -> None:
     torch.manual_seed(0)
     queries = torch.randn(9, 20) * torch.logspace(-44, 30, 9).unsqueeze(1)
     queries[2], queries[3, 7], queries[4, 3] = 0.0, torch.nan, torch.inf
-    # Ties: halves, in units of a scale of 1.
+    # Ties: halves, with a scale of 1.
     queries[5] = torch.tensor([127.0, *(torch.arange(19) - 9.5)])
     expected = quantize(queries).dequantize()
     if normalize:

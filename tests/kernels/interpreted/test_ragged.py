@@ -1,4 +1,4 @@
-"""Documents that the kernels read where they lie, by Triton's interpreter, against the definition."""
+"""Kernels that read documents in place, in Triton's interpreter, against the definition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ops.test_varlen import packed
 
 @pytest.fixture(autouse=True)
 def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The units of the offsets of every call whose documents were read where they lie."""
+    """The offset unit of every call that read its documents in place."""
     results: list[int] = []
     compute = ragged.compute
 
@@ -30,7 +30,7 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def apart(tensors: list[torch.Tensor], shift: int) -> list[torch.Tensor]:
-    """The same documents, each in memory of its own, `shift` elements after a multiple of 16 bytes."""
+    """The same documents, each in its own memory, `shift` elements past a multiple of 16 bytes."""
     moved = []
     for tensor in reversed(tensors):
         memory = torch.full((tensor.numel() + shift + 16,), torch.nan, dtype=tensor.dtype)
@@ -94,7 +94,7 @@ def test_pairs(units: list[int]) -> None:
 @pytest.mark.parametrize("lengths", [(9, 9, 9), (5, 0, 9), (9,), (0, 0)])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_queries_are_padded_from_where_they_lie(lengths: tuple[int, ...], shift: int, units: list[int]) -> None:
-    """To the bits of packed ones; what lies around them is never read, or it would be NaN."""
+    """Bitwise equal to packed queries; memory around them is never read, or scores would be NaN."""
     queries, documents = apart(sequences(*lengths), shift), apart(sequences(33, 0, 80), 0)
     (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
     for options in ({}, {"reduction": "mean"}):

@@ -1,4 +1,4 @@
-"""Calls that are repeated from what earlier ones of their signature recorded, against the same ones worked out anew."""
+"""Calls repeated from recordings of earlier calls with the same signature, against the same calls computed anew."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from pylate_flash.ops.operator import repeated
 from tests.ops.operations import operations
 
 OPERATIONS = operations(implementation="triton")
-# Lists are looked at anew in each call.
+# Lists are inspected in every call.
 UNREPEATED = {"ragged", "ragged pairs"}
 
 
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[recording.Recording]]:
-    """Calls of the interpreter are repeated too; every repetition is noted."""
-    noted: list[recording.Recording] = []
+    """Repeat calls in the interpreter too, and record every repetition."""
+    hits: list[recording.Recording] = []
     call = recording.Recording.__call__
     monkeypatch.setattr(operator, "repeated_devices", -1)
-    monkeypatch.setattr(recording.Recording, "__call__", lambda self, inputs: noted.append(self) or call(self, inputs))
+    monkeypatch.setattr(recording.Recording, "__call__", lambda self, inputs: hits.append(self) or call(self, inputs))
     repeated.forget()
-    yield noted
+    yield hits
     repeated.forget()
 
 
 def anew(call: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
-    """The call with nothing known of earlier ones, which stays known."""
+    """Run the call without recordings of earlier calls, which are left as they are."""
     with mock.patch.object(operator, "repeated", operator._Repeated(0)):
         return call()
 
@@ -80,7 +80,7 @@ LENGTHS = {"queries": (3, 4), "documents": (5, 6)}
 
 @st.composite
 def embeddings(draw: st.DrawFn, side: str) -> Tensor:
-    """[2, L, 4] in one of the layouts that a call looks at."""
+    """[2, L, 4] in one of the layouts that a signature distinguishes."""
     length, dtype = draw(st.sampled_from(LENGTHS[side])), draw(st.sampled_from([torch.float16, torch.float32]))
     offset, layout = draw(st.sampled_from([0, 8])), draw(st.sampled_from(["plain", "transposed", "strided"]))
     memory = torch.randn(2 * length * 4 * 2 + offset).to(dtype)[offset:]
@@ -130,7 +130,7 @@ def calls(draw: st.DrawFn) -> Callable[[], list[Tensor | None]]:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_changes_between_calls_is_seen(repeats: list, data: st.DataObject) -> None:
-    """Each of a few calls several times, in turn, with one thing or another changed between them."""
+    """Run each of a few calls several times, in turn, with some property changed between them."""
     repeated.forget()
     some = data.draw(st.lists(calls(), min_size=2, max_size=3))
     expected = [anew(call) for call in some]
@@ -140,7 +140,7 @@ def test_whatever_changes_between_calls_is_seen(repeats: list, data: st.DataObje
 
 
 def test_a_masked_call_enters_at_most_twelve_functions(repeats: list) -> None:
-    """Of the package, from the one that is called to those that launch."""
+    """Functions of the package, from the one that is called to those that launch."""
     embeddings, masks = (torch.randn(2, 3, 4), torch.randn(2, 5, 4)), (torch.rand(2, 3) > 0.3, torch.rand(2, 5) > 0.3)
     call = partial(maxsim, *embeddings, queries_mask=masks[0], documents_mask=masks[1], implementation="triton")
     package = str(Path(pylate_flash.__file__).parent)
@@ -193,7 +193,7 @@ def test_a_retained_graph_and_a_second_backward(repeats: list) -> None:
 
 
 def test_a_changed_table_is_seen_after_forgetting(repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a test changes one: MonkeyPatch makes calls be worked out anew (tests/conftest.py)."""
+    """As when a test changes one: MonkeyPatch makes calls be computed anew (tests/conftest.py)."""
     queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
     for _ in range(3):
         maxsim(queries, documents, implementation="triton")
@@ -219,7 +219,7 @@ def test_casts_of_autocast_are_repeated_as_one_launch(repeats: list, monkeypatch
 
 @pytest.mark.parametrize("served", ["single", "short", "stacked", "taken apart"])
 def test_packed_totals_share_what_is_repeated(served: str, repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Totals that are planned for alike; what is read follows from boundaries, not from the total that was recorded."""
+    """Totals with the same plan; what is read depends on cu_seqlens, not on the total that was recorded."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9 if served == "short" else 8, 1))
     monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((40, 0),) if served == "short" else ())
     dtype, length = (torch.float32, 70) if served == "taken apart" else (torch.half, 11)

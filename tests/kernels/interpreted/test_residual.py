@@ -1,4 +1,4 @@
-"""The kernels of residual codes, run by Triton's interpreter, against the definition in float64."""
+"""Residual code kernels, run by Triton's interpreter, against the definition in float64."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_masked_tokens_of_short_queries_may_be_anything(monkeypatch: pytest.Monk
 
 
 def test_ties_go_to_the_lowest_token() -> None:
-    """Of a tile, and of all."""
+    """Within a tile, and among all tiles."""
     codes = torch.zeros(150, dtype=torch.int32)
     codes[5], codes[[7, 37, 140]] = 1, 2
     centroids = torch.tensor([[-1.0, 0, 0], [1, 1, 0], [1, 0, 1]]).repeat_interleave(8, dim=1)
@@ -102,8 +102,8 @@ def test_ties_go_to_the_lowest_token() -> None:
 
 def test_residuals_that_begin_within_a_word() -> None:
     documents = residual_codes([4, 3], 8, 4)
-    whole = torch.zeros(documents.residuals.numel() + 1, dtype=torch.uint8)
-    moved = whole[1:].view_as(documents.residuals).copy_(documents.residuals)
+    memory = torch.zeros(documents.residuals.numel() + 1, dtype=torch.uint8)
+    moved = memory[1:].view_as(documents.residuals).copy_(documents.residuals)
     assert moved.data_ptr() % 4
     check(torch.randn(2, 3, 8), replace(documents, residuals=moved), {})
 
@@ -119,7 +119,7 @@ def test_residuals_that_begin_within_a_word() -> None:
 def test_short_queries_in_8_bits(
     nbits: int, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Documents that end anywhere in a step, several in one, none, and candidates; by several programs."""
+    """Documents that end anywhere in a step, several or none in one, and candidates; with several programs."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 1))
     monkeypatch.setattr(tables, "SHORT_PER_SM", 2)
     monkeypatch.setattr(tables, "SMALLEST_SPLIT", 64)
@@ -138,10 +138,10 @@ def test_short_queries_in_8_bits(
 
 
 def test_bucket_weights_are_as_near_as_8_bits_come() -> None:
-    """Those of real embeddings, far apart at both ends: what a step of 1/127 of the largest leaves at random."""
+    """Weights of real embeddings, far apart at both ends: no worse than rounding in steps of 1/127 of the largest."""
     weights = [-0.0895, -0.0578, -0.0424, -0.0316, -0.0232, -0.0159, -0.0094, -0.0032]
     weights = torch.tensor([*weights, 0.0029, 0.0091, 0.0156, 0.0228, 0.0313, 0.0419, 0.0573, 0.0888])
-    # Document i has weight i at each of its elements, of which the query reads one.
+    # Document i has weight i in each element, of which the query reads one.
     residuals = (torch.arange(16, dtype=torch.uint8) * 17).unsqueeze(1).expand(16, 32).contiguous()
     codes = torch.zeros(16, dtype=torch.int32)
     documents = ResidualCodes(codes, residuals, torch.zeros(1, 64), weights, torch.arange(17), torch.ones(16))
@@ -151,28 +151,28 @@ def test_bucket_weights_are_as_near_as_8_bits_come() -> None:
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=9), st.integers(1, 20))
 def test_more_codes_than_are_decompressed_at_a_time(lengths: list[int], most: int) -> None:
-    """Documents in blocks: of several, of one that is longer, of none with a token."""
+    """Blocks of several documents, of one that is longer, and of documents without tokens."""
     documents = residual_codes(lengths, 24, 2)
     queries = torch.nn.functional.normalize(torch.randn(3, 5, 24), dim=-1)
     options = {"queries_mask": torch.rand(3, 5), "empty_score": -5.0}
-    whole, seen = by_kernels(queries, documents, **options), []
+    expected, token_counts = by_kernels(queries, documents, **options), []
 
     def forward(problem, tensors, codes):
-        seen.append(problem.n_tokens)
+        token_counts.append(problem.n_tokens)
         return residual_forward(problem, tensors, codes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_calls, "decompressed_tokens", lambda *_: most)
         patch.setattr(kernel_calls, "residual_forward", forward)
-        assert torch.equal(by_kernels(queries, documents, **options), whole)
-    assert sum(seen) == sum(lengths)
-    known = documents.cu_seqlens.numpy() + 7
+        assert torch.equal(by_kernels(queries, documents, **options), expected)
+    assert sum(token_counts) == sum(lengths)
+    host_bounds = documents.cu_seqlens.numpy() + 7
     in_blocks = kernel_calls._blocks_of_documents
-    assert in_blocks(documents.cu_seqlens, sum(lengths), most, known) == in_blocks(
+    assert in_blocks(documents.cu_seqlens, sum(lengths), most, host_bounds) == in_blocks(
         documents.cu_seqlens, sum(lengths), most, None
     )
     if most < sum(lengths):
-        assert max(seen) < max(1, 3 * most // 4) + max(lengths)
+        assert max(token_counts) < max(1, 3 * most // 4) + max(lengths)
 
 
 @pytest.mark.parametrize("bounds", [[0, 4, 2, 9], [1, 4, 6, 9], [0, 4, 6, 8]])

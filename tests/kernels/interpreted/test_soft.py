@@ -1,4 +1,4 @@
-"""The kernels of soft MaxSim, run by Triton's interpreter on the CPU, against the definition."""
+"""Soft MaxSim kernels, run by Triton's interpreter on the CPU, against the definition."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nan_and_infinity() -> None:
     expected = soft_maxsim_reference(queries, documents, 2.0)
     actual = kernel(queries, documents.requires_grad_(), 2.0)
     torch.testing.assert_close(actual, expected, equal_nan=True)
-    # What is not finite stays in its document.
+    # Values that are not finite stay in their document.
     (gradient,) = torch.autograd.grad(actual.sum(), documents)
     assert gradient[0].isnan().all()
     assert gradient[3].isfinite().all()
@@ -92,13 +92,13 @@ def test_nan_and_infinity() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_padding_of_a_document_that_is_far_from_every_query() -> None:
-    """A token of zeros is nearer by a factor that float32 does not hold."""
+    """A token of zeros is closer by a factor that is outside float32's range."""
     generator = torch.Generator().manual_seed(0)
     queries, documents = torch.ones(2, 3, 16), -10.0 * torch.rand(3, 21, 16, generator=generator)
     case = Case(queries, documents, None, None, {})
     beta = 5.0
     expected = soft_gradients(soft_maxsim_reference, case.doubled(), beta)
-    # A probability is as uncertain as its exponent, beta times a similarity, which two roundings or more have made.
+    # A probability is as inexact as its exponent, beta times a similarity, which has been rounded at least twice.
     tolerance = 4 * beta * documents.sum(dim=-1).abs().max().item() * torch.finfo(torch.float32).eps
     check_gradients(soft_gradients(kernel, case, beta), expected, tolerance)
 
@@ -115,7 +115,7 @@ def test_masked_tokens_may_be_anything() -> None:
 
 
 def test_strides_that_differ() -> None:
-    """Queries and documents within wider tensors, and queries whose rows are not at equal distances."""
+    """Queries and documents within wider tensors, and queries whose rows have no common stride."""
     generator = torch.Generator().manual_seed(0)
     wide, documents = torch.randn(3, 5, 22, generator=generator), torch.randn(2, 20, 28, generator=generator)[..., 8:]
     for queries in (wide[..., :20], wide.transpose(0, 1)[..., 1:21]):

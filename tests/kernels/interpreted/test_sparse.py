@@ -30,10 +30,10 @@ def test_scores_and_gradients_equal_the_definition(case: Case) -> None:
     check(case)
 
 
-# Queries, documents, and tokens chosen.
+# Queries, documents, and number of chosen tokens.
 SHAPES = [
     ((2, 40, 300), (2, 33, 300), 35),  # embeddings block by block; two blocks of columns, and of tokens
-    ((1, 3, 16), (2, 70, 16), 70),  # more columns than a tile has, most of them again
+    ((1, 3, 16), (2, 70, 16), 70),  # more columns than a tile has, most of them repeated
 ]
 
 
@@ -52,7 +52,7 @@ def test_shapes(queries: tuple[int, ...], documents: tuple[int, ...], n_chosen: 
 
 
 def test_nan_and_infinity_are_as_in_blocks() -> None:
-    """And the first token that is not a number wins, in whatever tile it is."""
+    """The first NaN token wins, whichever tile it is in."""
     queries, documents = torch.randn(2, 3, 4), torch.randn(3, 150, 4)
     queries[0, 1, 2] = documents[0, 140, 1] = torch.nan
     documents[1, 0, 0] = torch.inf
@@ -61,16 +61,16 @@ def test_nan_and_infinity_are_as_in_blocks() -> None:
     assert expected.isnan().any()
     assert not expected.isnan().all()
     torch.testing.assert_close(kernel(queries, documents, **case.keywords), expected, equal_nan=True)
-    actual, right = gradients(kernel, case), gradients(maxsim_sparse_queries, case)
-    torch.testing.assert_close(actual, right, equal_nan=True)
+    actual, expected_gradients = gradients(kernel, case), gradients(maxsim_sparse_queries, case)
+    torch.testing.assert_close(actual, expected_gradients, equal_nan=True)
 
 
 def test_no_row_out_of_place_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, positions are not looked at before: what is none chooses none."""
+    """On a GPU, positions are not checked on the host: one out of range chooses no token."""
     monkeypatch.setattr("pylate_flash.ops.checks.is_readable", lambda tensor: False)
     queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
     chosen = torch.tensor([[0, 3, 1 << 40], [-(1 << 40), -2, 2]])
     expected = maxsim_sparse_queries(queries, documents, torch.tensor([[0, -1, -1], [-1, -1, 2]]))
-    # One token of each is left, so that the mean is the sum.
+    # One token of each remains, so the mean equals the sum.
     for reduction in ("sum", "mean"):
         torch.testing.assert_close(kernel(queries, documents, chosen, reduction=reduction), expected)

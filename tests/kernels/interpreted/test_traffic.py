@@ -1,4 +1,4 @@
-"""What `docs/benchmarks/traffic.py` expects the backward's kernels to load and store is what they do."""
+"""Backward kernels load and store what `docs/benchmarks/traffic.py` expects."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pylate_flash.problem import Options, Tensors, problem_of
 
 
 class Counted:
-    """Bytes that each kernel loads and stores, and the addresses of each."""
+    """Bytes that each kernel loads and stores, and their addresses."""
 
     def __init__(self) -> None:
         self.kernel = ""
         self.every: dict[tuple[str, str], int] = {}
         self.addresses: dict[tuple[str, str], set[int]] = {}
 
-    def add(self, way: str, pointers: Any, mask: Any) -> None:
-        key, size = (self.kernel, way), pointers.get_element_ty().primitive_bitwidth // 8
+    def add(self, access: str, pointers: Any, mask: Any) -> None:
+        key, size = (self.kernel, access), pointers.get_element_ty().primitive_bitwidth // 8
         result = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
         self.every[key] = self.every.get(key, 0) + result.size * size
         self.addresses.setdefault(key, set()).update((result.ravel()[:, None] + np.arange(size)).ravel().tolist())
 
     def traffic(self, kernel: str) -> traffic.Traffic:
-        once = [len(self.addresses[kernel, way]) for way in ("load", "store")]
+        once = [len(self.addresses[kernel, access]) for access in ("load", "store")]
         return traffic.Traffic(self.every[kernel, "load"], self.every[kernel, "store"], *once)
 
 
@@ -45,13 +45,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
         counts.kernel = self.function.fn.__name__
         call(self, *arguments, **options)
 
-    def loaded(self: InterpreterBuilder, pointers: Any, mask: Any, *others: Any) -> Any:
+    def loaded(self: InterpreterBuilder, pointers: Any, mask: Any, *rest: Any) -> Any:
         counts.add("load", pointers, mask)
-        return load(self, pointers, mask, *others)
+        return load(self, pointers, mask, *rest)
 
-    def stored(self: InterpreterBuilder, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+    def stored(self: InterpreterBuilder, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         counts.add("store", pointers, mask)
-        return store(self, pointers, value, mask, *others)
+        return store(self, pointers, value, mask, *rest)
 
     monkeypatch.setattr(Kernel, "__call__", called)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loaded)
@@ -61,7 +61,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 @pytest.mark.parametrize("skewed", [False, True])
 def test_the_backward(skewed: bool, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With chunks of 16 rows, and lists that are summed in parts of 16."""
+    """With chunks of 16 rows, and list segments of 16."""
     limits = {"LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 16, "ALONE_ROWS": 0, "ALONE_ROWS_OF_FEW": 0, "FEW_ROWS": 0}
     for name, value in limits.items():
         monkeypatch.setattr(tables_backward, name, value)
@@ -78,7 +78,7 @@ def test_the_backward(skewed: bool, counted: Counted, monkeypatch: pytest.Monkey
     del expected["_hopper_kernel"]
     for kernel in expected.keys() - {"_sum_kernel"}:
         assert counted.traffic(kernel) == expected[kernel], kernel
-    # What the parts of long lists are looked up by is left out, a few bytes at the multiples of 16.
+    # Look-ups of the segments of long lists are not counted: a few bytes at multiples of 16.
     actual, without = counted.traffic("_sum_kernel"), expected["_sum_kernel"]
     n_boundaries = 3 * 2
     assert actual[1::2] == without[1::2]

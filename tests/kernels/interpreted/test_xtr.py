@@ -28,7 +28,7 @@ def test_scores_and_gradients_equal_the_definition(case: Case) -> None:
     check_scores_and_gradients(kernel, case)
 
 
-# Queries, documents, k, and how many groups of a tile's tokens have a maximum.
+# Queries, documents, k, and the number of groups of a tile's tokens whose maxima are taken.
 SHAPES = [
     ((5, 13, 20), (2, 70, 20), 30, 4),  # two blocks of rows, and two tiles of a document
     ((2, 2, 300), (4, 3, 300), 2, 2),  # embeddings block by block, with a tail
@@ -53,7 +53,7 @@ def test_shapes(queries: tuple[int, ...], documents: tuple[int, ...], k: int, gr
 
 
 def test_thresholds_are_found_to_the_last_bit() -> None:
-    """Values that differ in their last bits, beside others that are as far away as can be; ties, and NaN."""
+    """Values that differ in their last bits, next to the largest and smallest possible; ties, and infinity."""
     ulp = 2.0**-23
     values = torch.tensor([3e38, 1.0, 1 + ulp, 1 + 2 * ulp, -3e38, -1.0, -1 - ulp, 0.0, -0.0, 1e-45, torch.inf, -2e-45])
     documents = torch.cat([values, values.flip(0), values[:6]]).view(10, 3, 1)
@@ -62,7 +62,7 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
     problem = problem_of(Tensors(queries, documents), Options(), True)
     k = 12
     rule = Rule(k, True, 1.0)
-    # A bound that leaves too little room, and one that leaves enough; not where all is packed; no places at all.
+    # Too few slots, and enough; more collected tokens than are compacted; no collection at all.
     for maxima, collection in ((0, (10, 1, 1, 32)), (4, (5, 2, 8, 32)), (0, (5, 2, 8, 16)), (4, (0, 0, 0, 0))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tables, "XTR_MAXIMA_PER_TOKEN", maxima)
@@ -77,7 +77,7 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
         expected = torch.zeros(30, dtype=torch.bool)
         expected[documents.flatten().sort(descending=True, stable=True).indices[:k]] = True
         assert torch.equal(retrieved.flatten(), expected.view(10, 3).any(dim=1))
-        # All that lies above what is not retrieved, and nothing else, reaches the threshold.
+        # Exactly the values not below the k-th largest reach the threshold.
         reach = documents.flatten() >= thresholds
         assert reach.sum() == (ordered >= ordered[k - 1]).sum()
 
@@ -95,10 +95,10 @@ def test_nan_is_retrieved_first() -> None:
 @pytest.mark.parametrize("sms", [1, 64])
 @pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
 def test_ties_across_programs(normalizer: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of a query that several programs share: of equal tokens, those of earlier documents are retrieved."""
+    """Several programs share the documents of a query: of equal tokens, those of earlier documents are retrieved."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9, sms))
     monkeypatch.setattr(scores_kernel, "_DOCUMENTS", 4)
-    # Documents counted, and looked at, in two parts; two queries at a time.
+    # Documents are counted and searched in two parts, for two queries at a time.
     monkeypatch.setattr(scores_kernel, "_COUNTED", 16)
     monkeypatch.setattr(search, "_BLOCK", 16)
     monkeypatch.setattr(xtr, "_MAXIMA_AT_ONCE", 2 * 5 * 1024)
@@ -114,7 +114,7 @@ def test_ties_across_programs(normalizer: str, sms: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_torch_only_allocates(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small batch takes as long as its launches: every small operation of torch beside them would add to that."""
+    """A small batch takes as long as its launches; every other small operation of torch would add to that."""
     monkeypatch.setattr(Kernel, "__call__", lambda *_: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     queries, documents = torch.randn(4, 8, 16), torch.randn(6, 40, 16)
