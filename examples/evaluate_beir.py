@@ -24,8 +24,8 @@ with tempfile.TemporaryDirectory() as index_folder:
 
     # By hand: PyLate's retriever, PyLate's evaluate().
     retriever = retrieve.ColBERT(index=index)
-    found = retriever.retrieve(model.encode(list(queries.values()), is_query=True), k=100)
-    metrics = evaluation.evaluate(found, qrels, queries=list(queries), metrics=["ndcg@10", "recall@100"])
+    results = retriever.retrieve(model.encode(list(queries.values()), is_query=True), k=100)
+    metrics = evaluation.evaluate(results, qrels, queries=list(queries), metrics=["ndcg@10", "recall@100"])
     print("by hand:", {name: round(float(value), 4) for name, value in metrics.items()})
 
     # In one call, with the same index.

@@ -179,7 +179,7 @@ def test_readme_snippet(folder: Path, snippet: str, capsys: pytest.CaptureFixtur
         assert (
             0
             <= variables["evaluation"].evaluate(
-                variables["found"], variables["qrels"], queries=list(variables["queries"]), metrics=["ndcg@10"]
+                variables["results"], variables["qrels"], queries=list(variables["queries"]), metrics=["ndcg@10"]
             )
             <= 1
         )

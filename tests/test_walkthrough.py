@@ -43,7 +43,7 @@ def walked() -> dict[str, object]:
 
 def test_what_is_stepped_through_is_the_operation(walked: dict) -> None:
     assert walked["forward_error"] <= 2e-6
-    assert walked["same"], "the argmax are those of float64"
+    assert walked["same_argmax"], "the argmax are those of float64"
     # Summed in float32 and rounded once to bfloat16.
     assert all(error <= 2**-8 for error in walked["errors"].values())
     assert len(walked["errors"]) == 2

@@ -28,10 +28,10 @@ def bench(
     ] = "forward",
     rows: Annotated[
         list[str] | None,
-        typer.Option(help="Only these rows: names between commas, or the option again; a wrong one lists them."),
+        typer.Option(help="Only these rows: names separated by commas, or the option again; a wrong one lists them."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="auto (the suite's own, else a GPU if there is one), cuda, cuda:1, cpu.")
+        str, typer.Option(help="auto (the suite's device, else a GPU if there is one), cuda, cuda:1, cpu.")
     ] = "auto",
     dtype: Annotated[
         Dtype | None,
@@ -44,24 +44,24 @@ def bench(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="At most 10 calls instead of 50, and little tuning of peers: a look, not a record."
+            "--quick", help="At most 10 calls instead of 50, and little tuning of peers: a quick look, not a record."
         ),
     ] = False,
-    peers: Annotated[bool, typer.Option(help="Measure the other packages too, those that are installed.")] = True,
+    peers: Annotated[bool, typer.Option(help="Also measure the other packages that are installed.")] = True,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Measure torch.compile too (compiles for minutes).")
+        bool, typer.Option("--compile", help="Also measure torch.compile (compiles for minutes).")
     ] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, a fresh process for each.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Also measure memory, in fresh processes.")] = False,
     json: Annotated[
         Path | None,
-        typer.Option(help="Write the result here, after every row: a .json file, or a folder, which gets one."),
+        typer.Option(help="Write the result after every row: to this .json file, or to a new file in this folder."),
     ] = None,
     add: Annotated[
-        Path | None, typer.Option(help="A result of other rows, measured alike, whose rows --json writes too.")
+        Path | None, typer.Option(help="Earlier result of other rows, same settings; --json also writes its rows.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf).")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Plot the result here (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Measure this package, its peers and plain torch on this machine, beside the floor that the machine allows."""
+    """Measure this package, its peers and plain torch on this machine, next to the hardware floor."""
     try:
         loaded_suite = load_suite(suite)
         torch_device = _device(device, loaded_suite)
@@ -88,7 +88,7 @@ def bench(
         console.print(f"Written to {results.place(json, result)}", highlight=False, markup=False)
     if picture:
         plot.save(loaded_suite, result, picture)
-        console.print(f"Drawn to {picture}", highlight=False, markup=False)
+        console.print(f"Plotted to {picture}", highlight=False, markup=False)
     ours = (state for row in result["rows"] for name, state in row["systems"].items() if name.startswith(suites.OURS))
     if any(state["status"] in suites.BROKEN for state in ours):
         raise typer.Exit(1)
@@ -97,11 +97,11 @@ def bench(
 def _check_measurable(picture: Path | None, memory: bool, device: torch.device) -> None:
     """Raise a ValueError, before anything is measured, if memory could not be measured or the picture not drawn."""
     if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"plot: {picture} should end in .png, .svg or .pdf")
+        raise ValueError(f"plot: {picture} must end in .png, .svg or .pdf")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot: needs matplotlib, which the extra pylate-flash[bench] installs")
+        raise ValueError("plot: needs matplotlib; pip install 'pylate-flash[bench]'")
     if memory and device.type == "cpu" and sys.platform != "linux":
-        raise ValueError(f"memory: on a CPU it is measured on Linux only, and this is {sys.platform}")
+        raise ValueError(f"memory: on a CPU, it can be measured on Linux only, not on {sys.platform}")
 
 
 def _check_writable(option: str, path: Path | None, is_file: bool) -> None:
@@ -119,7 +119,7 @@ def _earlier(add: Path | None, json: Path | None) -> dict[str, Any] | None:
     if add is None:
         return None
     if json is None:
-        raise ValueError(f"add: {add} is of no use without --json, where its rows would be written")
+        raise ValueError(f"add: {add} needs --json, to which its rows are written")
     if not add.is_file():
         raise ValueError(f"add: there is no file {add}")
     return results.load(add)
@@ -146,28 +146,28 @@ def _device(name: str, suite: suites.Suite) -> torch.device:
         raise ValueError(f"device: {name!r} is not auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if suite.device not in (None, device.type):
-        raise ValueError(f"device: the suite {suite.name!r} measures {suite.device} only, and {name!r} was asked for")
+        raise ValueError(f"device: the suite {suite.name!r} measures {suite.device} only, got {name!r}")
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
-        raise ValueError(f"device: {name!r} was asked for, but torch finds no CUDA GPU here")
+        raise ValueError(f"device: {name!r} is not available: torch finds no CUDA GPU")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise ValueError(f"device: {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs")
+        raise ValueError(f"device: {name!r} is not available: there are {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
 
 
 _HELP = f"""{bench.__doc__}
 
-A suite is a table, with a shape in each row:
+A suite is a table with one shape per row:
 
 {chr(10).join(f"- `{name}`: {about}" for name, about in SUITES.items())}
 
 Every system is checked against float64 on the same inputs before it is timed, and systems take turns. The floor is the
-time that the operations or the bytes of a row cost at the rates that a large matrix product and a large copy reach
-here. `ours / floor` is 1 at best; `best other / ours` is above 1 where pylate_flash is the fastest.
+time of the row's operations or bytes at the rates that a large matrix product and a large copy reach on this machine.
+`ours / floor` is 1 at best; `best other / ours` is above 1 if pylate_flash is the fastest.
 
-Exits with 1 where pylate_flash was wrong, inaccurate or failed.
+Exits with 1 if pylate_flash was wrong, inaccurate or failed.
 """
 
 
@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None, name: str = "python -m pylate_flash
     )
     application.command(
         help=_HELP,
-        epilog=f"Examples: `{name} --quick` (a look, in minutes), `{name} training --memory --json results/`, "
+        epilog=f"Examples: `{name} --quick` (a quick look, in minutes), `{name} training --memory --json results/`, "
         f"`{name} losses --rows batch-256,batch-1024 --no-peers`.",
     )(bench)
     application(arguments, prog_name=name)

@@ -24,9 +24,9 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="pylate-flash",
     help="Score, train and retrieve with PyLate or sentence-transformers through fused, exact MaxSim.",
-    epilog="Start with `pylate-flash demo`. Every command explains itself: `pylate-flash train --help`. Exit codes: "
-    "0 done, 1 a check of the results failed, 2 something to put right, which one sentence names, 70 a mistake of the "
-    "program (PYLATE_FLASH_TRACEBACK=1 shows where), 130 interrupted.",
+    epilog="Start with `pylate-flash demo`. Every command has its own help: `pylate-flash train --help`. Exit codes: "
+    "0 success, 1 a check of the results failed, 2 a user error, explained in one sentence, 70 a bug in the program "
+    "(PYLATE_FLASH_TRACEBACK=1 shows where), 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -67,7 +67,7 @@ app.command(
 app.add_typer(index.app, name="index")
 app.command(
     epilog='Examples: `pylate-flash search "read a compressed archive" -k 3` (after the demo), '
-    "`pylate-flash search --queries queries.jsonl --index my-index --json > found.jsonl`"
+    "`pylate-flash search --queries queries.jsonl --index my-index --json > results.jsonl`"
 )(command(search.search))
 
 

@@ -63,15 +63,15 @@ def check_systems(against: str, collections: Sequence[Collection]) -> dict[str, 
             if not os.path.isfile(name):
                 raise UserError(f"--against: there is no file {name}")
             if len(collections) > 1:
-                raise UserError(f"--against {name} is a run of one collection, and there are {len(collections)}")
+                raise UserError(f"--against {name} is a run of one collection, but --data names {len(collections)}")
             with explained(f"--against {name}: "):
                 run = systems[name] = read_run(Path(name))
             if not run.keys() & collections[0].qrels.keys():
-                raise UserError(f"--against {name} has found nothing for any query of {collections[0].name}")
+                raise UserError(f"--against {name} has no results for any query of {collections[0].name}")
         else:
             from ..indexes import Flat
 
-            expected = f"{PLAID}, a file of a run, or how our index keeps embeddings"
+            expected = f"{PLAID}, a run file, or a storage type of our index"
             with explained(f"--against {name or repr(name)}: expected {expected}: "):
                 Flat(None, dtype=name, device="cpu")
             check_codec(name, "--against")
@@ -200,7 +200,7 @@ def check_run_ids(collections: Sequence[Collection]) -> None:
         for id_ in (*collection.qrels, *(document["id"] for document in collection.documents)):
             if len(id_.split()) != 1:
                 raise UserError(
-                    f"--run: the id {id_!r:.100} of {collection.name} has blanks, which no TREC run can hold"
+                    f"--run: the id {id_!r:.100} of {collection.name} contains whitespace, which a TREC run cannot hold"
                 )
 
 

@@ -37,7 +37,7 @@ def load_collections(sources: list[str], split: str) -> list[Collection]:
     names = [collection.name for collection in collections]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"--data: two collections are called {name!r}; name each once")
+            raise UserError(f"--data: two collections are named {name!r}; give each one once")
     return collections
 
 
@@ -64,7 +64,7 @@ def _fetch_beir(name: str) -> list[Path]:
                 os.rename(Path(folder, name), cache / name)
         # requests and zipfile raise many types.
         except Exception as error:
-            raise UserError(f"--data beir:{name} could not be fetched: {cause(error, named=True)}") from error
+            raise UserError(f"--data beir:{name} could not be downloaded: {cause(error, named=True)}") from error
     if (cache / name / "corpus.jsonl").exists():
         return [cache / name]
     return sorted(path.parent for path in (cache / name).glob("*/corpus.jsonl")) or [cache / name]
@@ -89,5 +89,5 @@ def _load_nano_beir(name: str) -> list[Collection]:
             collections.append(Collection(split, f"nanobeir:{split.removeprefix('Nano')}", documents, queries, qrels))
     # The hub client raises many types, without a network or for an unknown name.
     except Exception as error:
-        raise UserError(f"--data nanobeir could not be fetched: {cause(error, named=True)}") from error
+        raise UserError(f"--data nanobeir could not be downloaded: {cause(error, named=True)}") from error
     return collections

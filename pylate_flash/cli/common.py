@@ -107,7 +107,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 _fail(f"reading or writing failed: {cause(error)}", 2)
             if type(error).__name__ == "OutOfMemoryError":  # torch's, matched by name without importing torch
-                _fail(f"a GPU is out of memory: {cause(error)}; a smaller --batch-size or --device cpu may do", 2)
+                _fail(f"a GPU is out of memory: {cause(error)}; try a smaller --batch-size or --device cpu", 2)
             _fail(f"unexpected {cause(error, named=True)}; {TRACEBACK_VARIABLE}=1 shows where", UNEXPECTED)
 
     return wrapped
@@ -202,8 +202,8 @@ def check_text(text: str, name: str) -> None:
     """Reject a name that libraries cannot handle: not UTF-8, or not decodable in the locale's encoding."""
     if not _is_text(text):
         raise UserError(
-            f"{name} {decoded(text, name)!r} is not of the characters of this locale, {sys.getfilesystemencoding()}; "
-            "the environment variable PYTHONUTF8=1 makes them those of UTF-8"
+            f"{name} {decoded(text, name)!r} cannot be encoded in this locale, {sys.getfilesystemencoding()}; "
+            "set the environment variable PYTHONUTF8=1 to use UTF-8"
         )
 
 

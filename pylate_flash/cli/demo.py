@@ -16,21 +16,21 @@ from .models import PYLATE, check_model_name, host_of, load_model
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for everything that the demo leaves.")] = options.DEMO_OUTPUT,
+    output: Annotated[Path, typer.Option(help="Output folder of the demo.")] = options.DEMO_OUTPUT,
     model: Annotated[
-        str | None, typer.Option(help="Encoder: a folder or a name. Default: all-MiniLM-L6-v2, from a package.")
+        str | None, typer.Option(help="Encoder: a folder or a name. Default: all-MiniLM-L6-v2, from a Python package.")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Four times the training, twice the text: 6 to 20 minutes.")
+        bool, typer.Option("--full", help="Train four times as long on twice the text: 6 to 20 minutes.")
     ] = False,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train, index, search and evaluate a ColBERT model on real text, offline, in two to four minutes on a CPU.
 
-    The text is the documentation of the Python packages installed here: a docstring's first sentence is the query, the
-    rest of it the document to find. Everything is evaluated before and after training, by PyLate's torch scorer and by
-    this package; the two must agree. Leaves `model/`, `index/`, `data/` (a BEIR folder), `results.json`, `demo.png`.
+    The text is the documentation of the installed Python packages: the first sentence of a docstring is the query, the
+    rest is the document to find. The model is evaluated before and after training, with PyLate's torch scorer and with
+    this package; the two must agree. Writes `model/`, `index/`, `data/` (a BEIR folder), `results.json`, `demo.png`.
     """
     check_host("pylate", "pylate-flash demo")
     if model is None:
@@ -56,7 +56,7 @@ def demo(
             job.default_model()
     else:
         if host_of(model, trust_remote_code) != PYLATE:
-            raise UserError(f"the demo trains models of PyLate, and {model} is a MultiVectorEncoder; name another one")
+            raise UserError(f"the demo trains PyLate models, and {model} is a MultiVectorEncoder; choose another model")
         # Load it before preparing data, so that an unusable model fails at once; remote code does not run.
         torch.manual_seed(settings.seed)
         encoder = load_model(

@@ -20,12 +20,12 @@ from .common import cause, console, loading, say
 
 def doctor(
     check: Annotated[
-        bool, typer.Option("--check", help="Import the hosts too and try register(), which takes seconds.")
+        bool, typer.Option("--check", help="Also import the hosts and try register(), which takes seconds.")
     ] = False,
 ) -> None:
-    """Say what is installed, what computes here, and which implementation serves which input, and why.
+    """Report installed packages, devices, and which implementation handles which input, and why.
 
-    Exits with 1 where register() does not work.
+    Exits with 1 if register() does not work.
     """
     import torch
 
@@ -96,23 +96,23 @@ def _about_triton(device: Any) -> str:
     from ..kernels.versions import TESTED, has_gluon, launcher_is_known, triton_version
 
     first, last = (".".join(map(str, version)) for version in TESTED)
-    notes = [f"Triton {first} to {last} is what the kernels are tested with."]
+    notes = [f"The kernels are tested with Triton {first} to {last}."]
     if not TESTED[0] <= triton_version() <= TESTED[1]:
-        notes.append(f"This one is {'.'.join(map(str, triton_version()))}.")
+        notes.append(f"The installed version is {'.'.join(map(str, triton_version()))}.")
     if architecture(device)[0] == 9 and not has_gluon():
-        notes.append("It has no Gluon for the kernels of Hopper, and others serve in their place.")
-    launcher = "a C function of Triton's" if launcher_is_known() else "Triton's public launcher, which takes longer"
+        notes.append("It has no Gluon, which the Hopper kernels need; other kernels are used instead.")
+    launcher = "Triton's C launcher" if launcher_is_known() else "Triton's public launcher, which is slower"
     return " ".join([*notes, f"Kernels are launched by {launcher}."])
 
 
 def _about_threads(threads: int, cores: int) -> str:
     """A sentence on torch's threads: if there are more than cores, those that wait spin, and take cores from others."""
-    text = f"Threads: torch computes with {threads}, and {cores} of the processor's cores may be used"
+    text = f"Threads: torch uses {threads}, and this process may use {cores} cores"
     if threads <= cores:
         return f"{text}."
     setting = os.environ.get("OMP_NUM_THREADS")
-    return f"{text}: threads above them can make every call ten times slower. Set OMP_NUM_THREADS={cores}" + (
-        f" in place of {setting}." if setting else ", which is not set."
+    return f"{text}: more threads than cores can make every call ten times slower. Set OMP_NUM_THREADS={cores}" + (
+        f" instead of {setting}." if setting else ", which is not set."
     )
 
 
@@ -141,7 +141,7 @@ def _describe_host(module: str, host: Host) -> str:
     version = _version_of(module, host)
     if version is None:
         return f"not installed; pip install 'pylate-flash[{host.extra}]'"
-    return version if _is_supported(host, version) else f"{version}; versions {host.supported} are served"
+    return version if _is_supported(host, version) else f"{version}; supported versions: {host.supported}"
 
 
 def _look_at_hosts() -> tuple[bool, str]:
@@ -150,7 +150,7 @@ def _look_at_hosts() -> tuple[bool, str]:
     supported = [f"{host.title} {version}" for host, version in versions if _is_supported(host, version)]
     if supported:
         verb = "is" if len(supported) == 1 else "are"
-        return True, f"{' and '.join(supported)} {verb} supported; doctor --check tries it."
+        return True, f"{' and '.join(supported)} {verb} supported; doctor --check tests it."
     host, version = next((pair for pair in versions if pair[1]), versions[0])
     if version is None:
         return False, f'no host is installed; for {host.title}: pip install "pylate-flash[{host.extra}]"'
@@ -164,13 +164,13 @@ def _who_loads_models() -> str:
         for module in ("pylate", "sentence_transformers")
     )
     if by_pylate and by_st:
-        return "PyLate's and encoders by PyLate, MultiVectorEncoder by sentence-transformers."
+        return "PyLate loads its own models and plain encoders, sentence-transformers loads a MultiVectorEncoder."
     if by_st:
-        return "MultiVectorEncoder, PyLate's and encoders by sentence-transformers."
+        return "sentence-transformers loads a MultiVectorEncoder, PyLate's models and plain encoders."
     if not by_pylate:
-        return "none can be loaded, as no library is installed that does."
-    needs = f"pip install 'pylate-flash[{HOSTS['sentence_transformers'].extra}]', in an environment of its own"
-    return f"PyLate's and encoders by PyLate; a MultiVectorEncoder needs {needs}."
+        return "none can be loaded: neither PyLate nor sentence-transformers is installed in a supported version."
+    needs = f"pip install 'pylate-flash[{HOSTS['sentence_transformers'].extra}]', in a separate environment"
+    return f"PyLate loads its own models and plain encoders; a MultiVectorEncoder needs {needs}."
 
 
 def _version_of(module: str, host: Host) -> str | None:

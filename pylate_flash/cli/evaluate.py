@@ -46,53 +46,52 @@ def evaluate(
     data: Annotated[
         list[str],
         typer.Option(
-            help='BEIR folder, once or several times. corpus.jsonl: `{"_id": "d1", "title": "optional", "text": '
-            '"..."}` in each line; queries.jsonl: `{"_id": "q1", "text": "..."}`; qrels/SPLIT.tsv: `q1`, `d1` and a '
-            "whole number, 1 or more if relevant, between tabs. Or `beir:NAME`, `nanobeir` or `nanobeir:NAME`, which "
-            "are fetched.",
+            help='BEIR folder; may be repeated. corpus.jsonl: `{"_id": "d1", "title": "optional", "text": "..."}` per '
+            'line; queries.jsonl: `{"_id": "q1", "text": "..."}`; qrels/SPLIT.tsv: `q1`, `d1` and an integer, 1 or '
+            "more if relevant, separated by tabs. Or `beir:NAME`, `nanobeir` or `nanobeir:NAME`, which are downloaded.",
             metavar="FOLDER",
         ),
     ],
     model: Annotated[str, typer.Option(help="ColBERT model, MultiVectorEncoder, or an encoder: a folder or a name.")],
-    split: Annotated[str, typer.Option(help="Which file of qrels/.")] = "test",
+    split: Annotated[str, typer.Option(help="Name of the file in qrels/.")] = "test",
     scorer: Annotated[
         options.Scorer,
-        typer.Option(metavar="NAME", help=f"Computes the scores: {options.SCORERS}. auto: as the model says."),
+        typer.Option(metavar="NAME", help=f"Computes the scores: {options.SCORERS}. auto: the model's own scorer."),
     ] = "auto",
     compare_torch: Annotated[
         bool,
         typer.Option(
             "--compare-torch",
-            help="Search the same index with the torch scorer of the model's library too; exit 1 if unequal. Not with "
-            "`--scorer torch`.",
+            help="Also search the same index with the torch scorer of the model's library; exit with 1 if the results "
+            "differ. Not with `--scorer torch`.",
         ),
     ] = False,
     against: Annotated[
         str | None,
         typer.Option(
             metavar="SYSTEMS",
-            help="Compare exact search with other indexes of the same embeddings: `plaid` (PyLate's), how our index "
-            "keeps embeddings (`int8`, `residual4`, `residual4+bfloat16`, ...), or a file of a TREC run; several "
-            "between commas.",
+            help="Compare exact search with other indexes of the same embeddings: `plaid` (PyLate's), a storage "
+            "type of our index (`int8`, `residual4`, `residual4+bfloat16`, ...), or a TREC run file; separate several "
+            "by commas.",
         ),
     ] = None,
     repeat: Annotated[
         str | None,
         typer.Option(
             metavar="SEEDS",
-            help="Evaluate the models that were trained with these seeds, `1,2,3`: each stands for `{seed}` in "
-            "`--model`. Means and standard deviations.",
+            help="Evaluate models trained with these seeds, for instance `1,2,3`: each replaces `{seed}` in `--model`. "
+            "Shows means and standard deviations.",
         ),
     ] = None,
     index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="Write what was found, as a TREC run; of several collections into a file for each."),
+        typer.Option(help="Write the results as a TREC run; for several collections, one file each."),
     ] = None,
-    per_query: Annotated[Path | None, typer.Option(help="Write the metrics of every query, between tabs.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write metrics and timings here.")] = None,
+    per_query: Annotated[Path | None, typer.Option(help="Write the metrics of every query, separated by tabs.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write metrics and timings to this file.")] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the metrics; with `--against`, quality and time. PNG, SVG or PDF.")
+        Path | None, typer.Option(help="Plot the metrics; with `--against`, quality against time. PNG, SVG or PDF.")
     ] = None,
     batch_size: options.BatchSize = options.BATCH_SIZE,
     query_length: options.QueryLength = None,
@@ -105,8 +104,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model's retrieval on collections in BEIR's layout, by exact search.
 
-    Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query, and what it took. An encoder
-    without a projection gets a random one, as in its library: train it first.
+    Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query, and the times taken. An
+    encoder without a projection gets a random one, as in its library: train it first.
     """
     check_encoding_host("pylate-flash evaluate")
     if compare_torch and scorer == "torch":
@@ -114,10 +113,10 @@ def evaluate(
     seeds = _seeds(repeat, model)
     if index is not None:
         if len(data) > 1 or len(seeds) > 1:
-            raise UserError("--index keeps the index of one model and one --data")
+            raise UserError("--index keeps the index of one model and one --data only")
         _check_index(index, overwrite)
     elif overwrite:
-        raise UserError("--overwrite replaces the index in --index, which was not given")
+        raise UserError("--overwrite replaces the index in --index, but --index is missing")
     files_of_beir = ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv")
     used_files = [("--data", Path(folder) / name) for folder in data for name in files_of_beir]
     used_files += [("--against", Path(name)) for name in (against or "").split(",") if name]
@@ -179,9 +178,9 @@ def _seeds(repeat: str | None, model: str) -> list[int | None]:
         return [None]
     seeds = [seed.strip() for seed in repeat.split(",")]
     if not all(re.fullmatch("[0-9]{1,19}", seed) for seed in seeds) or len({*map(int, seeds)}) < len(seeds):
-        raise UserError(f"--repeat expects seeds, each a whole number and once, between commas, got {repeat!r:.100}")
+        raise UserError(f"--repeat expects distinct integer seeds, separated by commas, got {repeat!r:.100}")
     if _SEED not in model:
-        raise UserError(f"--repeat evaluates a model for each seed: put {_SEED} into --model {model}")
+        raise UserError(f"--repeat evaluates one model per seed: --model {model} must contain {_SEED}")
     return [int(seed) for seed in seeds]
 
 
@@ -193,8 +192,8 @@ def _load(name: str, **kwargs: Any) -> Model:
     loaded = load_model(name, **kwargs)
     if has_random_projection(loaded, name):
         note(
-            f"Warning: {name} is an encoder without a projection. A random one was drawn, so the numbers below say "
-            "nothing about a model of use; train it first with `pylate-flash train`."
+            f"Warning: {name} is an encoder without a projection. It was initialised randomly, so the numbers below "
+            "are meaningless; train it first with `pylate-flash train`."
         )
     return loaded
 
@@ -285,4 +284,4 @@ def _new_index(index: Path | None, model: Model, name: str, data: Path) -> Itera
 def _check_index(path: Path, overwrite: bool) -> None:
     check_new_index(path)
     if holds_index(path) and not overwrite:
-        raise UserError(f"--index: there is an index in {path} already; --overwrite replaces it")
+        raise UserError(f"--index: there is already an index in {path}; --overwrite replaces it")

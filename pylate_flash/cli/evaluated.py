@@ -94,10 +94,10 @@ def show(evaluated: list[Evaluated], split: str) -> None:
     for one in evaluated:
         title = one.collection.name if one.seed is None else f"{one.collection.name}, seed {one.seed}"
         if one.compared:
-            show_table(comparison_table(one.compared, f"{title}: against exact search"))
+            show_table(comparison_table(one.compared, f"{title}: compared with exact search"))
         if one.agreement:
             agree = "agree" if one.agreement.holds else "disagree"
-            scorers = f"{one.result.scorer} and torch of {one.library}"
+            scorers = f"{one.result.scorer} and torch ({one.library})"
             say(f"{f'{title}: the' if several else 'The'} two scorers, {scorers}, {agree}: {one.agreement}.")
     if len(evaluated) == 1:
         say(", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in first.timings.items()))

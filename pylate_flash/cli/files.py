@@ -21,11 +21,11 @@ _NO_CONTENT = re.compile(r"\..*|lost\+found")
 def check_file(path: Path) -> None:
     """Check that there is a readable file, or a pipe such as /dev/fd/63, which can be read only once."""
     if os.path.isdir(path):
-        raise UserError(f"{path} is a folder; name a file")
+        raise UserError(f"{path} is a folder; expected a file")
     if not os.path.exists(path):
         raise UserError(f"there is no file {path}")
     if not os.access(path, os.R_OK):
-        raise UserError(f"{path} may not be read: permission denied")
+        raise UserError(f"{path} cannot be read: permission denied")
 
 
 def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], overwrite: bool = True) -> None:
@@ -35,7 +35,7 @@ def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], ov
     any other file is, if `overwrite`.
     """
     if os.path.isdir(path):
-        raise UserError(f"{option}: {path} is a folder; name a file")
+        raise UserError(f"{option}: {path} is a folder; expected a file")
     if not os.path.isdir(path.parent):
         raise UserError(f"{option}: there is no folder {path.parent}")
     with explained(f"{option}: "):
@@ -45,14 +45,14 @@ def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], ov
         elif os.path.isfile(path):
             os.close(os.open(path, os.O_WRONLY))
         elif not os.path.exists(path):
-            raise ValueError(f"{path} is a link to nothing")
+            raise ValueError(f"{path} is a broken link")
     if is_standard_output(path) or (os.path.exists(path) and not os.path.isfile(path)):
         return
     for name, other in others:
         if other is not None and any(_is_same(path, file) for file in (other, other / "corpus.jsonl")):
-            raise UserError(f"{option} {path} is the file of {name}; name another one")
+            raise UserError(f"{option} {path} is the file of {name}; choose another one")
     if os.path.isfile(path) and not overwrite:
-        raise UserError(f"there is a file {path} already; --overwrite replaces it")
+        raise UserError(f"{path} already exists; --overwrite replaces it")
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -71,7 +71,7 @@ def writable_folder(path: Path, option: str) -> Iterator[None]:
         missing.append(ancestor)
         ancestor = ancestor.parent
     if not os.path.isdir(ancestor):
-        raise UserError(f"{option}: {ancestor} is a file" + ("" if missing else "; name a folder"))
+        raise UserError(f"{option}: {ancestor} is a file" + ("" if missing else "; expected a folder"))
     created: list[Path] = []
     try:
         with explained(f"{option}: "):

@@ -58,7 +58,7 @@ class _BuildsByDefault(TyperGroup):
 
 app = typer.Typer(
     cls=_BuildsByDefault,
-    help="Build an index of texts, change it, and look at it. `build` may be left out: "
+    help="Build, change and inspect an index of texts. `build` may be omitted: "
     "`pylate-flash index --data corpus.jsonl --model my-colbert`.",
     no_args_is_help=True,
 )
@@ -77,8 +77,8 @@ Data = Annotated[
     Path,
     typer.Option(
         help='corpus.jsonl, as in BEIR: `{"_id": "d1", "title": "optional", "text": "..."}` per line, and `"metadata": '
-        '{"year": 2020}` for `search --where`. Or a folder: its corpus.jsonl, or else all its .txt and .md files, '
-        "named by their paths in it. Pipes (/dev/fd/N) too."
+        '{"year": 2020}` for `search --where`. Or a folder: its corpus.jsonl, or else all its .txt and .md files, with '
+        "their relative paths as ids. Pipes (/dev/fd/N) work too."
     ),
 ]
 
@@ -99,25 +99,23 @@ def build(
         Dtype | None,
         typer.Option(
             metavar="TYPE",
-            help=f"How embeddings are kept: {', '.join(DTYPES[:8])}. 16 bits halve the index, 8 about halve it again, "
-            "and residual codes (4 or 2 bits) once and twice more. `residual4+bfloat16`, and so on, keeps 16 bits too, "
-            "for `search --rescore`. Default: float32.",
+            help=f"How embeddings are stored: {', '.join(DTYPES[:8])}. 16 bits halve the index, 8 bits about halve it "
+            "again, and residual codes halve it once more (4 bits) or twice more (2 bits). `residual4+bfloat16` and so "
+            "on also store 16 bits, for `search --rescore`. Default: float32.",
         ),
     ] = None,
     device: options.Device = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Empty an index that is already there, and begin anew.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty an existing index and start over.")] = False,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Encode the documents of a corpus, and keep them in an index that remembers the model.
+    """Encode the documents of a corpus, and store them in an index that records the model.
 
-    After an interruption of whatever kind, the same command goes on where it stopped (then without `--overwrite`): it
-    adds the documents whose ids are not in the index yet. An index that holds documents of another corpus, or was
-    built with another model, is left as it is.
+    After any interruption, the same command (without `--overwrite`) resumes the build: it adds the documents whose ids
+    are not in the index yet. An index that holds documents of another corpus, or was built with another model, is not
+    changed.
 
-    Under `torchrun --nproc-per-node N $(which pylate-flash) index ...`, N processes encode a share of the documents
-    each, on a GPU of their own, and the first adds them in order. If one ends, all do.
+    Under `torchrun --nproc-per-node N $(which pylate-flash) index ...`, N processes each encode a share of the
+    documents on their own GPU, and the first adds them in order. If one process ends, all end.
     """
     check_encoding_host("pylate-flash index build")
     path = index_path(index)
@@ -164,11 +162,11 @@ def build(
         before = len(present_ids)
         if before == len(ids):
             count = counted(before, "document")
-            say(f"Nothing to do: {path} holds the {count} of {corpus.path}, by their ids, already")
+            say(f"Nothing to do: {path} already holds the {count} of {corpus.path}, judging by their ids")
             return
         if before:
             count = f"{before:,} of the {len(ids):,} documents"
-            say(f"Going on: {path} holds {count} of {corpus.path}, by their ids, already")
+            say(f"Resuming: {path} already holds {count} of {corpus.path}, judging by their ids")
         elif flat is not None:
             train_codec(flat, encoder, corpus, len(ids), batch_size)
         try:
@@ -178,7 +176,7 @@ def build(
             if flat is not None:
                 note(
                     f"{len(flat):,} of {len(ids):,} documents are in {path}; the same command"
-                    f"{' without --overwrite' if overwrite else ''} goes on"
+                    f"{' without --overwrite' if overwrite else ''} resumes the build"
                 )
             raise
         say(f"{path} holds {counted(len(ids), 'document')}")
@@ -191,10 +189,10 @@ def add(
     data: Data,
     index: Index = DEFAULT_INDEX,
     model: Annotated[
-        str | None, typer.Option(help="Where the index's model lies, if it is no longer where the index says.")
+        str | None, typer.Option(help="Folder or name of the index's model, if it is not where the index says.")
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Put documents in the place of those that have their ids in the index.")
+        bool, typer.Option("--replace", help="Replace documents whose ids are already in the index.")
     ] = False,
     batch_size: options.BatchSize = options.BATCH_SIZE,
     device: options.Device = None,
@@ -202,8 +200,8 @@ def add(
 ) -> None:
     """Add documents to an index, encoded by the model that it was built with.
 
-    Documents whose ids are in the index already are skipped, so after an interruption the same command goes on where
-    it stopped. With `--replace` they are encoded, and replace those there: then the same command begins anew.
+    Documents whose ids are already in the index are skipped, so after an interruption the same command resumes. With
+    `--replace` they are encoded and replace the old ones; after an interruption, that command starts over.
     """
     check_encoding_host("pylate-flash index add")
     path = index_path(index)
@@ -214,7 +212,7 @@ def add(
     n_new = sum(id_ not in flat for id_ in ids)
     n_present = len(ids) - n_new
     if n_present and not replace:
-        say(f"{n_present} of the {len(ids)} documents of {corpus.path} are in {path} already; --replace replaces them")
+        say(f"{n_present} of the {len(ids)} documents of {corpus.path} are already in {path}; --replace replaces them")
     if n_new or replace:
         encoder = load_model_of(flat, model, device, trust_remote_code)
         with explained(kinds=INDEX_ERRORS):
@@ -233,11 +231,11 @@ def remove(
         list[str] | None, typer.Argument(metavar="[ID]...", help="Ids of documents.", show_default=False)
     ] = None,
     ids: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file with an id per line, in place of ID: `d1`.")
+        Path | None, typer.Option(metavar="FILE", help="A file with one id per line, such as `d1`, instead of ID.")
     ] = None,
     index: Index = DEFAULT_INDEX,
 ) -> None:
-    """Remove documents from an index, and from the disk: all of them or, if one is not there, none."""
+    """Remove documents from an index and from the disk: all of them, or none if an id is not in the index."""
     path = index_path(index)
     if bool(documents) == (ids is not None):
         raise UserError("give either IDs or --ids FILE" + (", not both" if documents else ""))
@@ -256,9 +254,9 @@ def remove(
 @command
 def info(
     index: Index = DEFAULT_INDEX,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in place of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
-    """Say what an index holds: documents, tokens, size on the disk, and the model that it was built with."""
+    """Describe an index: documents, tokens, size on disk, and the model that it was built with."""
     path = index_path(index)
     described = _describe(open_store(path))
     if as_json:
@@ -270,10 +268,10 @@ def info(
         "documents": f"{described['documents']:,}",
         "tokens": f"{described['tokens']:,}",
         "embeddings": f"{described['embedding_size']} numbers each, {described['dtype']}",
-        "searched": f"{decimal(described['scored_bytes'])}, which a search of all documents reads",
+        "searched": f"{decimal(described['scored_bytes'])}, read by a search of all documents",
         "size": f"{decimal(described['bytes'])} in {counted(described['files'], 'file')}",
         "texts": ", ".join(described["corpora"]) or "unknown",
-        "model": "unknown" if model is None else model["name"] or "known by its weights only",
+        "model": "unknown" if model is None else model["name"] or "identified by its weights only",
     }
     if model is not None:
         rows["weights"] = f"sha256 {model['fingerprint']}"
@@ -290,22 +288,22 @@ def info(
 def verify(index: Index = DEFAULT_INDEX) -> None:
     """Read every file of an index, and compare it with its checksum.
 
-    Exit code 0 if everything is as it was written; 2, and a sentence that names the file, if anything is not.
+    Exits with 0 if all files are intact; otherwise with 2, and a sentence that names the damaged file.
     """
     path = index_path(index)
     store = open_store(path)
     with explained():
         store.verify(show_progress=sys.stderr.isatty())
-    say(f"{path} is as it was written: {counted(len(store), 'document')}")
+    say(f"{path} is intact: {counted(len(store), 'document')}")
 
 
 @app.command()
 @command
 def compact(index: Index = DEFAULT_INDEX) -> None:
-    """Merge the files of an index into as few as there can be.
+    """Merge the files of an index into as few as possible.
 
-    Additions and removals see to it that there are not many; this makes it the least, and takes as much room on the
-    disk, for a while, as what it merges.
+    Additions and removals already keep their number low. Merging temporarily takes as much disk space as the files that
+    are merged.
     """
     path = index_path(index)
     store = open_store(path)
@@ -313,19 +311,19 @@ def compact(index: Index = DEFAULT_INDEX) -> None:
     with explained(kinds=INDEX_ERRORS):
         store.compact()
     after = _describe(store)["files"]
-    say(f"{path} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
+    say(f"{path} holds {counted(len(store), 'document')} in {counted(after, 'file')}, previously {before}")
 
 
 @app.command(epilog="Example: `pylate-flash index convert --index my-index --to my-new-index`")
 @command
 def convert(
-    to: Annotated[Path, typer.Option(help="Folder of the new index: none that holds anything.")],
+    to: Annotated[Path, typer.Option(help="Folder of the new index; must be new or empty.")],
     index: Index = DEFAULT_INDEX,
 ) -> None:
-    """Write an index that has the format before this one into a new folder, embeddings as they are.
+    """Convert an index in the previous format to a new folder, with unchanged embeddings.
 
-    The old one is only read, and compared with its checksums; delete it when you no longer need it. After an
-    interruption the same command begins anew.
+    The old index is only read, and checked against its checksums; delete it when you no longer need it. After an
+    interruption, the same command starts over.
     """
     path, new = index_path(index), index_path(to)
     if not holds_old_index(path):
@@ -334,13 +332,13 @@ def convert(
     check_place(new)
     with writable_folder(new, "--to"):
         if os.listdir(new):
-            raise UserError(f"--to: {new} is not empty; name another folder")
+            raise UserError(f"--to: {new} is not empty; choose another folder")
     loading(f"the index in {path}")
     from .old_index import convert as converted
 
     with explained(kinds=INDEX_ERRORS), noted():
         store = converted(path, new, show_progress=sys.stderr.isatty())
-    say(f"{new} holds the {counted(len(store), 'document')} of {path}, which is as it was")
+    say(f"{new} holds the {counted(len(store), 'document')} of {path}, which is unchanged")
 
 
 def _describe(store: PackedStore) -> dict[str, Any]:
@@ -374,8 +372,8 @@ def _check_belongs(flat: Flat, corpus: Corpus, ids: set[str]) -> None:
         )
     if flat.model is None:
         raise UserError(
-            f"the index in {path} does not say which model it was built with, so that no other should go on with it; "
-            "--overwrite builds it anew"
+            f"the index in {path} does not record which model it was built with, so the build cannot be resumed; "
+            "--overwrite rebuilds it"
         )
 
 

@@ -64,7 +64,7 @@ def holds_old_index(path: Path) -> bool:
 def check_index(path: Path) -> None:
     if not holds_index(path):
         raise UserError(
-            f"there is no index in {path}; build one with `pylate-flash index --data ... --model ...`, or name one "
+            f"there is no index in {path}; build one with `pylate-flash index --data ... --model ...`, or choose one "
             "with --index"
         )
 
@@ -77,7 +77,7 @@ def check_new_index(path: Path) -> None:
     with writable_folder(path, "--index"), explained("--index: "):
         names = set(os.listdir(path)) - LEFTOVERS
     if names and not holds_index(path):
-        raise UserError(f"--index: {path} holds files that are no index; name another folder")
+        raise UserError(f"--index: {path} holds files that are not an index; choose another folder")
 
 
 def escaped(text: str) -> str:
@@ -161,8 +161,8 @@ def open_flat(path: Path, device: str | None, dtype: str | None = None, override
     stored = flat.info().dtype
     if dtype not in (None, stored):
         raise UserError(
-            f"--dtype {dtype}: the index in {path} keeps {stored}; leave out --dtype to use it as it is, or build it "
-            "anew with --overwrite"
+            f"--dtype {dtype}: the index in {path} stores {stored}; omit --dtype to use it as it is, or rebuild it "
+            "with --overwrite"
         )
     return flat
 
@@ -172,13 +172,13 @@ def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remot
     record = flat.model
     if record is not None and record.settings.get("hidden_states"):
         raise UserError(
-            f"the index in {flat.index_path} keeps hidden states, to be projected while it is searched: use it from "
+            f"the index in {flat.index_path} stores hidden states, which are projected during a search: use it from "
             "Python, as indexes.Flat(..., projection=model)"
         )
     if model is None:
         if record is None:
             raise UserError(
-                f"the index in {flat.index_path} does not say which model it was built with: name it with --model"
+                f"the index in {flat.index_path} does not record which model it was built with: give it with --model"
             )
         try:
             model = record.locate(flat.index_path)
@@ -288,7 +288,7 @@ def train_codec(flat: Flat, model: Model, corpus: Corpus, total: int, batch_size
     if not flat.info().dtype.startswith("residual"):
         return
     sample = max(_SAMPLE, 16 * math.isqrt(total))
-    loading("what residual codes are made by")
+    loading("the residual codec trainer")
     with explained(kinds=INDEX_ERRORS):
         texts = [document.text for document in itertools.islice(corpus, 0, None, -(-total // sample))]
         flat.train_codec(encode(model, texts, is_query=False, batch_size=batch_size))
@@ -308,8 +308,8 @@ def _note_truncation(model: Model, texts: list[str]) -> None:
     longer = sum(tokens > length for tokens in document_tokens(model, texts))
     if longer:
         note(
-            f"Note: {longer} of the first {len(texts)} documents are longer than the {length} tokens that are read of "
-            "each; the rest of them is not indexed"
+            f"Note: {longer} of the first {len(texts)} documents are longer than {length} tokens and are truncated; "
+            "the rest of them is not indexed"
         )
 
 

@@ -21,55 +21,55 @@ def mine(
     data: Annotated[
         Path,
         typer.Option(
-            help='JSON lines, a file or a pipe: `{"query": "...", "positive": "..."}`. A query may come several '
-            "times, with a positive each."
+            help='JSON lines, a file or a pipe: `{"query": "...", "positive": "..."}`. A query with several positives '
+            "has one line for each."
         ),
     ],
     model: Annotated[str, typer.Option(help="ColBERT model or MultiVectorEncoder: a folder or a name.")],
     output: Annotated[
         Path,
         typer.Option(
-            help='New file for what `train` reads: `{"query": "...", "positive": "...", "negative_1": "...", ...}` in '
-            "each line."
+            help='New file, which `train` reads: `{"query": "...", "positive": "...", "negative_1": "...", ...}` per '
+            "line."
         ),
     ],
     corpus: Annotated[
         Path | None,
         typer.Option(
-            help='Where to look: corpus.jsonl, as in BEIR, `{"_id": "d1", "title": "optional", "text": "..."}` per '
-            "line, whose title and text are joined by a space, or a folder as in `index`. A document is a positive "
-            "with its title or without. Default: the positives of `--data`."
+            help='Texts to mine: corpus.jsonl, as in BEIR, `{"_id": "d1", "title": "optional", "text": "..."}` per '
+            "line, with title and text joined by a space, or a folder as in `index`. A positive matches a document "
+            "with or without its title. Default: the positives of `--data`."
         ),
     ] = None,
-    num_negatives: Annotated[int, typer.Option(min=1, help="Negatives of every pair.")] = 3,
+    num_negatives: Annotated[int, typer.Option(min=1, help="Negatives per pair.")] = 3,
     range_min: Annotated[
         int,
         typer.Option(
-            min=0, help="Pass over so many of the best texts that are no positive: what is that close may be an answer."
+            min=0, help="Skip this many of the best texts that are not a positive: texts that close may be answers."
         ),
     ] = 0,
-    max_score: Annotated[float | None, typer.Option(help="A negative scores this much at most.")] = None,
+    max_score: Annotated[float | None, typer.Option(help="Maximum score of a negative.")] = None,
     absolute_margin: Annotated[
-        float | None, typer.Option(help="A negative scores so much less than the positive, at least.")
+        float | None, typer.Option(help="Minimum difference between the scores of the positive and a negative.")
     ] = None,
     relative_margin: Annotated[
         float | None,
-        typer.Option(help="The same, as a part of the positive's score: 0.05 asks for 95 % of it at most."),
+        typer.Option(help="The same, as a fraction of the positive's score: 0.05 allows at most 95 % of it."),
     ] = None,
     batch_size: options.BatchSize = options.BATCH_SIZE,
     query_length: options.QueryLength = None,
     document_length: options.DocumentLength = None,
     device: options.Device = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is already there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Find hard negatives for pairs of a query and a positive: the texts that a model wrongly scores highest.
 
-    Every query meets every text, exactly. What is a positive of the query is no negative of it, and texts may be kept
-    at a distance from the positive: texts that answer the query too, and are no positive in `--data`, score high, and
-    to train on those as negatives does harm. `--relative-margin 0.05` is a good start.
+    The search is exact: every query is scored against every text. A positive of the query is never its negative. The
+    margins require a distance from the positive's score: texts that also answer the query, but are not positives in
+    `--data`, score high, and training on those as negatives does harm. `--relative-margin 0.05` is a good start.
 
-    A pair that has fewer than `--num-negatives` within the bounds is left out. The file is written at once, at the end.
+    A pair with fewer than `--num-negatives` within the bounds is left out. The file is written in one go, at the end.
     """
     check_encoding_host("pylate-flash mine")
     _check_margins(max_score, absolute_margin, relative_margin)
@@ -113,19 +113,19 @@ def mine(
     pool = f"{counted(len(set(positives if texts is None else texts)), 'text')} of {corpus or data}"
     if not mined:
         raise UserError(
-            f"no pair has {counted(num_negatives, 'negative')} among the {pool} within the bounds, so nothing was "
-            "written; ask for fewer, or give a larger --corpus or a smaller margin"
+            f"no pair has {counted(num_negatives, 'negative')} within the bounds among the {pool}, so nothing was "
+            "written; request fewer, or give a larger --corpus or a smaller margin"
         )
     unused = [*lines.rows.column_names[2:], *lines.ignored]
     if unused:
-        note(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}")
+        note(f"pylate-flash: note: unused keys: {', '.join(map(repr, unused[:10]))}")
     rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in mined)
     write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
     # If the lines go to standard output, messages go to standard error.
     tell = note if is_standard_output(output) else say
-    tell(f"{output} holds {counted(len(mined), 'line')} of {counted(num_negatives, 'negative')} out of the {pool}")
+    tell(f"{output} holds {counted(len(mined), 'line')} with {counted(num_negatives, 'negative')} each from the {pool}")
     if len(mined) < len(queries):
-        tell(f"Left out: {counted(len(queries) - len(mined), 'pair')} with fewer within the bounds")
+        tell(f"Left out: {counted(len(queries) - len(mined), 'pair')} with fewer negatives within the bounds")
     if tell is say:
         print(f"Next: pylate-flash train --data {shlex.quote(str(output))} ...")
 

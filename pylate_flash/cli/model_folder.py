@@ -82,7 +82,7 @@ def _references(config: dict[str, Any]) -> Iterator[str]:
 
 def _check_known(file: str, reference: str, known: tuple[str, ...]) -> None:
     if not reference.startswith(known):
-        raise ValueError(f"its {file} names {reference!r}, whose code would run; --trust-remote-code allows it")
+        raise ValueError(f"its {file} names {reference!r}, whose code would run; --trust-remote-code permits this")
 
 
 def _read(folder: Path, file: str) -> Any:

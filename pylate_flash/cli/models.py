@@ -75,7 +75,7 @@ def host_of(model: str, trust_remote_code: bool = False) -> str:
             raise UserError(
                 f"{what} is a MultiVectorEncoder of sentence-transformers 6, which is not installed: "
                 'pip install "pylate-flash[sentence-transformers]"'
-                + (", into another environment than PyLate's, which asks for an older one" if has_pylate else "")
+                + (", in a separate environment, as PyLate requires an older version" if has_pylate else "")
             )
         with explained(kinds=(ImportError,)):
             HOSTS[SENTENCE_TRANSFORMERS].check(what)
@@ -83,7 +83,7 @@ def host_of(model: str, trust_remote_code: bool = False) -> str:
         of_pylate = sorted(name for name in modules if name.startswith("pylate.") and name != _PYLATE_DENSE)
         if of_pylate:
             raise UserError(
-                f"{what} has the module {of_pylate[0]}, which only PyLate loads, and it is not installed: "
+                f"{what} has the module {of_pylate[0]}, which only PyLate can load, and PyLate is not installed: "
                 'pip install "pylate-flash[pylate]"'
             )
         return SENTENCE_TRANSFORMERS
@@ -126,7 +126,7 @@ def load_model(
     _check_lengths(loaded, what, lengths)
     if searching and has_random_projection(loaded, model):
         raise UserError(
-            f"{what} is an encoder without a projection: a random one would be drawn, which finds nothing; train it "
+            f"{what} is an encoder without a projection: a random one would make the results meaningless; train it "
             "first with `pylate-flash train`"
         )
     _check_encodes(loaded, what)
@@ -174,8 +174,8 @@ def check_scorer(scorer: str | None, model: Any) -> None:
 def _check_scorer_of_encoder(scorer: str | None) -> None:
     if scorer in ("flash", "lik"):
         raise UserError(
-            f"--scorer {scorer} is one of PyLate's, and sentence-transformers loads this model; expected pylate_flash, "
-            "torch or auto"
+            f"--scorer {scorer} works with PyLate only, and sentence-transformers loads this model; expected "
+            "pylate_flash, torch or auto"
         )
 
 
@@ -212,17 +212,17 @@ def _loader_errors(model: str, what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         if "trust_remote_code" in str(error):
-            text = f"{what} cannot be loaded: it comes with code of its own; --trust-remote-code runs it"
+            text = f"{what} cannot be loaded: it contains its own code; --trust-remote-code runs it"
         elif "ignore_mismatched_sizes" in str(error):
-            text = f"{what} cannot be loaded: its weights have other sizes than its config.json says"
+            text = f"{what} cannot be loaded: the sizes of its weights do not match its config.json"
         elif os.path.isdir(model) or not isinstance(error, OSError):
             text = f"{what} cannot be loaded: {cause(error)}"
         else:
             offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)]
             why = (
-                f"it is not in the cache, and {offline[0]} is set, so that nothing was fetched"
+                f"it is not in the cache, and {offline[0]} is set, so nothing was downloaded"
                 if offline
-                else "it could not be fetched by that name"
+                else "no model of that name could be downloaded"
             )
             text = f"{what} cannot be loaded: there is no such folder, and {why}"
         raise UserError(text) from error
@@ -241,7 +241,7 @@ def _check_words(model: Any) -> None:
         raise ValueError("its tokenizer has no words; are tokenizer.json or the vocabulary missing?")
     rows = getattr(model[0].auto_model.get_input_embeddings(), "num_embeddings", None)
     if rows is not None and max(numbers) >= rows:
-        raise ValueError(f"the number of a word in its tokenizer is {max(numbers)}, and its encoder knows {rows} words")
+        raise ValueError(f"its tokenizer has a word of id {max(numbers)}, and its encoder embeddings for {rows} words")
 
 
 def _check_lengths(model: Any, what: str, requested: dict[str, int | None]) -> None:
@@ -251,7 +251,7 @@ def _check_lengths(model: Any, what: str, requested: dict[str, int | None]) -> N
         if value is None and is_multi_vector_encoder(model):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 4:
-            raise UserError(f"{subject} must be a whole number of at least 4")
+            raise UserError(f"{subject} must be an integer of at least 4")
         if limit is not None and value > limit:
             more = "" if requested[name] else f"; give a lower --{name.replace('_', '-')}"
             raise UserError(
@@ -271,7 +271,7 @@ def _check_encodes(model: Any, what: str) -> None:
         except BaseException as error:
             raise UserError(f"{what} cannot encode: {cause(error)}") from error
         if not np.isfinite(embeddings).all():
-            raise UserError(f"{what} encodes a text as NaN or infinity: its weights are broken")
+            raise UserError(f"{what} produces NaN or infinite embeddings: its weights are broken")
 
 
 def check_model_name(model: str) -> None:
@@ -279,9 +279,9 @@ def check_model_name(model: str) -> None:
     check_text(model, "--model")
     if os.path.isdir(model):
         if not any(os.path.isfile(os.path.join(model, name)) for name in ("modules.json", "config.json")):
-            raise UserError(f"{model} holds no model: it has neither modules.json nor config.json")
+            raise UserError(f"{model} is not a model: it has neither modules.json nor config.json")
     elif os.path.exists(model):
-        raise UserError(f"{model} is a file; --model expects the folder of a model, or a name")
+        raise UserError(f"{model} is a file; --model expects a model folder or a name")
     elif (
         model.startswith((".", "/", "~"))
         or model.count("/") > 1
@@ -289,7 +289,7 @@ def check_model_name(model: str) -> None:
         or not model.strip()
     ):
         hint = (
-            "; run `pylate-flash demo` first, or name one with --model"
+            "; run `pylate-flash demo` first, or choose one with --model"
             if model == str(options.DEMO_OUTPUT / "model")
             else ""
         )

@@ -73,13 +73,13 @@ def _manifest(path: Path) -> dict:
         if record["format"] != _FORMAT or record["version"] not in _VERSIONS:
             raise ValueError(f"its format is {record['format']!r:.100}, version {record['version']!r:.100}")
         if "crc32" in record and record.pop("crc32") != zlib.crc32(json.dumps(record).encode()):
-            raise ValueError("it has another CRC-32 than when it was written")
+            raise ValueError("its CRC-32 does not match")
         # The names are used as paths, which must stay inside the folder.
         for name in (*(entry["file"] for entry in record["shards"]), record.get("journal") or "journal-00000-00000000"):
             if not re.fullmatch(r"(shard-\d{5,}-[0-9a-f]{8}\.safetensors|journal-\d{5,}-[0-9a-f]{8})", name):
-                raise ValueError(f"bad name {name!r:.100} of a file")
+                raise ValueError(f"invalid file name {name!r:.100}")
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged, or no manifest of an index: {error}") from None
+        raise ValueError(f"{path} is damaged, or is not an index manifest: {error}") from None
     return record
 
 
@@ -110,7 +110,7 @@ def _shard(path: Path, entry: dict, layout: Layout) -> _Documents:
             digest.update(content[start : start + _COPIED_BYTES].data)
         # Version 1 has no sha256.
         if entry.get("sha256") not in (None, digest.hexdigest()) or len(content) != entry["bytes"]:
-            raise ValueError(f"it has {len(content)} bytes of sha256 {digest.hexdigest()}, the manifest says otherwise")
+            raise ValueError(f"it has {len(content)} bytes and sha256 {digest.hexdigest()}, unlike the manifest")
         return _decode(content, layout)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
@@ -126,7 +126,7 @@ def _journal(path: Path, layout: Layout, removed: list[int]) -> Iterator[tuple[_
         if packed.startswith(b"PLFLASHJ") and crc == struct.pack("<I", zlib.crc32(packed)):
             heads.append(_HEAD.unpack(packed)[1:])
     if not heads:
-        raise ValueError(f"{path} is damaged: its heads are not those of a journal")
+        raise ValueError(f"{path} is damaged: it has no valid journal head")
     _, end, flushed, last = max(heads)
     # An invalid head means that a writer was interrupted while replacing it: read all complete additions.
     offset, before, first, limit = 2 * _HEAD_BYTES, bytes(32), 0, end if len(heads) == 2 else len(content)
@@ -140,9 +140,9 @@ def _journal(path: Path, layout: Layout, removed: list[int]) -> Iterator[tuple[_
         yield documents, [number - first for number in removed if first <= number < first + count]
         offset, before, first = offset + _RECORD_BYTES + length, digest, first + count
     if offset < flushed or (offset == end and before != last):
-        raise ValueError(f"{path} is damaged at byte {offset}: an addition is another than was written")
+        raise ValueError(f"{path} is damaged at byte {offset}: a record does not match its checksum")
     if offset < end:
-        warnings.warn(f"{path}: its last {end - offset} bytes are lost, as after a power failure", stacklevel=2)
+        warnings.warn(f"{path}: the last {end - offset} bytes are lost, as after a power failure", stacklevel=2)
 
 
 def _decode(content: np.ndarray, layout: Layout) -> _Documents:

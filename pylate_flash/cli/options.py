@@ -18,11 +18,11 @@ SCORERS = "{}, {}, {}, {} or {}".format(*get_args(Scorer))
 
 BatchSize = Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")]
-QueryLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")]
-DocumentLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")]
+QueryLength = Annotated[int | None, typer.Option(min=4, help="Tokens per query. Default: the model's.")]
+DocumentLength = Annotated[int | None, typer.Option(min=4, help="Maximum tokens per document. Default: the model's.")]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", help="Run code that comes with the model: it can do whatever you can. Default: refuse."
+        "--trust-remote-code", help="Run code that the model contains: it can do whatever you can. Default: refuse."
     ),
 ]

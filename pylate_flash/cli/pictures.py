@@ -58,13 +58,13 @@ def _quality_and_time(axes: Any, one: Evaluated) -> None:
         if row.milliseconds_a_query is None or row.bytes_a_token is None:
             axes.axhline(quality, color=colour, linestyle="--", linewidth=1, label=label)
             continue
-        label += f": {row.bytes_a_token:.0f} bytes a token, {row.recall[10]:.3f} of the exact top 10"
+        label += f": {row.bytes_a_token:.0f} bytes per token, {row.recall[10]:.3f} of the exact top 10"
         axes.scatter(row.milliseconds_a_query, quality, s=20 + row.bytes_a_token, color=colour, alpha=0.7, label=label)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("milliseconds a query")
+    axes.set_xlabel("milliseconds per query")
     axes.set_ylabel("nDCG@10")
     axes.margins(0.25, 0.35)
     axes.set_title(

@@ -57,14 +57,12 @@ class Hit(NamedTuple):
 
 
 def search(
-    query: Annotated[
-        str | None, typer.Argument(help="What to look for, in words; `-` reads queries from standard input.")
-    ] = None,
+    query: Annotated[str | None, typer.Argument(help="The query text; `-` reads queries from standard input.")] = None,
     queries: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Several queries in place of QUERY: one per line, or as in BEIR's queries.jsonl, "
+            help="Several queries instead of QUERY: one per line, or as in BEIR's queries.jsonl, "
             '`{"_id": "q1", "text": "..."}`. `-` is standard input.',
         ),
     ] = None,
@@ -75,45 +73,45 @@ def search(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder or name of the model that the index was built with, where the index does not know it, or it "
-            "lies elsewhere now."
+            help="Folder or name of the model that the index was built with, if the index does not record it or the "
+            "model has moved."
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Texts to show: the corpus.jsonl or folder that was indexed. Default: what the index remembers, or a "
-            "corpus.jsonl beside it."
+            help="Texts to show: the corpus.jsonl or folder that was indexed. Default: the corpora that the index "
+            "records, or a corpus.jsonl beside it."
         ),
     ] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many documents per query.")] = 5,
+    k: Annotated[int, typer.Option("-k", min=1, help="Number of documents per query.")] = 5,
     where: Annotated[
         str | None,
         typer.Option(
             metavar="EXPRESSION",
-            help="Only documents whose metadata fulfil an expression of SQLite: `year >= 2020 and lang = 'en'`.",
+            help="Search only documents whose metadata satisfy an SQLite expression: `year >= 2020 and lang = 'en'`.",
         ),
     ] = None,
     rescore: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Score the N best once more by the 16 bits that an index keeps beside fewer (`index --dtype "
-            "residual4+bfloat16`).",
+            help="Rescore the N best documents with the 16-bit embeddings stored beside the compressed ones (`index "
+            "--dtype residual4+bfloat16`).",
         ),
     ] = None,
     explain: Annotated[
         bool,
         typer.Option(
             "--explain",
-            help="Show which of a document's tokens each token of the query has chosen, and what it adds to the score.",
+            help="Show the document token that each query token matches, and its contribution to the score.",
         ),
     ] = False,
     json_lines: Annotated[
         bool,
         typer.Option(
             "--json",
-            help='A line of JSON per query: `{"query": "...", "results": [{"rank": 1, "id": "d1", "score": 9.5, '
+            help='Print a line of JSON per query: `{"query": "...", "results": [{"rank": 1, "id": "d1", "score": 9.5, '
             '"text": "..."}]}`.',
         ),
     ] = False,
@@ -122,18 +120,18 @@ def search(
 ) -> None:
     """Search an index, and print the best documents.
 
-    Into a pipe or a file goes one line per document: rank, score, id and, where it is known, the beginning of the text,
-    separated by tabs; with `--queries`, the query's `_id` or line number comes first. `--json` has the whole texts.
+    To a pipe or a file, it writes one line per document: rank, score, id and, if known, the beginning of the text,
+    separated by tabs; with `--queries`, the query's `_id` or line number comes first. `--json` contains the full texts.
 
-    With `--explain`, a terminal shows chosen tokens in the colour of the query's token that chose them, bold where they
-    are most similar; into a pipe goes one line per token of the query, with it, what it has chosen, and their
-    similarity, in place of the text. The similarities add up to the score.
+    With `--explain`, a terminal shows each matched token in the colour of its query token, in bold where the similarity
+    is highest. To a pipe, it writes one line per query token, with the token, the matched token and their similarity
+    instead of the text. The similarities add up to the score.
     """
     check_encoding_host("pylate-flash search")
     if query == "-" and queries is None:
         query, queries = None, "-"
     if (query is None) == (queries is None):
-        raise UserError("give either a QUERY or --queries FILE" + ("" if query is None else ", not both"))
+        raise UserError("give either QUERY or --queries FILE" + ("" if query is None else ", not both"))
     all_queries = [Text("", _checked(query))] if query is not None else _read_queries(str(queries))
     where = None if where is None else decoded(where, "--where")
     path = _find_index(index)
@@ -239,7 +237,7 @@ def _read_queries(name: str) -> list[Text]:
     with explained():
         if name == "-":
             if sys.stdin is None:
-                raise UserError("standard input is closed, so there are no queries to read from it")
+                raise UserError("queries cannot be read from standard input: it is closed")
             return read_queries(sys.stdin.buffer, "standard input")
         check_file(Path(name))
         with open(name, "rb") as file:
@@ -255,8 +253,8 @@ def _find_index(index: Path | None) -> Path:
         if holds_index(path):
             return path
     raise UserError(
-        f"there is no index in {DEFAULT_INDEX}, and no index in {_DEMO_INDEX}; build one with `pylate-flash index` or "
-        "`pylate-flash demo`, or name one with --index"
+        f"there is no index in {DEFAULT_INDEX} or {_DEMO_INDEX}; build one with `pylate-flash index` or "
+        "`pylate-flash demo`, or choose one with --index"
     )
 
 
@@ -278,7 +276,7 @@ def _known_corpora(flat: Flat) -> list[Corpus]:
 
 def _note_no_texts(error: UserError) -> None:
     """Note why no texts are shown: not an error, as the user did not request this file."""
-    note(f"Note: no texts are shown: {error}; --data names what was indexed")
+    note(f"Note: no texts are shown: {error}; give the indexed corpus with --data")
 
 
 def _with_texts(

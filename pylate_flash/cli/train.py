@@ -60,49 +60,49 @@ def train(
     model: Annotated[
         str, typer.Option(help="Encoder, ColBERT model or MultiVectorEncoder to start from: a folder or a name.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the trained model; checkpoints are kept in it meanwhile.")],
+    output: Annotated[Path, typer.Option(help="Folder for the trained model, and for checkpoints during training.")],
     loss: Annotated[
         Loss,
         typer.Option(
             metavar="NAME",
-            help="contrastive, cached, distillation: `cached` trains large batches in the memory of small ones.",
+            help="contrastive, cached or distillation. `cached` trains large batches in the memory of small ones.",
         ),
     ] = "contrastive",
     batch_size: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Lines per step and device, at most: in `contrastive` and `cached`, lines that share a text are never "
-            "in one batch.",
+            help="Maximum lines per step and device. With `contrastive` and `cached`, lines that share a text are "
+            "never in the same batch.",
         ),
     ] = 32,
     mini_batch_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help=f"Texts encoded at a time, with `--loss cached`. Default: {options.MINI_BATCH_SIZE}, or as "
-            "`--mini-batch-tokens` says.",
+            help=f"Texts encoded at a time, with `--loss cached`. Default: {options.MINI_BATCH_SIZE}, or as many "
+            "as `--mini-batch-tokens` allows.",
         ),
     ] = None,
     mini_batch_tokens: Annotated[
         str | None,
         typer.Option(
             metavar="N|auto",
-            help="Tokens encoded at a time, at most, with `--loss cached`. `auto`: as many as fit into the GPU's "
-            "memory, found by trial.",
+            help="Maximum tokens encoded at a time, with `--loss cached`. `auto`: as many as fit into GPU memory, "
+            "determined by trial.",
         ),
     ] = None,
-    epochs: Annotated[float, typer.Option(help="Times that the data are seen. Not with `--max-steps`.")] = 1.0,
+    epochs: Annotated[float, typer.Option(help="Passes over the data. Not with `--max-steps`.")] = 1.0,
     max_steps: Annotated[
-        int | None, typer.Option(min=1, help="Train for so many steps. Not with `--epochs`, which it replaces.")
+        int | None, typer.Option(min=1, help="Number of training steps. Not with `--epochs`, which it replaces.")
     ] = None,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-5,
     temperature: Annotated[
         float,
         typer.Option(
             help="Divides the scores in the contrastive losses, and those of a MultiVectorEncoder in distillation. 1 "
-            "suits sums of the maxima of 32 query tokens, which differ by whole units; 0.02, as for single cosines, "
-            "would be far too low."
+            "suits sums of the maxima of 32 query tokens, which differ by whole units; 0.02, common for single "
+            "cosines, would be far too low."
         ),
     ] = 1.0,
     query_length: options.QueryLength = None,
@@ -111,34 +111,34 @@ def train(
         options.Scorer,
         typer.Option(
             metavar="NAME",
-            help=f"Computes the scores, and is saved with the model: {options.SCORERS}. flash and lik are PyLate's "
-            "alone.",
+            help=f"Computes the scores, and is saved with the model: {options.SCORERS}. flash and lik "
+            "work with PyLate only.",
         ),
     ] = "pylate_flash",
     seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of the order of lines, of dropout, and of a new projection.")
+        int, typer.Option(min=0, max=2**32 - 1, help="Seed of the order of lines, of dropout, and of a new projection.")
     ] = options.SEED,
     precision: Annotated[
         Precision,
         typer.Option(
-            help="`bf16` and `fp16` compute in half precision where that is safe (autocast); `fp16` on a GPU."
+            help="`bf16` and `fp16` compute in half precision where that is safe (autocast); `fp16` needs a GPU."
         ),
     ] = "fp32",
     eval_data: Annotated[
         Path | None,
-        typer.Option(help="More lines as in `--data`, which are not trained on: their loss is shown on the way."),
+        typer.Option(help="Held-out lines in the format of `--data`: their loss is shown during training."),
     ] = None,
     eval_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Evaluate after every so many steps, with `--eval-data`. Default: after each epoch."),
+        typer.Option(min=1, help="Evaluate on `--eval-data` every N steps. Default: after each epoch."),
     ] = None,
     device: options.Device = None,
     save_steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Write a checkpoint after every so many steps. The last two are kept, in `checkpoints` in the output "
-            "folder, until the model is written.",
+            help="Write a checkpoint every N steps. The last two are kept, in `checkpoints` in the output folder, "
+            "until the model is written.",
         ),
     ] = None,
     resume: Annotated[
@@ -146,33 +146,33 @@ def train(
         typer.Option(
             "--resume",
             help="Continue from the last checkpoint of an interrupted run, as if it had not been interrupted. The "
-            "other options must be as they were. Not with `--overwrite`.",
+            "other options must be unchanged. Not with `--overwrite`.",
         ),
     ] = False,
     overwrite: Annotated[
         bool,
         typer.Option(
             "--overwrite",
-            help="Replace the model, or the checkpoints of an interrupted run, that are already there; other files "
-            "are kept. Not with `--resume`.",
+            help="Replace an existing model, or the checkpoints of an interrupted run; other files are kept. Not with "
+            "`--resume`.",
         ),
     ] = False,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train a ColBERT model, or a MultiVectorEncoder of sentence-transformers 6, on a file of JSON lines.
 
-    What `--model` holds, and what is installed, decides which of the two libraries trains it.
+    The type of `--model` and the installed libraries decide which of the two libraries trains it.
 
     `contrastive` and `cached` expect `{"query": "...", "positive": "...", "negative": "..."}` in each line, with any
     number of hard negatives, the same in every line: none, `negative`, or `negative_1`, `negative_2` and so on. The
     other documents of a batch are negatives too. `distillation` expects
     `{"query": "...", "documents": ["...", ...], "scores": [1.5, ...]}` with a teacher's score for each document.
 
-    Ctrl-C, or SIGTERM, ends the training after the step it is in with a checkpoint, which is a model too; `--resume`
-    continues from it. Once the model is written, the checkpoints are removed.
+    Ctrl-C or SIGTERM ends the training after the current step and writes a checkpoint, which is also a model;
+    `--resume` continues from it. Once the model is written, the checkpoints are removed.
 
-    Under `torchrun --nproc-per-node N $(which pylate-flash) train ...`, N processes train together, on a GPU of their
-    own each: a step takes a batch of each. The first writes the model. `--resume` needs as many again.
+    Under `torchrun --nproc-per-node N $(which pylate-flash) train ...`, N processes train together, each on its own
+    GPU: every step takes one batch from each. The first writes the model. `--resume` needs the same number again.
     """
     check_encoding_host("pylate-flash train")
     explicit = {name for name in context.params if _is_given(context, name)}
@@ -254,7 +254,7 @@ def train(
                     )
                     _print_summary(trainer, lines, loss, scorer, data)
                     if evaluated is not None:
-                        say(f"{len(evaluated.rows)} lines to evaluate with")
+                        say(f"{len(evaluated.rows)} evaluation lines")
                     if loss == "cached" and tokens == "auto":
                         _find_budget(trainer, batch_size * lines.documents_per_query, precision)
                     _print_notes(lines, loss, explicit, host)
@@ -285,7 +285,7 @@ def _tokens(value: str | None, host: str, scorer: options.Scorer) -> int | str |
     if value is None:
         return None
     if value != "auto" and not re.fullmatch("0*[1-9][0-9]{0,14}", value):
-        raise UserError(f"--mini-batch-tokens must be a number of tokens from 1 on, or auto, got {value:.100}")
+        raise UserError(f"--mini-batch-tokens must be a number of at least 1, or auto, got {value:.100}")
     # sentence-transformers' own loss takes a number, but does not count padding, so it does not bound the memory.
     of_st = host == SENTENCE_TRANSFORMERS
     if scorer not in ("pylate_flash", "auto") and (value == "auto" or not of_st):
@@ -296,11 +296,11 @@ def _tokens(value: str | None, host: str, scorer: options.Scorer) -> int | str |
 
 def _check_device(loaded: Model, precision: Precision, tokens: int | str | None) -> None:
     if precision == "fp16" and loaded.device.type == "cpu":
-        raise UserError("--precision fp16 needs a GPU; bf16 is for CPUs too")
+        raise UserError("--precision fp16 needs a GPU; bf16 also works on a CPU")
     if tokens == "auto" and loaded.device.type != "cuda":
         raise UserError(
-            f"--mini-batch-tokens auto tries what fits into a GPU's memory, and the model is on {loaded.device}; give "
-            "a number, 8192 say"
+            f"--mini-batch-tokens auto needs a GPU, and the model is on {loaded.device}; give a number instead, for "
+            "instance 8192"
         )
 
 
@@ -309,13 +309,13 @@ def _check_options(
 ) -> None:
     for one, other in (("resume", "overwrite"), ("max_steps", "epochs")):
         if {one, other} <= explicit:
-            raise UserError(f"{_option(one)} and {_option(other)} exclude each other; give one of them")
+            raise UserError(f"{_option(one)} and {_option(other)} exclude each other; give only one of them")
     for name, value in (("--epochs", epochs), ("--lr", lr), ("--temperature", temperature)):
         # Checked as float32, to which it is converted.
         if not 0 < ctypes.c_float(value).value < math.inf:
             raise UserError(f"{name} must be a finite number above 0, got {value:g}")
     if "eval_steps" in explicit and eval_data is None:
-        raise UserError("--eval-steps says how often to evaluate; give --eval-data, what to evaluate with")
+        raise UserError("--eval-steps needs --eval-data, the lines to evaluate on")
     for path in (data, eval_data):
         if path is not None:
             check_file(path)
@@ -344,7 +344,7 @@ def _print_summary(
     if per_epoch > full:
         if per_epoch == len(rows) and lines.documents_per_query == 1:
             raise UserError(
-                f"any two lines of {data} share a text, and lines that do are never in one batch, so that there are no "
+                f"any two lines of {data} share a text, and such lines are never in the same batch, so there are no "
                 "negatives to learn from: give lines with other texts, or hard negatives"
             )
         size, on_average = len(rows) / (per_epoch * args.world_size), " on average"
@@ -355,28 +355,28 @@ def _print_summary(
         hard = lines.documents_per_query - 1
         candidates = f"{hard} hard negative{'' if hard == 1 else 's'} per query, "
         candidates += (
-            f"{round(size * lines.documents_per_query - 1, 1):g} negatives with those of the batch{on_average}"
+            f"{round(size * lines.documents_per_query - 1, 1):g} negatives including in-batch ones{on_average}"
         )
     query, document = lines.longest()
     query_length, document_length = read_lengths(loaded)
     say(
         f"{candidates}; longest query {query} characters, longest document {document}, "
-        f"cut at {query_length} and {document_length} tokens"
+        f"truncated to {query_length} and {document_length} tokens"
     )
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     per_process = f" in each of {args.world_size} processes" if args.world_size > 1 else ""
     say(f"{steps} steps of {round(size, 1):g} lines{on_average}{per_process}, {steps / per_epoch:.3g} epochs")
     if per_epoch > full:
         say(
-            "note: texts repeat, and lines that share one are never in one batch, lest a positive be a negative: an "
-            f"epoch has {per_epoch} batches in place of {full}"
+            "note: some texts repeat, and lines that share a text are never in the same batch, where a positive would "
+            f"be a negative: an epoch has {per_epoch} batches instead of {full}"
         )
 
 
 def _print_notes(lines: TrainingData, loss: Loss, explicit: set[str], host: str) -> None:
     if lines.ignored:
         names = ", ".join(map(repr, lines.ignored[:10])) + (", ..." if len(lines.ignored) > 10 else "")
-        note(f"pylate-flash: note: keys that are not used: {names}")
+        note(f"pylate-flash: note: unused keys: {names}")
     for name in sorted(explicit & USED_BY[host].keys()):
         if loss not in USED_BY[host][name]:
             note(f"pylate-flash: note: {_option(name)} has no effect with --loss {loss}")
@@ -413,7 +413,7 @@ def _run(
             sentence = saved_elsewhere(loaded, f"a checkpoint could not be written: {error}")
             last = checkpoints.last()
             if last is not None:
-                sentence += f"; the last whole checkpoint is {last}, and --resume continues from it"
+                sentence += f"; the last complete checkpoint is {last}, and --resume continues from it"
             raise UserError(sentence) from error
         raise
     state, took = trainer.state, tqdm.format_interval(time.monotonic() - started)
@@ -421,16 +421,16 @@ def _run(
         [entry[name] for entry in state.log_history if name in entry] for name in ("loss", "eval_loss")
     )
     say(
-        f"{state.global_step} of {state.max_steps} steps are done, in {took}; loss {losses[0]:.4g} at first, "
-        f"{losses[-1]:.4g} at last" + (f", {evaluated[-1]:.4g} of --eval-data" if evaluated else "")
+        f"{state.global_step} of {state.max_steps} steps done in {took}; loss {losses[0]:.4g} at the start, "
+        f"{losses[-1]:.4g} at the end" + (f", {evaluated[-1]:.4g} on --eval-data" if evaluated else "")
     )
 
 
 def _say_where_it_is(trainer: MeasuredTrainer, checkpoints: Checkpoints, overwrite: bool) -> None:
     step, steps = trainer.state.global_step, trainer.state.max_steps
-    instead = "--resume in place of --overwrite" if overwrite else "--resume"
+    instead = "--resume instead of --overwrite" if overwrite else "--resume"
     note(
-        f"pylate-flash: interrupted after step {step} of {steps}; the model as it is is in {checkpoints.last()}, and "
+        f"pylate-flash: interrupted after step {step} of {steps}; the current model is in {checkpoints.last()}, and "
         f"the same command with {instead} continues the training"
     )
 
@@ -444,4 +444,4 @@ def _write(loaded: Model, output: Path) -> None:
         )
     other_names = write_model(loaded, output)
     other_names = [name for name in other_names if name != CHECKPOINTS]
-    say(f"Model written to {output}" + (f"; kept beside it: {', '.join(other_names)}" if other_names else ""))
+    say(f"Model written to {output}" + (f"; other files kept: {', '.join(other_names)}" if other_names else ""))

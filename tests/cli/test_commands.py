@@ -164,13 +164,19 @@ def test_doctor_says_which_hosts_are_supported(monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "expected"),
     [
-        ({"pylate": "1.6.0"}, "PyLate's and encoders by PyLate; a MultiVectorEncoder needs pip install"),
-        ({"sentence_transformers": "6.2.0"}, "MultiVectorEncoder, PyLate's and encoders by sentence-transformers."),
+        ({"pylate": "1.6.0"}, "PyLate loads its own models and plain encoders; a MultiVectorEncoder needs pip install"),
+        (
+            {"sentence_transformers": "6.2.0"},
+            "sentence-transformers loads a MultiVectorEncoder, PyLate's models and plain encoders.",
+        ),
         (
             {"pylate": "1.6.0", "sentence_transformers": "6.2.0"},
-            "PyLate's and encoders by PyLate, MultiVectorEncoder by sentence-transformers.",
+            "PyLate loads its own models and plain encoders, sentence-transformers loads a MultiVectorEncoder.",
         ),
-        ({"pylate": "1.6.0", "sentence_transformers": "5.3.0"}, "PyLate's and encoders by PyLate; a MultiVectorEnc"),
+        (
+            {"pylate": "1.6.0", "sentence_transformers": "5.3.0"},
+            "PyLate loads its own models and plain encoders; a MultiVectorEncoder needs",
+        ),
         ({}, "none can be loaded"),
     ],
 )
@@ -203,8 +209,8 @@ def test_doctor_counts_the_cores_that_may_be_used(groups, files, cores, tmp_path
 def test_doctor_says_when_there_are_more_threads_than_cores(monkeypatch):
     monkeypatch.setattr(doctor, "_free_cores", lambda: 2)
     for threads, arguments, expected in (
-        (2, "2", "Threads: torch computes with 2, and 2 of the processor's cores may be used.\n"),
-        (8, "8", "ten times slower. Set OMP_NUM_THREADS=2 in place of 8.\n"),
+        (2, "2", "Threads: torch uses 2, and this process may use 2 cores.\n"),
+        (8, "8", "ten times slower. Set OMP_NUM_THREADS=2 instead of 8.\n"),
         (8, "", "ten times slower. Set OMP_NUM_THREADS=2, which is not set.\n"),
     ):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
@@ -365,7 +371,7 @@ def test_a_stream_that_is_closed_takes_nothing_of_the_other(closed, tmp_path):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = ["sh", "-c", f'exec "$@" {1 if closed == "stdout" else 2}>&-', "sh", *arguments]
     proc = subprocess.run(run, **streams, text=True, timeout=120)
-    expected = {"stdout": f"{tmp_path / 'index'} is as it was written: 1 document\n"}
+    expected = {"stdout": f"{tmp_path / 'index'} is intact: 1 document\n"}
     expected["stderr"] = f"Loading the index in {tmp_path / 'index'} ...\n"
     assert (proc.returncode, proc.stdout, proc.stderr) == (0, *(expected[name] * (name != closed) for name in streams))
 
@@ -373,7 +379,7 @@ def test_a_stream_that_is_closed_takes_nothing_of_the_other(closed, tmp_path):
 def test_a_pipe_is_a_file_to_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     check_file(tmp_path / "pipe")
-    with pytest.raises(UserError, match="is a folder; name a file"):
+    with pytest.raises(UserError, match="is a folder; expected a file"):
         check_file(tmp_path)
     with pytest.raises(UserError, match="there is no file"):
         check_file(tmp_path / ("a" * 300))

@@ -43,7 +43,7 @@ def test_an_old_index_is_converted_row_by_row(old, version, tmp_path):
     before, new = files_of(old), tmp_path / "new"
     printed = succeed("index", "convert", "--index", old, "--to", new)
     dtype, ids, documents = EXPECTED[version]
-    assert f"{new} holds the {len(ids)} documents of {old}, which is as it was" in printed
+    assert f"{new} holds the {len(ids)} documents of {old}, which is unchanged" in printed
     assert files_of(old) == before
     # The old version's rows equal those that this version writes for the same embeddings.
     reference = PackedStore(tmp_path / "again", dtype)
@@ -112,4 +112,4 @@ def test_what_cannot_be_converted(tmp_path):
     shutil.copytree(OLD / "version1", tmp_path / "old")
     refused("old", "index", "is not empty")
     (tmp_path / "old" / "manifest.json").write_text(json.dumps({"format": "another"}))
-    refused("old", "new", "is damaged, or no manifest")
+    refused("old", "new", "is damaged, or is not an index manifest")

@@ -53,7 +53,7 @@ def test_index_and_search_with_the_lengths_that_were_asked_for(corpus, pylate_ch
     result = invoke("index", "--data", corpus, "--model", pylate_checkpoint, *args, *CPU, *options)
     assert result.exit_code == 0, result.output
     # A document's tokens are [CLS], a marker, its words and [SEP].
-    assert "Note: 3 of the first 4 documents are longer than the 5 tokens that are read of each" in result.stderr
+    assert "Note: 3 of the first 4 documents are longer than 5 tokens and are truncated" in result.stderr
     (record,) = map(json.loads, succeed("search", "old cats", *args, *CPU, "--json", "-k", 3).splitlines())
     expected = scores_by_hand(pylate_checkpoint, "old cats", **lengths)[:3]
     assert [actual["id"] for actual in record["results"]] == [id_ for id_, _ in expected]
@@ -75,7 +75,7 @@ def test_evaluate_agrees_with_the_librarys_own_scorer(corpus, pylate_checkpoint,
         *("evaluate", "--data", folder, "--model", pylate_checkpoint, "--compare-torch", "--json", record, *CPU),
         *("--index", tmp_path / "index"),
     )
-    assert f"torch of {HOSTS[HERE].about.title}" in printed
+    assert f"torch ({HOSTS[HERE].about.title})" in printed
     metrics = json.loads(record.read_text())
     assert metrics["agreement"]["holds"]
     ranks = [[id_ for id_, _ in scores_by_hand(pylate_checkpoint, query)] for query in ("old trains", "butter")]
@@ -92,20 +92,20 @@ def test_train_mine_and_train_again(pylate_checkpoint, tmp_path):
     first, second, mined = tmp_path / "first", tmp_path / "second", tmp_path / "mined.jsonl"
     printed = trained(pairs, pylate_checkpoint, first, *options).stdout
     assert "contrastive loss, scorer pylate_flash, cpu" in printed
-    assert "cut at 8 and 12 tokens" in printed
+    assert "truncated to 8 and 12 tokens" in printed
     assert json.loads((first / "config_sentence_transformers.json").read_text())["scorer"] == "pylate_flash"
     result = invoke("mine", "--data", pairs, "--model", first, "--output", mined, "--num-negatives", 2, *CPU)
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith(f"Loading {pairs} ...\nLoading the model {first} ...\n")
-    assert f"{mined} holds 4 lines of 2 negatives out of the 4 texts of {pairs}\nNext: " in result.stdout
-    assert "note: keys that are not used: 'url'" in result.stderr
+    assert f"{mined} holds 4 lines with 2 negatives each from the 4 texts of {pairs}\nNext: " in result.stdout
+    assert "note: unused keys: 'url'" in result.stderr
     for row, line in zip(rows, map(json.loads, mined.read_text().splitlines()), strict=True):
         assert list(line) == ["query", "positive", "negative_1", "negative_2"]
         assert (line["query"], line["positive"]) == (row["query"], row["positive"])
         assert {line["negative_1"], line["negative_2"]} <= set(TEXTS.values()) - {row["positive"]}
     printed = trained(mined, first, second, *options, "--loss", "cached").stdout
     # Every line contains three of the four texts.
-    assert "2 hard negatives per query, 2 negatives with those of the batch on average; " in printed
+    assert "2 hard negatives per query, 2 negatives including in-batch ones on average; " in printed
     assert "\n2 steps of 1 lines on average, 0.5 epochs\n" in printed
 
 
@@ -153,10 +153,10 @@ def test_train_sees_all_lines_where_positives_repeat(loss, pylate_checkpoint, tm
 
     monkeypatch.setattr(DistinctTexts, "__iter__", seen)
     result = trained(data, pylate_checkpoint, tmp_path / "out", "--loss", loss, "--batch-size", 8, "--epochs", 2)
-    assert "0 hard negatives per query, 1 negatives with those of the batch on average; " in result.stdout
+    assert "0 hard negatives per query, 1 negatives including in-batch ones on average; " in result.stdout
     assert "\n12 steps of 2 lines on average, 2 epochs\n" in result.stdout
-    assert "\nnote: texts repeat, and lines that share one are never in one batch" in result.stdout
-    assert "an epoch has 6 batches in place of 2\n" in result.stdout
+    assert "\nnote: some texts repeat, and lines that share a text are never in the same batch" in result.stdout
+    assert "an epoch has 6 batches instead of 2\n" in result.stdout
     assert "step 10 of 12" in result.stderr
     assert [len(batch) for batch in batches] == [2] * 12
     assert all(len({rows[line]["positive"] for line in batch}) == 2 for batch in batches)
@@ -236,13 +236,13 @@ def test_mine_keeps_its_hands_off_other_files(corpus, pylate_checkpoint, tmp_pat
 
     result = invoke(*mine, "/dev/stdout", "--corpus", corpus)
     assert [len(json.loads(line)) for line in result.stdout.splitlines()] == [5]
-    assert "/dev/stdout holds 1 line of 3 negatives" in result.stderr
+    assert "/dev/stdout holds 1 line with 3 negatives each" in result.stderr
     result = invoke(*mine, out, "--overwrite", "--corpus", corpus, "--max-score", 7.9, "--num-negatives", 4)
     assert result.exit_code == 0, result.output
     assert len(json.loads(out.read_text())) == 6
     pairs.write_text(pairs.read_text() + '{"query": "butter .", "positive": "red cats"}\n')
     result = invoke(*mine, out, "--overwrite", "--corpus", corpus, "--num-negatives", 4)
-    assert "\nLeft out: 1 pair with fewer within the bounds\n" in result.stdout
+    assert "\nLeft out: 1 pair with fewer negatives within the bounds\n" in result.stdout
 
 
 @pytest.mark.parametrize("config", [{"model_type": "ColBERT"}, {"model_type": "SentenceTransformer"}, {}])
@@ -267,7 +267,7 @@ def test_a_multi_vector_encoder_goes_to_sentence_transformers(checkpoint, corpus
         assert_one_clear_sentence(
             result,
             f"the model in {checkpoint} is a MultiVectorEncoder of sentence-transformers 6, which is not installed",
-            'pip install "pylate-flash[sentence-transformers]", into another environment than PyLate',
+            'pip install "pylate-flash[sentence-transformers]", in a separate environment, as PyLate',
         )
     assert not (tmp_path / "index").exists()
     assert not (tmp_path / "out").exists()

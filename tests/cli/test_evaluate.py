@@ -61,7 +61,7 @@ def test_evaluate_names_what_is_missing(beir, tiny_colbert_path, tmp_path):
     ("model", "parts"),
     [
         ("/no/such/model", ["there is no model in '/no/such/model'"]),
-        ("{folder}", ["holds no model", "modules.json"]),
+        ("{folder}", ["is not a model", "modules.json"]),
         ("{folder}/beir/corpus.jsonl", ["is a file"]),
         ("no-such/name", ["'no-such/name' cannot be loaded"]),
         ("demo-output/model", ["there is no model in 'demo-output/model'", "pylate-flash demo"]),
@@ -220,7 +220,7 @@ def test_an_index_that_appears_while_the_model_is_loaded_stays(beir, pylate_chec
 
     monkeypatch.setattr("pylate_flash.cli.evaluate.check_scorer", appear)
     result = evaluate(beir, pylate_checkpoint, "--index", tmp_path / "index")
-    assert_one_clear_sentence(result, "there is an index in", "--overwrite replaces it")
+    assert_one_clear_sentence(result, "there is already an index in", "--overwrite replaces it")
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
@@ -256,6 +256,6 @@ def test_the_help_shows_a_line_of_every_file():
 def test_evaluate_keeps_its_hands_off_other_files(beir, tiny_colbert_path, output):
     arguments = ("evaluate", "--data", beir, "--model", tiny_colbert_path, "--index")
     before = sorted(beir.rglob("*"))
-    assert_one_clear_sentence(invoke(*arguments, beir), "holds files that are no index")
+    assert_one_clear_sentence(invoke(*arguments, beir), "holds files that are not an index")
     assert sorted(beir.rglob("*")) == before
     assert_one_clear_sentence(invoke(*arguments, output / "index"), "--overwrite")

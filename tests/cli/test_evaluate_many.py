@@ -113,7 +113,7 @@ def test_other_indexes_against_exact_search(collections, pylate_checkpoint, tmp_
     assert actual["run.trec"]["build_seconds"] is None
     assert all(actual[name]["milliseconds_a_query"] > 0 for name in ("exact", "int8", "fp8"))
     picture = (tmp_path / "a.svg").read_text()
-    assert picture.count("bytes a token, ") == 3
+    assert picture.count("bytes per token, ") == 3
     for name, row in actual.items():
         (line,) = (line for line in printed.splitlines() if line.split()[:1] == [name])
         numbers = [row["metrics"]["ndcg@10"], row["metrics"]["recall@100"], *row["recall"].values()]
@@ -172,16 +172,16 @@ def test_models_of_several_seeds(collections, pylate_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        (("--repeat", "1,x"), "--repeat expects seeds, each a whole number and once, between commas, got '1,x'"),
+        (("--repeat", "1,x"), "--repeat expects distinct integer seeds, separated by commas, got '1,x'"),
         (("--repeat", "1,2,01"), "got '1,2,01'"),
-        (("--repeat", "1" * 5000), "--repeat expects seeds"),
-        (("--repeat", "1,2"), "put {seed} into --model"),
+        (("--repeat", "1" * 5000), "--repeat expects distinct integer seeds"),
+        (("--repeat", "1,2"), "must contain {seed}"),
         (("--index", "index", "--data", "second"), "--index keeps the index of one model and one --data"),
-        (("--against", "int7"), "--against int7: expected plaid, a file of a run, or how our index keeps embeddings"),
+        (("--against", "int7"), "--against int7: expected plaid, a run file, or a storage type of our index"),
         (("--against", "no/run.trec"), "--against: there is no file no/run.trec"),
         (("--run", "no/run.trec"), "--run: there is no folder no"),
         (("--picture", "a.doc"), "--picture a.doc must end in .png, .svg or .pdf"),
-        (("--data", "beir/../beir"), "two collections are called 'beir'; name each once"),
+        (("--data", "beir/../beir"), "two collections are named 'beir'; give each one once"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_sentence(options, part, pylate_checkpoint, beir, monkeypatch):
@@ -201,9 +201,9 @@ def test_a_run_is_of_one_collection_and_of_its_queries(tmp_path):
     (tmp_path / "run.trec").write_text("q1 Q0 d1 1 2.5 name\n")
     matching, other = (Collection("name", "data", [], {}, {query_id: {"d1": 1}}) for query_id in ("q1", "q2"))
     assert check_systems(str(tmp_path / "run.trec"), [matching])
-    with pytest.raises(UserError, match="is a run of one collection, and there are 2"):
+    with pytest.raises(UserError, match="is a run of one collection, but --data names 2"):
         check_systems(str(tmp_path / "run.trec"), [matching, other])
-    with pytest.raises(UserError, match=r"run\.trec has found nothing for any query of name"):
+    with pytest.raises(UserError, match=r"run\.trec has no results for any query of name"):
         check_systems(str(tmp_path / "run.trec"), [other])
 
 
@@ -227,7 +227,9 @@ def test_a_run_cannot_hold_ids_with_blanks(beir, pylate_checkpoint, tmp_path):
     with (beir / "corpus.jsonl").open("a") as lines:
         lines.write('{"_id": "a name", "text": "cats"}\n')
     result = invoke("evaluate", "--data", beir, "--model", pylate_checkpoint, "--run", tmp_path / "run.trec")
-    assert_one_clear_sentence(result, "--run: the id 'a name' of beir has blanks, which no TREC run can hold")
+    assert_one_clear_sentence(
+        result, "--run: the id 'a name' of beir contains whitespace, which a TREC run cannot hold"
+    )
 
 
 def test_runs_are_read_by_score_and_written_as_they_are_read(tmp_path):
@@ -301,7 +303,7 @@ def test_a_collection_that_cannot_be_fetched_is_one_sentence(cache, monkeypatch)
 
     monkeypatch.setattr(util, "download_and_unzip", download)
     error: BaseException = OSError("no route to host")
-    with pytest.raises(UserError, match="--data beir:scifact could not be fetched: OSError: no route to host"):
+    with pytest.raises(UserError, match="--data beir:scifact could not be downloaded: OSError: no route to host"):
         load_collections(["beir:scifact"], "test")
     error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -333,5 +335,5 @@ def test_nanobeir_is_all_of_its_collections_or_one(pylate_checkpoint, tmp_path, 
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError, match="--data nanobeir could not be fetched: ConnectionError: offline"):
+    with pytest.raises(UserError, match="--data nanobeir could not be downloaded: ConnectionError: offline"):
         load_collections(["nanobeir:SciFact"], "test")

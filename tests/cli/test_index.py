@@ -78,7 +78,7 @@ def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(build,
 
 def test_a_build_goes_on_with_the_documents_that_are_missing(build, index, corpus, monkeypatch):
     before = files_in(index)
-    assert f"Nothing to do: {index} holds the 3 documents of {corpus}" in done(build())
+    assert f"Nothing to do: {index} already holds the 3 documents of {corpus}" in done(build())
     assert files_in(index) == before
 
     write_corpus(corpus, "new", "a", "b", "c", "d")
@@ -87,7 +87,7 @@ def test_a_build_goes_on_with_the_documents_that_are_missing(build, index, corpu
     monkeypatch.setattr(
         models.ColBERT, "encode", lambda self, texts, **options: encoded.extend(texts) or encode(self, texts, **options)
     )
-    assert f"Going on: {index} holds 3 of the 5 documents" in done(build())
+    assert f"Resuming: {index} already holds 3 of the 5 documents" in done(build())
     assert ids_in(index) == ["a", "b", "c", "new", "d"]
     # Texts of one letter come from the trial run of the model.
     assert [text for text in encoded if len(text) > 1] == ["the text of new", "the text of d"]
@@ -108,9 +108,9 @@ def test_a_build_leaves_an_index_of_other_documents_or_of_another_model(build, i
 
 def test_an_index_without_a_model_is_not_added_to(build, corpus, tmp_path):
     indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [np.eye(2, 32, dtype="float32")])
-    assert_one_clear_sentence(build(), tmp_path / "index", "does not say which model", "--overwrite")
+    assert_one_clear_sentence(build(), tmp_path / "index", "does not record which model", "--overwrite")
     result = invoke("index", "add", "--data", corpus, "--index", tmp_path / "index")
-    assert_one_clear_sentence(result, "does not say which model", "--model")
+    assert_one_clear_sentence(result, "does not record which model", "--model")
 
 
 def test_a_build_writes_on_the_way(build, tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(build, tmp_path
         patch.setattr(models.ColBERT, "encode", interrupted)
         result = build("--batch-size", 1, data=corpus)
     assert result.exit_code == 130
-    assert f"8 of 20 documents are in {tmp_path / 'index'}; the same command goes on\n" in result.stderr
+    assert f"8 of 20 documents are in {tmp_path / 'index'}; the same command resumes the build\n" in result.stderr
     done(build("--batch-size", 1, data=corpus))
     assert ids_in(tmp_path / "index") == [f"d{i}" for i in range(20)]
 
@@ -155,7 +155,7 @@ def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(build, tmp
     (tmp_path / "texts" / "short.txt").write_text("word " * 29)
     result = build(data=tmp_path / "texts")
     # The 32 tokens that are read are [CLS], a marker, 29 words and [SEP].
-    assert "Note: 1 of the first 2 documents are longer than the 32 tokens" in result.stderr
+    assert "Note: 1 of the first 2 documents are longer than 32 tokens" in result.stderr
 
 
 def test_a_build_keeps_the_type_that_was_asked_for(build, tmp_path):
@@ -236,7 +236,7 @@ def test_what_cannot_be_built_leaves_nothing_behind(what, corpus, tmp_path, tiny
     elif what == "place":
         options["--index"], parts = corpus / "index", ["--index", f"{corpus} is a file"]
     elif what == "files":
-        options["--index"], parts = tmp_path, [tmp_path, "holds files that are no index"]
+        options["--index"], parts = tmp_path, [tmp_path, "holds files that are not an index"]
     else:
         options["--device"], parts = "nonsense", ["--device nonsense"]
     before = files_in(tmp_path)
@@ -266,7 +266,7 @@ def test_a_name_that_not_every_system_takes_is_refused(build, tmp_path, options)
 def test_another_type_than_the_index_has_is_refused_in_words_of_the_command_line(build, index):
     before = files_in(index)
     result = build("--dtype", "int8")
-    assert_one_clear_sentence(result, "--dtype int8", f"the index in {index} keeps float32", "--overwrite")
+    assert_one_clear_sentence(result, "--dtype int8", f"the index in {index} stores float32", "--overwrite")
     assert "override" not in result.stderr
     assert files_in(index) == before
     done(build("--dtype", "float32"))

@@ -152,9 +152,7 @@ def test_a_model_that_cannot_be_written_anywhere_leaves_nothing(folder, tmp_path
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     before = content(folder)
-    message = (
-        "No space left for model; nor could the model be saved among the temporary files: No space left for temporary"
-    )
+    message = "No space left for model; nor could the model be saved to a temporary folder: No space left for temporary"
     with pytest.raises(UserError, match=f"the model could not be written to {folder}: {message}$"):
         write_model(FullDisks(), folder)  # type: ignore[arg-type]
     assert content(folder) == before

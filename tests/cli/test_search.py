@@ -192,7 +192,7 @@ def test_an_index_that_names_no_model_asks_for_it(tmp_path, tiny_colbert_path):
     flat = indexes.Flat(tmp_path, "index", device="cpu")
     flat.add_documents(["a"], [np.eye(2, 32, dtype="float32")])
     result = invoke("search", "x", "--index", tmp_path / "index")
-    assert_one_clear_sentence(result, tmp_path / "index", "does not say which model", "--model")
+    assert_one_clear_sentence(result, tmp_path / "index", "does not record which model", "--model")
     assert "\ta\n" in succeed("search", "x", "--index", tmp_path / "index", "--model", tiny_colbert_path)
 
 
@@ -225,13 +225,15 @@ def corpus_index(beir, tmp_path, tiny_colbert_path):
 
 def test_search_names_what_is_missing(index, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_one_clear_sentence(invoke("search", "x"), "no index in demo-output/index", "pylate-flash demo", "--index")
+    assert_one_clear_sentence(
+        invoke("search", "x"), "no index in index or demo-output/index", "pylate-flash demo", "--index"
+    )
     assert_one_clear_sentence(invoke("search", "x", "--index", "no"), "no index in no", "pylate-flash index")
     args = ("--index", index)
     result = invoke("search", "x", *args, "--data", tmp_path)
     assert_one_clear_sentence(result, tmp_path, "neither a corpus.jsonl nor")
     assert_one_clear_sentence(invoke("search", "x", *args, "--data", tmp_path / "no"), "no file", tmp_path / "no")
-    assert_one_clear_sentence(invoke("search", *args), "either a QUERY or --queries")
+    assert_one_clear_sentence(invoke("search", *args), "either QUERY or --queries")
     assert_one_clear_sentence(invoke("search", "x", "--queries", "q.txt", *args), "not both")
     assert_one_clear_sentence(invoke("search", "--queries", "q.txt", *args), "no file q.txt")
 
@@ -293,7 +295,7 @@ def test_a_corpus_beside_the_index_that_cannot_be_opened_breaks_no_search(index,
 
 def test_a_standard_input_that_is_closed_is_one_sentence(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UserError, match="standard input is closed"):
+    with pytest.raises(UserError, match="from standard input: it is closed"):
         _read_queries("-")
 
 

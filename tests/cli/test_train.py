@@ -74,16 +74,16 @@ def test_train_with_mini_batches_of_so_many_tokens(pylate_checkpoint, pairs, tmp
     [
         (
             ("--mini-batch-tokens", "many"),
-            "--mini-batch-tokens must be a number of tokens from 1 on, or auto, got many",
+            "--mini-batch-tokens must be a number of at least 1, or auto, got many",
         ),
-        (("--mini-batch-tokens", "0"), "--mini-batch-tokens must be a number of tokens from 1 on, or auto, got 0"),
-        (("--mini-batch-tokens", "auto"), "--mini-batch-tokens auto tries what fits into a GPU's memory"),
+        (("--mini-batch-tokens", "0"), "--mini-batch-tokens must be a number of at least 1, or auto, got 0"),
+        (("--mini-batch-tokens", "auto"), "--mini-batch-tokens auto needs a GPU"),
         (("--mini-batch-tokens", "auto", "--scorer", "torch"), "needs --scorer pylate_flash or auto, got torch"),
         (("--precision", "fp16"), "--precision fp16 needs a GPU"),
-        (("--eval-steps", "2"), "--eval-steps says how often to evaluate; give --eval-data"),
+        (("--eval-steps", "2"), "--eval-steps needs --eval-data"),
         (("--eval-data", "no-such-file"), "there is no file no-such-file"),
         (("--temperature", "1e-300"), "--temperature must be a finite number above 0, got 1e-300"),
-        (("--mini-batch-tokens", "9" * 5000), "--mini-batch-tokens must be a number of tokens from 1 on"),
+        (("--mini-batch-tokens", "9" * 5000), "--mini-batch-tokens must be a number of at least 1"),
     ],
 )
 def test_train_refuses_what_cannot_be(options, message, pylate_checkpoint, pairs, tmp_path):
@@ -132,12 +132,12 @@ def test_train_evaluates_on_lines_of_their_own(loss, pylate_checkpoint, pairs, t
     options = ("--loss", loss, "--batch-size", 3, "--epochs", 2)
     trained(pairs, pylate_checkpoint, tmp_path / "without", *options)
     each_epoch = trained(pairs, pylate_checkpoint, tmp_path / "epochs", *options, "--eval-data", eval_data)
-    assert f"{len(lines) - 6} lines to evaluate with" in each_epoch.stdout.splitlines()
+    assert f"{len(lines) - 6} evaluation lines" in each_epoch.stdout.splitlines()
     each_step = trained(
         pairs, pylate_checkpoint, tmp_path / "steps", *options, "--eval-data", eval_data, "--eval-steps", 1
     )
     for result, steps in ((each_epoch, [2, 4]), (each_step, [1, 2, 3, 4])):
-        shown = [line for line in result.stderr.splitlines() if line.endswith("of --eval-data")]
+        shown = [line for line in result.stderr.splitlines() if line.endswith("on --eval-data")]
         assert [line.partition(", loss ")[0] for line in shown] == [f"step {step} of 4" for step in steps]
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("without", "epochs", "steps")]
     for name, tensor in weights[0].items():
@@ -154,18 +154,18 @@ def test_train_says_what_it_trains_on(pylate_checkpoint, tmp_path):
     result = trained(data, pylate_checkpoint, tmp_path / "out", "--batch-size", 4, "--epochs", 1.5)
     printed = result.stdout.splitlines()
     summary = printed.pop(-2)
-    assert re.fullmatch(r"3 of 3 steps are done, in \d\d:\d\d; loss \d\S* at first, \d\S* at last", summary)
+    assert re.fullmatch(r"3 of 3 steps done in \d\d:\d\d; loss \d\S* at the start, \d\S* at the end", summary)
     # The last two steps do not fill a logging interval; a separate line logs their loss.
-    assert f"step 3 of 3, loss {summary.split()[-3]}, " in result.stderr
+    assert f"step 3 of 3, loss {summary.split()[-4]}, " in result.stderr
     assert printed == [
         "6 lines (query, positive, negative_1, negative_2), contrastive loss, scorer pylate_flash, cpu",
-        "2 hard negatives per query, 11 negatives with those of the batch; longest query 10 characters, longest "
-        "document 11, cut at 8 and 12 tokens",
+        "2 hard negatives per query, 11 negatives including in-batch ones; longest query 10 characters, longest "
+        "document 11, truncated to 8 and 12 tokens",
         "3 steps of 4 lines, 1.5 epochs",
         f"Model written to {tmp_path / 'out'}",
     ]
     assert result.stderr.count("note: ") == 1
-    assert "note: keys that are not used: 'url', 'id'\n" in result.stderr
+    assert "note: unused keys: 'url', 'id'\n" in result.stderr
     first, second, *more = result.stderr.splitlines()
     assert (first, second) == (f"Loading {data} ...", f"Loading the model {pylate_checkpoint} ...")
     assert next(line for line in more if line.startswith("step")).startswith("step 1 of 3, loss ")
@@ -179,7 +179,7 @@ def test_train_replaces_a_model_only_when_asked_to(pylate_checkpoint, pairs, tmp
     for name in (".git/HEAD", "notes.txt", "pytorch_model.bin"):
         (old / name).touch()
     result = trained(pairs, pylate_checkpoint, old, "--max-steps", 1, "--overwrite")
-    assert result.stdout.endswith(f"Model written to {old}; kept beside it: .git, notes.txt\n")
+    assert result.stdout.endswith(f"Model written to {old}; other files kept: .git, notes.txt\n")
     trained(pairs, pylate_checkpoint, tmp_path / "new", "--max-steps", 1)
     assert {path.name for path in old.iterdir()} == {
         *(path.name for path in (tmp_path / "new").iterdir()), ".git", "notes.txt",
@@ -218,7 +218,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pylate_checkpoint, pairs
     assert result.exit_code == 130
     checkpoint = out / "checkpoints" / "checkpoint-3"
     last = result.stderr.splitlines()[-1]
-    assert last.startswith(f"pylate-flash: interrupted after step 3 of 6; the model as it is is in {checkpoint}")
+    assert last.startswith(f"pylate-flash: interrupted after step 3 of 6; the current model is in {checkpoint}")
     assert "the same command with --resume" in last
     assert [path.name for path in out.iterdir()] == ["checkpoints"]
     assert (checkpoint / "modules.json").is_file()
@@ -229,7 +229,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pylate_checkpoint, pairs
     assert_one_clear_sentence(changed, "was started with --lr 0.001, not 0.0001, --query-length unset, not 8")
     with pairs.open("a") as lines:
         lines.write('{"query": "q", "positive": "p"}\n')
-    assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options, "--resume"), "--data holds other lines")
+    assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options, "--resume"), "--data has changed")
     pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:-1]))
     # A checkpoint whose writing was killed.
     (out / "checkpoints" / "checkpoint-4").mkdir()
@@ -245,7 +245,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pylate_checkpoint, pairs
 
     result = trained(pairs, pylate_checkpoint, out, *options, "--resume")
     assert [line.split(",")[0] for line in result.stderr.splitlines() if line.startswith("step ")] == ["step 6 of 6"]
-    assert "6 of 6 steps are done, in " in result.stdout
+    assert "6 of 6 steps done in " in result.stdout
     assert content(out) == content(uninterrupted)
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options, "--resume"), "--overwrite replaces it")
 
@@ -262,7 +262,7 @@ def test_a_signal_leaves_out_the_evaluation(evaluating, pylate_checkpoint, pairs
     (model / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.1}))
     options = ("--batch-size", 4, "--epochs", 3, "--lr", 1e-3, "--eval-data", pairs)
     uninterrupted, out = tmp_path / "whole", tmp_path / "out"
-    assert "of --eval-data" in trained(pairs, model, uninterrupted, *options).stderr
+    assert "on --eval-data" in trained(pairs, model, uninterrupted, *options).stderr
     batches = []
 
     def interrupt(self, args, state, control, **kwargs):
@@ -277,7 +277,7 @@ def test_a_signal_leaves_out_the_evaluation(evaluating, pylate_checkpoint, pairs
         result = train(pairs, model, out, *options)
     assert result.exit_code == 130
     assert "interrupted after step 2 of 6" in result.stderr.splitlines()[-1]
-    assert "of --eval-data" not in result.stderr
+    assert "on --eval-data" not in result.stderr
     # The evaluation has two batches, and stops after the first.
     assert batches == [2] * evaluating
     trained(pairs, model, out, *options, "--resume")
@@ -298,7 +298,7 @@ def test_sigterm_keeps_the_old_model_and_the_last_checkpoints(pylate_checkpoint,
     options = ("--batch-size", 2, "--max-steps", 6, "--overwrite", "--save-steps", 1)
     result = train(pairs, pylate_checkpoint, old, *options)
     assert result.exit_code == 128 + signal.SIGTERM
-    assert "with --resume in place of --overwrite continues" in result.stderr
+    assert "with --resume instead of --overwrite continues" in result.stderr
     results = content(old)
     assert {name: results[name] for name in before} == before
     names = sorted(path.name for path in (old / "checkpoints").iterdir())
@@ -379,11 +379,11 @@ def test_a_checkpoint_and_a_model_that_cannot_be_written_leave_the_last_checkpoi
     out = tmp_path / "out"
     result = train(pairs, pylate_checkpoint, out, "--batch-size", 2, "--save-steps", 1)
     assert result.exit_code == 2
-    full_twice = "No space left on device; nor could the model be saved among the temporary files: No space left on dev"
+    full_twice = "No space left on device; nor could the model be saved to a temporary folder: No space left on dev"
     last = out / "checkpoints" / "checkpoint-1"
     sentence = result.stderr.splitlines()[-1]
     assert sentence.startswith(f"pylate-flash: a checkpoint could not be written: {full_twice}")
-    assert sentence.endswith(f"; the last whole checkpoint is {last}, and --resume continues from it")
+    assert sentence.endswith(f"; the last complete checkpoint is {last}, and --resume continues from it")
     assert list((tmp_path / "temporary").iterdir()) == []
     monkeypatch.setattr(model_class(), "save_pretrained", save)
     trained(pairs, pylate_checkpoint, out, "--batch-size", 2, "--resume")
@@ -470,9 +470,9 @@ def test_train_checks_its_arguments_before_it_starts(pairs, pylate_checkpoint, t
     assert_one_clear_sentence(train(tmp_path / "no.jsonl", pylate_checkpoint, out), "no file", tmp_path / "no.jsonl")
     assert_one_clear_sentence(train(tmp_path, pylate_checkpoint, out), tmp_path, "is a folder")
     result = train(pairs, pylate_checkpoint, tmp_path)
-    assert_one_clear_sentence(result, tmp_path, "holds files that are no model (train.jsonl)")
+    assert_one_clear_sentence(result, tmp_path, "holds files that are not a model (train.jsonl)")
     result = train(pairs, pylate_checkpoint, pylate_checkpoint)
-    assert_one_clear_sentence(result, "there is a model in", "--overwrite")
+    assert_one_clear_sentence(result, "there is already a model in", "--overwrite")
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, "--device", "nonsense"), "--device nonsense")
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, "--resume"), "there is no checkpoint in")
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, "--batch-size", 1), "--batch-size", "no negatives")
@@ -484,4 +484,4 @@ def test_train_checks_its_arguments_before_it_starts(pairs, pylate_checkpoint, t
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, out), "was killed", out / "unfinished-model-x")
     shutil.rmtree(out)
     (out / "checkpoints" / "mine").mkdir(parents=True)
-    assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, "--overwrite"), "none that `train` has made")
+    assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, "--overwrite"), "was not created by `train`")

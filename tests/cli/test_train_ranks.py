@@ -65,7 +65,7 @@ def test_a_run_of_two_that_is_stopped_resumes_to_the_same_weights(by_two):
 
     out, arguments, codes, _, notes = by_two("out", signalled=(1,))
     assert codes == (128 + signal.SIGTERM,) * 2
-    assert f"interrupted after step 3 of 6; the model as it is is in {out / 'checkpoints' / 'checkpoint-3'}" in notes[0]
+    assert f"interrupted after step 3 of 6; the current model is in {out / 'checkpoints' / 'checkpoint-3'}" in notes[0]
     assert notes[1] == ""
     assert_one_clear_sentence(invoke(*arguments, "--resume"), "--resume", "processes 2, not 1")
     _, arguments, codes, printed, notes = by_two("out")
@@ -74,7 +74,7 @@ def test_a_run_of_two_that_is_stopped_resumes_to_the_same_weights(by_two):
     assert notes[1] == ""
     _, _, codes, printed, notes = by_two("out", "--resume")
     assert codes == (0, 0), notes
-    assert "6 of 6 steps are done" in printed[0]
+    assert "6 of 6 steps done" in printed[0]
     assert (out / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
 
 

@@ -160,7 +160,7 @@ def test_the_log_has_the_numbers_of_the_run(tiny_encoder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (("--scorer", "flash"), ["--scorer flash is one of PyLate's", "pylate_flash, torch or auto"]),
+        (("--scorer", "flash"), ["--scorer flash works with PyLate only", "pylate_flash, torch or auto"]),
         (
             ("--loss", "cached", "--mini-batch-tokens", "auto", "--scorer", "torch"),
             ["--mini-batch-tokens auto needs --scorer pylate_flash or auto, got torch"],

@@ -25,7 +25,7 @@ class Checkpoints:
     def exist(self) -> bool:
         """Whether an earlier run left any; raises for a folder of this name that `train` did not create."""
         if os.path.lexists(self.folder) and not self._settings.is_file() and not _is_empty(self.folder):
-            raise UserError(f"{self.folder} is none that `train` has made; move it away, or name another --output")
+            raise UserError(f"{self.folder} was not created by `train`; move it away, or choose another --output")
         return self.last() is not None
 
     def last(self) -> Path | None:
@@ -46,14 +46,14 @@ class Checkpoints:
         """Return the last checkpoint of the run; raise an error naming settings that differ."""
         checkpoint = self.last()
         if checkpoint is None or not self._settings.is_file():
-            raise UserError(f"--resume: there is no checkpoint in {self.folder}; leave --resume out to start")
+            raise UserError(f"--resume: there is no checkpoint in {self.folder}; omit --resume to start a new run")
         try:
             before = json.loads(self._settings.read_bytes())
             changed = [name for name in settings if before[name] != settings[name]]
         except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
             raise UserError(f"--resume: {self._settings} is damaged: {error}") from error
         if "--data" in changed:
-            raise UserError(f"--resume: --data holds other lines than when the run in {self.folder} was started")
+            raise UserError(f"--resume: --data has changed since the run in {self.folder} was started")
         if changed:
             differences = ", ".join(f"{name} {_shown(before[name])}, not {_shown(settings[name])}" for name in changed)
             raise UserError(f"--resume: the run in {self.folder} was started with {differences}")

@@ -50,26 +50,26 @@ def first_non_finite(model: Model) -> str | None:
 def check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume: bool) -> None:
     """Raise unless the output folder is usable, or the options allow to replace or continue what it holds."""
     if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; name a folder")
+        raise UserError(f"{output} is a file; expected a folder")
     interrupted = checkpoints.exist()
     if holds_model(output):
         if not overwrite and not (resume and interrupted):
-            hint = ", --resume continues the run that was interrupted" if interrupted else ""
-            raise UserError(f"there is a model in {output} already; --overwrite replaces it{hint}")
+            hint = ", --resume continues the interrupted run" if interrupted else ""
+            raise UserError(f"there is already a model in {output}; --overwrite replaces it{hint}")
         return
     unknown_files = other_files(output, checkpoints.folder.name)
     cut_short = [name for name in unknown_files if name.startswith(UNFINISHED)]
     if cut_short:
         raise UserError(
-            f"a model was being written to {output} when the program was killed: it is in {output / cut_short[0]}, and "
-            "so is the one that was there before; move them away first"
+            f"the program was killed while it wrote a model to {output}: both this model and the previous one are in "
+            f"{output / cut_short[0]}; move them away first"
         )
     if unknown_files:
         names = ", ".join(unknown_files[:3]) + (", ..." if len(unknown_files) > 3 else "")
-        raise UserError(f"{output} holds files that are no model ({names}); name another folder")
+        raise UserError(f"{output} holds files that are not a model ({names}); choose another folder")
     if interrupted and not overwrite and not resume:
         raise UserError(
-            f"{checkpoints.folder} is of an interrupted run; --resume continues it, --overwrite starts a new one"
+            f"{checkpoints.folder} belongs to an interrupted run; --resume continues it, --overwrite starts a new one"
         )
 
 
@@ -111,7 +111,7 @@ def saved_elsewhere(model: Model, failed: str) -> str:
         shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(second, Exception):  # safetensors has its own for a full disk
             raise
-        return f"{failed}; nor could the model be saved among the temporary files: {second}"
+        return f"{failed}; nor could the model be saved to a temporary folder: {second}"
     return f"{failed}; the model is in {folder}"
 
 

@@ -144,7 +144,7 @@ class StopRequest:
             return
         with contextlib.suppress(OSError):
             # `print` is not reentrant, and may be what was interrupted.
-            os.write(2, b"\nStopping after this step; once more to stop at once, without saving\n")
+            os.write(2, b"\nStopping after this step; repeat to stop at once, without saving\n")
 
     def agree(self) -> None:
         """Share a request to any rank with all; every rank must call it."""
@@ -226,12 +226,12 @@ class Progress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if logs and "eval_loss" in logs:
-            note(f"step {state.global_step} of {state.max_steps}, loss {logs['eval_loss']:.4g} of --eval-data")
+            note(f"step {state.global_step} of {state.max_steps}, loss {logs['eval_loss']:.4g} on --eval-data")
         if not logs or "loss" not in logs:
             return
         parts = [f"step {state.global_step} of {state.max_steps}", f"loss {logs['loss']:.4g}"]
         parts += [f"lr {logs['learning_rate']:.3g}", f"{logs['tokens_per_second']:.0f} tokens/s"]
-        parts += [f"at most {logs['peak_memory_mib']:.0f} MiB"]
+        parts += [f"peak {logs['peak_memory_mib']:.0f} MiB"]
         note(", ".join(parts))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
