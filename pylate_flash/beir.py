@@ -103,8 +103,8 @@ def load_beir_folder(
             raise ValueError(f"{where}: document {document_id!r} is not in {files[0].name}")
         if qrels.setdefault(query_id, {}).setdefault(document_id, relevance) != relevance:
             raise ValueError(
-                f"{where}: document {document_id!r} has been judged {qrels[query_id][document_id]} for query "
-                f"{query_id!r} before, and {relevance} here"
+                f"{where}: document {document_id!r} is judged {relevance} for query {query_id!r}, but was judged "
+                f"{qrels[query_id][document_id]} before"
             )
     return documents, {query_id: texts[query_id] for query_id in qrels}, qrels
 
@@ -205,7 +205,7 @@ def evaluate_retrieval(
     _check_judgements(set(ids), queries, qrels)
     if queries_embeddings is not None and len(queries_embeddings) != len(qrels):
         raise ValueError(
-            f"queries_embeddings: {len(queries_embeddings)}; expected those of the {len(qrels)} queries of qrels"
+            f"queries_embeddings: {len(queries_embeddings)}; expected {len(qrels)}, one per query of qrels"
         )
     with contextlib.ExitStack() as stack:
         if index is None:
@@ -214,8 +214,8 @@ def evaluate_retrieval(
             index = Flat(Path(index).parent, Path(index).name, show_progress=show_progress)
             if len(index):
                 raise ValueError(
-                    f"index: {index.index_path} already holds an index of {len(index)} documents: to search it as it "
-                    "is pass indexes.Flat(folder, name), to build it anew indexes.Flat(folder, name, override=True)"
+                    f"index: {index.index_path} already holds an index of {len(index)} documents: to search it, pass "
+                    "indexes.Flat(folder, name); to rebuild it, indexes.Flat(folder, name, override=True)"
                 )
         elif len(index) and set(index.documents_ids) != set(ids):
             raise ValueError(
@@ -324,8 +324,8 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
     except (RuntimeError, OSError) as error:
         # Numba caches compiled code next to ranx or in the user's home, and ir_datasets creates a folder in the home.
         raise RuntimeError(
-            f"{needed_by} needs ranx, which cannot write what it keeps: set NUMBA_CACHE_DIR and IR_DATASETS_HOME to "
-            f"folders that can be written to ({error})"
+            f"{needed_by} needs ranx, which cannot write its caches: set NUMBA_CACHE_DIR and IR_DATASETS_HOME to "
+            f"writable folders ({error})"
         ) from error
 
     if isinstance(metrics, str) or not metrics:
@@ -339,7 +339,7 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
             if depth < 0:
                 raise ValueError("its cutoff is below 0")
         except ValueError as error:
-            raise ValueError(f"metrics: {metric!r} is no metric of ranx: {error}") from None
+            raise ValueError(f"metrics: {metric!r} is not a metric of ranx: {error}") from None
         if k is not None and depth > k:
             raise ValueError(f"metrics: {metric!r} needs {cutoff} documents per query, but k is {k}")
 
@@ -404,7 +404,7 @@ def evaluate_run(
         raise ValueError("qrels must hold at least one query, got none")
     for query_id in qrels:
         if query_id not in run:
-            raise ValueError(f"run has nothing for query {query_id!r} of qrels, where a query without documents has []")
+            raise ValueError(f"run has no list for query {query_id!r} of qrels; expected one, [] if it found none")
         ids = [result["id"] for result in run[query_id]]
         if len(set(ids)) < len(ids):
             repeated = next(id_ for position, id_ in enumerate(ids) if id_ in ids[:position])

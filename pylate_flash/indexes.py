@@ -149,13 +149,13 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             return None
         if self._store.layout.quantized:
             raise ValueError(
-                f"projection: the index in {self.index_path} keeps {self._store.layout.kept_as!r}, and hidden states "
-                "are kept in float32, float16 or bfloat16"
+                "projection: hidden states are stored in float32, float16 or bfloat16, but the index in "
+                f"{self.index_path} stores {self._store.layout.kept_as!r}"
             )
         size = layer[0].shape[1]
         if self._store.embedding_size not in (None, size):
             raise ValueError(
-                f"projection takes hidden states of size {size}, and the index in {self.index_path} keeps vectors of "
+                f"projection takes hidden states of size {size}, but the index in {self.index_path} stores vectors of "
                 f"size {self._store.embedding_size}"
             )
         # Copies: training may go on to change the model's own weights.
@@ -340,7 +340,9 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         # Open the folder anew: the files that this object has open may have been replaced in it since.
         index = Flat(self.index_path.parent, self.index_path.name, device="cpu", show_progress=False)
         if self._store.state.generation and not index._store.exists:
-            raise ValueError(f"{self.index_path / 'catalog.sqlite'} is missing, though it was there: the index is gone")
+            raise ValueError(
+                f"{self.index_path / 'catalog.sqlite'} is missing: it was deleted while the index was open"
+            )
         index._store.verify(show_progress)
         return index.info()
 
@@ -463,8 +465,8 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
                 raise ValueError(f"rescore must be an integer of at least k = {k}, got {rescore!r:.100}")
             if self._store.layout.beside is None:
                 raise ValueError(
-                    f"rescore: the index in {self.index_path} keeps {self._store.layout.kept_as!r} alone; one of "
-                    f'"residual4+bfloat16", for example, keeps what is scored again'
+                    f"rescore: the index in {self.index_path} stores only {self._store.layout.kept_as!r}; expected a "
+                    'combined dtype, such as "residual4+bfloat16"'
                 )
         if not len(self):
             raise ValueError(f"the index in {self.index_path} is empty: add documents before searching")

@@ -171,11 +171,13 @@ def explain(
                 raise ValueError("results must be those of a search with matches=True, got some without matches")
             choices, document = list(hit["matches"]), documents.get(hit["id"])
             if choices and len(choices) != len(tokens):
-                raise ValueError(f"model: it makes {len(tokens)} tokens of a query that has {len(choices)} matches")
+                raise ValueError(
+                    f"model: it encodes a query as {len(tokens)} tokens, expected {len(choices)}, one per match"
+                )
             if document is not None and any(chosen >= len(document) for chosen, _ in choices):
                 raise ValueError(
-                    f"texts: {hit['id']!r:.100} is not the text that was encoded: it has {len(document)} tokens, and "
-                    f"number {max(chosen for chosen, _ in choices)} of those that were encoded has been chosen"
+                    f"texts: {hit['id']!r:.100} is not the text that was encoded: it has {len(document)} tokens, but "
+                    f"a match points to token {max(chosen for chosen, _ in choices)}"
                 )
             of_query.append(Explanation(hit["id"], hit["score"], tokens, document, choices))
         explained.append(of_query)
@@ -204,7 +206,9 @@ def tokens_of(model: Any, texts: Sequence[str], *, is_query: bool) -> list[list[
         return []
     tokenizer = model.tokenizer
     if not tokenizer.is_fast:
-        raise ValueError(f"model: its {type(tokenizer).__name__} does not say where tokens stand; expected a fast one")
+        raise ValueError(
+            f"model: its {type(tokenizer).__name__} does not return the offsets of tokens; expected a fast one"
+        )
     # `output_value=None` also returns the encoder's inputs, and the mask of the tokens that it keeps.
     encoded = encoder_of(model, is_query)(list(texts), output_value=None)
     if is_multi_vector_encoder(model):

@@ -200,10 +200,10 @@ def _fuses(model: Any, texts: bool, backend: str, masking: str, fuse_projection:
     if not texts:
         reason = "needs texts, got embeddings"
     elif backend not in ("auto", "pylate_flash"):
-        reason = f'needs the scorer "pylate_flash" or "auto", and it is "{backend}"'
+        reason = f'needs the scorer "pylate_flash" or "auto", got "{backend}"'
     elif masking != "exclude":
         # With "zero", a document's score depends on the lengths of the other candidates.
-        reason = f'needs the masking "exclude", and it is "{masking}"'
+        reason = f'needs the masking "exclude", got "{masking}"'
     if fuse_projection and reason:
         raise ValueError(f"fuse_projection: {reason}")
     if fuse_projection is None:

@@ -121,13 +121,13 @@ class _Collator(ColBERTCollator):
             if len(lengths) > 1:
                 listed = " and ".join(map(str, sorted(lengths, key=lambda length: length or 0)))
                 raise ValueError(
-                    f"train_dataset: the lists in the column {name!r} have {listed} elements; expected as many in "
-                    "every row of a batch"
+                    f"train_dataset: the lists in the column {name!r} have {listed} elements; expected the same "
+                    "number in every row of a batch"
                 )
             if isinstance(value, list) and isinstance(label, list) and len(label) != len(value):
                 raise ValueError(
-                    f"train_dataset: {len(value)} elements in the column {name!r} and {len(label)} scores; expected a "
-                    "score for each"
+                    f"train_dataset: {len(value)} elements in the column {name!r} and {len(label)} scores; expected "
+                    "one score per element"
                 )
         return super().__call__(features)
 

@@ -158,7 +158,7 @@ def test_few_tokens_train_few_centroids(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        ([torch.zeros(0, 8), torch.zeros(3, 8)], "no token that is not zero"),
+        ([torch.zeros(0, 8), torch.zeros(3, 8)], "expected at least one nonzero token"),
         ([torch.ones(3, 12)], "multiple of 8, got 12"),
         ([torch.ones(3, 8), torch.full((2, 8), torch.nan)], "document 'd1' hold NaN or infinite values .as residual4."),
         ([torch.ones(3, 8), torch.full((2, 8), 3e38)], "document 'd1' hold NaN or infinite values .as residual4."),
@@ -175,7 +175,7 @@ def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
 
 
 def test_a_projection_is_refused() -> None:
-    with pytest.raises(ValueError, match="keeps 'residual4', and hidden states"):
+    with pytest.raises(ValueError, match="hidden states are stored in .*, but the index in memory stores 'residual4'"):
         small(None, dtype="residual4", projection=(torch.eye(8), None))
 
 
@@ -293,5 +293,5 @@ def test_a_codec_is_trained_on_a_sample_and_kept_before_any_document(tmp_path: P
         index.train_codec(sample)
     with pytest.raises(ValueError, match="has documents, and so a codec"):
         opened.train_codec(sample)
-    with pytest.raises(ValueError, match="keeps float32"):
+    with pytest.raises(ValueError, match="expected an empty index of residual codes, .* stores float32"):
         small(None).train_codec(sample)

@@ -79,7 +79,7 @@ def test_load_beir_folder_takes_what_editors_leave(tmp_path: Path) -> None:
         ("qrels/test.tsv", 1, "q1\td1\t0.5", "the relevance must be an integer, got '0.5'"),
         ("qrels/test.tsv", 3, "q9\td1\t1", r"query 'q9' is not in queries\.jsonl"),
         ("qrels/test.tsv", 3, "q1\td9\t1", r"document 'd9' is not in corpus\.jsonl"),
-        ("qrels/test.tsv", 4, "q1\td3\t1", "document 'd3' has been judged 2 for query 'q1' before, and 1 here"),
+        ("qrels/test.tsv", 4, "q1\td3\t1", "document 'd3' is judged 1 for query 'q1', but was judged 2 before"),
     ],
 )
 def test_a_malformed_line_is_one_error_with_file_and_line(
@@ -214,7 +214,7 @@ def test_queries_that_are_encoded_already_are_searched_with(tmp_path: Path) -> N
     second = evaluated(model, index=index, queries_embeddings=embeddings)
     assert model.encoded == []
     assert (second.run, second.metrics) == (first.run, first.metrics)
-    with pytest.raises(ValueError, match="queries_embeddings: 1; expected those of the 2 queries of qrels"):
+    with pytest.raises(ValueError, match="queries_embeddings: 1; expected 2, one per query of qrels"):
         evaluated(model, index=index, queries_embeddings=embeddings[:1])
 
 
@@ -238,11 +238,11 @@ def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureF
     [
         # Counting the only relevant document twice would give a recall of 2.
         ({"q": ["d", "e", "d"]}, {"q": {"d": 1}}, ["recall@10"], "run: query 'q' has document 'd' more than once"),
-        ({"p": ["d"]}, {"q": {"d": 1}}, ["map"], "run has nothing for query 'q' of qrels"),
+        ({"p": ["d"]}, {"q": {"d": 1}}, ["map"], "run has no list for query 'q' of qrels"),
         ({"q": ["d"]}, {}, ["map"], "qrels must hold at least one query"),
         ({"q": ["d"]}, {"q": {"d": 1}}, "map", "metrics must be a list of at least one name, got 'map'"),
         ({"q": ["d"]}, {"q": {"d": 1}}, [], "metrics must be a list of at least one name"),
-        ({"q": ["d"]}, {"q": {"d": 1}}, ["accuracy"], "'accuracy' is no metric of ranx"),
+        ({"q": ["d"]}, {"q": {"d": 1}}, ["accuracy"], "'accuracy' is not a metric of ranx"),
     ],
 )
 def test_a_run_that_cannot_be_evaluated_is_an_error(run, qrels, metrics, message: str) -> None:
@@ -300,10 +300,10 @@ def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.Mo
     ("arguments", "message"),
     [
         ({"metrics": ["recall@100"], "k": 10}, "'recall@100' needs 100 documents per query, but k is 10"),
-        ({"metrics": ["accuracy"]}, "'accuracy' is no metric of ranx"),
-        ({"metrics": ["ndcg@ten"]}, "'ndcg@ten' is no metric of ranx"),
-        ({"metrics": ["ndcg@"]}, "'ndcg@' is no metric of ranx"),
-        ({"metrics": ["ndcg@-1"]}, "'ndcg@-1' is no metric of ranx: its cutoff is below 0"),
+        ({"metrics": ["accuracy"]}, "'accuracy' is not a metric of ranx"),
+        ({"metrics": ["ndcg@ten"]}, "'ndcg@ten' is not a metric of ranx"),
+        ({"metrics": ["ndcg@"]}, "'ndcg@' is not a metric of ranx"),
+        ({"metrics": ["ndcg@-1"]}, "'ndcg@-1' is not a metric of ranx: its cutoff is below 0"),
         ({"metrics": "ndcg"}, "metrics must be a list of at least one name, got 'ndcg'"),
         ({"qrels": {}}, "nothing to evaluate: 4 documents, 0 judged queries"),
         ({"documents": []}, "nothing to evaluate: 0 documents, 2 judged queries"),

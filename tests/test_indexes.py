@@ -293,7 +293,7 @@ def test_half_hidden_states_are_projected_as_they_are_kept(tmp_path: Path, dtype
 
 def test_a_projection_and_what_it_is_given_have_one_size(tmp_path: Path) -> None:
     layer = torch.zeros(4, 6), torch.zeros(4)
-    with pytest.raises(ValueError, match=r"documents_embeddings\[1\] has size 4, .* takes hidden states of size 6"):
+    with pytest.raises(ValueError, match=r"documents_embeddings\[1\] has size 4, expected hidden states of size 6"):
         flat(tmp_path, ["a", "b"], [*documents_of([3], size=6), *documents_of([3])], projection=layer)
     index = flat(tmp_path, ["a"], documents_of([3], size=6), projection=layer)
     with pytest.raises(ValueError, match=r"queries_embeddings\[0\] has embedding size 6"):
@@ -303,7 +303,7 @@ def test_a_projection_and_what_it_is_given_have_one_size(tmp_path: Path) -> None
             Flat(tmp_path, "index", projection=wrong, override=True)
     with pytest.raises(ValueError, match="fuse_projection: the model must be a ColBERT of PyLate, got Linear"):
         Flat(tmp_path, "index", projection=torch.nn.Linear(6, 4), override=True)
-    with pytest.raises(ValueError, match=r"projection takes hidden states of size 5, .* keeps vectors of size 6"):
+    with pytest.raises(ValueError, match=r"projection takes hidden states of size 5, .* stores vectors of size 6"):
         Flat(tmp_path, "index", projection=(torch.zeros(4, 5), None))
     assert len(Flat(tmp_path, "index")) == 1
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_explained_is_said(model):
     with pytest.raises(ValueError, match="texts: 'long' is not the text that was encoded: it has 3 tokens"):
         explain(model, QUERIES, hits, {**TEXTS, "long": ""})
     short = [[{**hit, "matches": hit["matches"][:3]} for hit in result] for result in hits]
-    with pytest.raises(ValueError, match="model: it makes 8 tokens of a query that has 3 matches"):
+    with pytest.raises(ValueError, match="model: it encodes a query as 8 tokens, expected 3, one per match"):
         explain(model, QUERIES, short, TEXTS)
 
 

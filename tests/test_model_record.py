@@ -47,13 +47,13 @@ def test_the_model_of_an_index_is_remembered_with_all_that_changes_embeddings(
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        (lambda model: next(model.parameters()).data.view(-1)[:1].add_(1e-3), "weights .sha256 .* there, .* here"),
-        (lambda model: setattr(model, "query_length", 7), "query_length .* there, 7 here"),
-        (lambda model: setattr(model, "document_length", 9), "document_length .* there, 9 here"),
-        (lambda model: setattr(model, "query_prefix", "query: "), "query_prefix .* there, 'query: ' here"),
-        (lambda model: setattr(model, "document_prefix", ""), "document_prefix .* there, '' here"),
-        (lambda model: setattr(model, "skiplist_words", ["the"]), r"skiplist_words .* there, \['the'\] here"),
-        (lambda model: setattr(model, "do_query_expansion", False), "do_query_expansion .True there, False here"),
+        (lambda model: next(model.parameters()).data.view(-1)[:1].add_(1e-3), "weights .sha256 .* recorded, .* here"),
+        (lambda model: setattr(model, "query_length", 7), "query_length .* recorded, 7 here"),
+        (lambda model: setattr(model, "document_length", 9), "document_length .* recorded, 9 here"),
+        (lambda model: setattr(model, "query_prefix", "query: "), "query_prefix .* recorded, 'query: ' here"),
+        (lambda model: setattr(model, "document_prefix", ""), "document_prefix .* recorded, '' here"),
+        (lambda model: setattr(model, "skiplist_words", ["the"]), r"skiplist_words .* recorded, \['the'\] here"),
+        (lambda model: setattr(model, "do_query_expansion", False), "do_query_expansion .True recorded, False here"),
         (lambda model: model.half(), "weights"),
     ],
 )
@@ -64,7 +64,10 @@ def test_another_model_is_refused_by_what_differs(
     change(model)
     with pytest.raises(ValueError, match=f"was built with the model {tiny_colbert_path} .* differs in {difference}"):
         index.check_model(model)
-    with pytest.raises(ValueError, match=f"holds embeddings of the model {tiny_colbert_path} .*, and other .* another"):
+    with pytest.raises(
+        ValueError,
+        match=f"holds embeddings of the model {tiny_colbert_path} .*, but other .* is a different model: it differs",
+    ):
         index.record_model(model, "other")
     assert index.model is not None
     assert index.model.name == tiny_colbert_path
@@ -77,7 +80,7 @@ def test_to_record_the_same_model_again_changes_nothing_but_its_name(
 ) -> None:
     index = filled(tmp_path).record_model(model)
     assert index.model.name is None
-    with pytest.raises(ValueError, match="does not say where the model that it was built with is: name the model"):
+    with pytest.raises(ValueError, match="does not record where its model is: name the model"):
         index.model.locate(index.index_path)
     index.record_model(model, tiny_colbert_path)
     generation = index.info().generation
@@ -105,7 +108,7 @@ def test_a_model_folder_is_found_again_after_both_were_moved(tmp_path: Path, mod
     (tmp_path / "new" / "model").rename(tmp_path / "old" / "model")
     assert index.model.locate(index.index_path) == str(tmp_path / "old" / "model")
     (tmp_path / "old" / "model").rmdir()
-    with pytest.raises(ValueError, match="is not there any more, neither in .*new/model nor in .*old/model"):
+    with pytest.raises(ValueError, match="no longer exists, neither in .*new/model nor in .*old/model"):
         index.model.locate(index.index_path)
 
 

@@ -238,9 +238,11 @@ def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
     Flat(tmp_path, "eight", dtype="int8", device="cpu").add_documents(["a"], documents_of([2]))
     Flat(tmp_path, "half", dtype="bfloat16", device="cpu").add_documents(["a"], documents_of([2]))
     for name, dtype, stored in (("eight", "uint8", "int8"), ("eight", "float32", "int8"), ("half", "int8", "bfloat16")):
-        with pytest.raises(ValueError, match=f"dtype='{dtype}' was asked for, but the index in .* keeps '{stored}'"):
+        with pytest.raises(ValueError, match=f"dtype is '{dtype}', but the index in .* stores '{stored}'"):
             Flat(tmp_path, name, dtype=dtype, device="cpu")
-    with pytest.raises(ValueError, match="projection: the index in .* keeps 'int8', and hidden states are kept in"):
+    with pytest.raises(
+        ValueError, match="projection: hidden states are stored in .*, but the index in .* stores 'int8'"
+    ):
         Flat(tmp_path, "eight", device="cpu", projection=(torch.eye(4), None))
 
 

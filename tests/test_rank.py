@@ -360,9 +360,9 @@ def test_texts_are_scored_from_hidden_states_where_the_model_says_so(colbert, mo
     monkeypatch.setitem(colbert._model_config, "masking", "zero")
     rerank(*arguments, model=colbert)
     assert not calls
-    with pytest.raises(ValueError, match='fuse_projection: needs the masking "exclude", and it is "zero"'):
+    with pytest.raises(ValueError, match='fuse_projection: needs the masking "exclude", got "zero"'):
         rerank(*arguments, model=colbert, fuse_projection=True)
-    with pytest.raises(ValueError, match='fuse_projection: needs the scorer .* and it is "torch"'):
+    with pytest.raises(ValueError, match='fuse_projection: needs the scorer .* got "torch"'):
         rerank(*arguments, model=colbert, backend="torch", fuse_projection=True)
     with pytest.raises(ValueError, match="fuse_projection: needs texts, got embeddings"):
         rerank([["a"]], [TOKENS], [[TOKENS]], model=colbert, fuse_projection=True)

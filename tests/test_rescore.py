@@ -104,7 +104,7 @@ def test_what_cannot_be_rescored_is_refused() -> None:
     for rescore in (3, 0, True, "all", 7.0):
         with pytest.raises(ValueError, match="rescore must be an integer of at least k = 4"):
             index(QUERIES, k=4, rescore=rescore)
-    with pytest.raises(ValueError, match="rescore: the index in memory keeps 'int8' alone"):
+    with pytest.raises(ValueError, match="rescore: the index in memory stores only 'int8'"):
         filled(None, "int8")(QUERIES, k=4, rescore=9)
 
 

@@ -325,7 +325,7 @@ def test_auto_leaves_integers_to_pylate_and_says_so_once(batch: dict, caplog: py
         for _ in range(2):
             assert torch.equal(colbert_scores(queries, documents), pylate.scores.colbert_scores(queries, documents))
     assert [record.getMessage() for record in caplog.records if "torch.int32" in record.getMessage()] == [
-        'backend "auto": PyLate scores embeddings of torch.int32, which pylate_flash does not take'
+        'backend "auto": PyLate scores embeddings of torch.int32, which pylate_flash does not support'
     ]
     for function, second in ((colbert_scores, documents), (colbert_scores_pairwise, documents[:3])):
         with pytest.raises(TypeError, match="queries must be float16, bfloat16, float32 or float64, got torch.int32"):

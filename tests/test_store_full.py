@@ -136,7 +136,7 @@ def test_documents_are_removed_with_what_is_held_in_reserve(
     index._store._catalog.close()
     with monkeypatch.context() as patch:
         Full(patch, 1, reserve)
-        with pytest.raises(OSError, match="The index is as it was: make room"):
+        with pytest.raises(OSError, match="The index is unchanged: free disk space"):
             index.add_documents(["new"], torch.ones(1, 3, 64))
         index._store._catalog.close()
         if operation == "remove":

@@ -33,8 +33,8 @@ SUITES = {
     "forward": "scores of padded batches, on this device",
     "varlen": "packed documents of many lengths, and reranking through PyLate",
     "training": "forward, loss and backward, with uniform and with skewed argmax",
-    "losses": "the same of large batches, up to 65536, in chunks, and by the losses of PyLate's users",
-    "retrieval": "searches of an index of up to 8,800,000 documents, beside the operation and a PLAID index",
+    "losses": "the same for large batches, up to 65536, in chunks and by losses of PyLate and sentence-transformers",
+    "retrieval": "search of an index of up to 8,800,000 documents, next to the operation alone and a PLAID index",
 }
 
 

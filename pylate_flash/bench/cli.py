@@ -28,7 +28,7 @@ def bench(
     ] = "forward",
     rows: Annotated[
         list[str] | None,
-        typer.Option(help="Only these rows: names separated by commas, or the option again; a wrong one lists them."),
+        typer.Option(help="Only these rows: comma-separated names, or repeat the option; an unknown name lists all."),
     ] = None,
     device: Annotated[
         str, typer.Option(help="auto (the suite's device, else a GPU if there is one), cuda, cuda:1, cpu.")

@@ -50,7 +50,7 @@ class LargeStep(FusedStep):
     def need(self, *, given: bool, limit: float = math.inf) -> None:
         """Raise `Unavailable` for rows of the other kind, and for a batch with more operations than the limit."""
         if given != self.is_given:
-            raise Unavailable(f"the rows of {'given embeddings' if given else 'a batch'} measure it")
+            raise Unavailable(f"measured in the rows of {'given embeddings' if given else 'a batch'} only")
         if self.operations > limit:
             raise Unavailable("a step takes a minute or more")
         if given:

@@ -47,8 +47,8 @@ class Peer:
         try:
             has_it = version is not None and Version(version) >= Version(self.since)
         except InvalidVersion:
-            return f"version {version!r} is installed, and whether it has what is there since {self.since} is unknown"
-        return None if has_it else f"version {version} is installed, and what is measured is there since {self.since}"
+            return f"version {version!r} is installed, not a version number; expected {self.since} or later"
+        return None if has_it else f"version {version} is installed, expected {self.since} or later"
 
     def version(self) -> str | None:
         """Return the installed version, or None."""

@@ -16,8 +16,8 @@ from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
 
 # Explains the two times of a cell.
 TWO_TIMES = (
-    "Two times: of the call, with the host's part in view, by which systems are compared; and of the GPU alone, once "
-    "the host has launched all of it. Multiples are of both, in this order."
+    "Two times: of the call, host included, by which systems are compared; and of the GPU alone, once the host has "
+    "launched everything. Ratios are of both, in this order."
 )
 
 # The baseline without a kernel package: compared with pylate_flash even if another system is faster.
@@ -229,7 +229,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
             elif state["status"] in ("wrong", "failed"):
                 lines.append(f"{row['name']}, {name}: {state['status']}: {state['reason']}")
             elif state["status"] == "inaccurate":
-                lines.append(f"{row['name']}, {name}: the relative error {state['error']:.1e} is past what it promises")
+                lines.append(f"{row['name']}, {name}: the relative error {state['error']:.1e} exceeds its bound")
     for (name, reason), names in absent.items():
         where = "" if len(names) == len(result["rows"]) else f" at {', '.join(names)}"
         lines.append(f"{name}: not measured{where}: {reason}")
@@ -237,7 +237,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
         if "memory_error" in row:
             lines.append(f"{row['name']}: memory not measured: {row['memory_error']}")
         chosen = [
-            f"{name}: {state['variant']}, {1e3 * state['host_ms']:.0f} us of the host"
+            f"{name}: {state['variant']}, {1e3 * state['host_ms']:.0f} us on the host"
             + (f", {state['memory_bytes'] / 2**20:.1f} MiB" if "memory_bytes" in state else "")
             for name, state in row["systems"].items()
             if "median_ms" in state

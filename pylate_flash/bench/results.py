@@ -166,7 +166,7 @@ def check_alike(earlier: dict[str, Any], later: dict[str, Any]) -> None:
     for key in ("suite", "machine", "versions", "protocol"):
         if earlier[key] != later[key]:
             raise ValueError(
-                f"{key}: {earlier[key]} of the rows to be added to, and {later[key]} of those measured now"
+                f"{key}: {earlier[key]} in the earlier result, {later[key]} in this run; expected the same"
             )
 
 

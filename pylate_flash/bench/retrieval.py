@@ -251,7 +251,7 @@ class Inputs(Call):
         """fast-plaid, approximate: a 4-bit index, searched with its defaults."""
         self._check_pairs(10**7)
         if len(self.corpus.ids) > MOST_BUILT:
-            raise Unavailable(f"built of at most {MOST_BUILT:,} documents")
+            raise Unavailable(f"built from at most {MOST_BUILT:,} documents")
         call = partial(self.corpus.fast_plaid[0].search, self.queries.float(), top_k=K, show_progress=False)
         return [Candidate("FastPlaid.search", call, lambda lists: [[score for _, score in own] for own in lists])]
 

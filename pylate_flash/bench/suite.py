@@ -221,7 +221,7 @@ def run(
         observer.finished(measured)
         keep(result)
     if suite.facts is not None and not rows:
-        observer.doing("measuring what belongs to no row")
+        observer.doing("measuring the facts of the suite")
         result["facts"] = suite.facts(device, dtype)
         keep(result)
     return result
@@ -381,7 +381,7 @@ class _Measurement:
         # Check again after the timing: an error that has changed since the first check is a race.
         error = max(state["error"], check(candidate, reference, self.suite.error))
         if error > system.tolerance:
-            return _wrong(f"{candidate.label}: right before the timing, wrong after it: a race", error)
+            return _wrong(f"{candidate.label}: correct before the timing, wrong after it: a race", error)
         inaccurate = system.name.startswith(OURS) and error > MARGIN * accuracy
         return {"status": "inaccurate" if inaccurate else "ok", "variant": candidate.label, "error": error}
 

@@ -75,7 +75,7 @@ class TrainingStep(FusedStep):
             If the hot tokens of a skewed row do not get their share of the argmaxes.
         """
         if self.hot and abs((share := self.share_of_wins()) - HOT_WINS) > HOT_TOLERANCE:
-            raise RuntimeError(f"{share:.0%} of the wins are on the hot tokens, and not {HOT_WINS:.0%}")
+            raise RuntimeError(f"{share:.0%} of the wins are on the hot tokens, expected {HOT_WINS:.0%}")
         return super().reference()
 
     def share_of_wins(self) -> float:

@@ -126,7 +126,7 @@ class Corpus:
                 raise ValueError(f"{ascii(str(file))}: the name is not UTF-8 text")
             if not stat.S_ISREG(file.stat().st_mode):
                 # Opening a pipe would block until it has a writer.
-                raise ValueError(f"{file} is no regular file, as the texts of a folder are")
+                raise ValueError(f"{file} is not a regular file; expected only regular files in the folder")
             text = _decoded(file.read_bytes(), file, str(file)).strip()
             yield Document(id_, text, text, {})
 
@@ -214,7 +214,7 @@ def _records(lines: Iterable[tuple[int, str, str]]) -> Iterator[tuple[str, dict[
             if not isinstance(value, str) and not (key == "title" and value is None):
                 raise ValueError(f'{where}: "{key}" must be a string, got {reprlib.repr(value)}')
             if value is not None and _SURROGATE.search(value):
-                raise ValueError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
+                raise ValueError(f'{where}: "{key}" holds an unpaired surrogate, which is not a character')
         if not isinstance(record.get("metadata"), (dict, type(None))):
             raise ValueError(f'{where}: "metadata" must be an object, got {reprlib.repr(record["metadata"])}')
         id_ = record["_id"]

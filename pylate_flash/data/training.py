@@ -136,7 +136,7 @@ def _check_text(value: Any, where: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half of a surrogate pair, {value[error.start]!r}, which is no text") from None
+        raise ValueError(f"{where} holds an unpaired surrogate, {value[error.start]!r}, which is not text") from None
 
 
 def _texts(value: str | list[str]) -> list[str]:

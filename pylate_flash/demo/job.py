@@ -111,7 +111,7 @@ def run(
         corpus = settings.build_corpus()
         corpus.write(output / "data")
     console.print(f"To search: {len(corpus.documents)} documents from {_packages(corpus.documents)}")
-    console.print(f"           {len(corpus.queries)} queries: the first sentence finds the rest")
+    console.print(f"           {len(corpus.queries)} queries: first sentences, each to find the rest of its docstring")
     console.print(f"To train:  {len(corpus.train)} pairs from {_packages(corpus.train)}")
 
     begin(2, "Before training")
@@ -181,7 +181,7 @@ def prepare_output(output: Path) -> None:
     if output.is_dir() and any(output.iterdir()) and not (output / _MARKER).is_file():
         raise ValueError(f"{output} holds files that are not the output of an earlier demo; name another folder")
     output.mkdir(parents=True, exist_ok=True)
-    (output / _MARKER).write_text("What `pylate-flash demo` wrote here is replaced by its next run.\n")
+    (output / _MARKER).write_text("The next run of `pylate-flash demo` replaces its output in this folder.\n")
     for name in ("data", "model", "index"):
         shutil.rmtree(output / name, ignore_errors=True)
     for name in ("results.json", "demo.png"):
@@ -353,7 +353,7 @@ def _report(results: dict[str, Any], colbert: Any, corpus: Corpus, output: Path,
         console.print(f"[italic]{question}[/] -> [bold]{best['id']}[/]: {texts[str(best['id'])]}", highlight=False)
     total, training = results["seconds"], results["training"]["seconds"]
     console.print(
-        f"\n{total:.0f} s on {results['device']}, {training:.0f} s of them training. "
+        f"\n{total:.0f} s on {results['device']}, {training:.0f} s of which are training. "
         f"{output} holds model/, index/, data/ (a BEIR folder), results.json and demo.png. Next:\n"
         "  pylate-flash demo --full      four times the training: a better model\n"
         f'  pylate-flash search "how do I parse a date" --index {output / "index"}\n'

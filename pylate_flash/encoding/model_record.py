@@ -114,9 +114,7 @@ class ModelRecord:
             If no name was recorded, or the folder exists at neither path.
         """
         if self.name is None:
-            raise ValueError(
-                f"the index in {index_path} does not say where the model that it was built with is: name the model"
-            )
+            raise ValueError(f"the index in {index_path} does not record where its model is: name the model")
         if self.relative is None:
             return self.name
         paths = places_of(self.name, self.relative, index_path)
@@ -124,8 +122,8 @@ class ModelRecord:
             if os.path.isdir(path):
                 return path
         raise ValueError(
-            f"the model that the index in {index_path} was built with is not there any more, neither in {paths[0]} "
-            f"nor in {paths[1]}: name the model"
+            f"the model of the index in {index_path} no longer exists, neither in {paths[0]} nor in {paths[1]}: name "
+            "the model"
         )
 
     def differences(self, other: ModelRecord) -> list[str]:
@@ -135,12 +133,12 @@ class ModelRecord:
             mine, theirs = getattr(self, key), getattr(other, key)
             if mine != theirs:
                 if key == "fingerprint":
-                    differences.append(f"weights (sha256 {mine[:12]}... there, {theirs[:12]}... here)")
+                    differences.append(f"weights (sha256 {mine[:12]}... recorded, {theirs[:12]}... here)")
                 else:
-                    differences.append(f"{key} ({mine!r} there, {theirs!r} here)")
+                    differences.append(f"{key} ({mine!r} recorded, {theirs!r} here)")
         for key in sorted(self.settings.keys() | other.settings.keys()):
             if self.settings.get(key) != other.settings.get(key):
-                differences.append(f"{key} ({self.settings.get(key)!r} there, {other.settings.get(key)!r} here)")
+                differences.append(f"{key} ({self.settings.get(key)!r} recorded, {other.settings.get(key)!r} here)")
         return differences
 
     def __str__(self) -> str:
@@ -190,9 +188,7 @@ def fingerprint(model: nn.Module) -> str:
         If `model` is not a `torch.nn.Module`, or a weight is on the device "meta".
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be a torch.nn.Module, whose weights can be told apart, got {type(model).__name__}"
-        )
+        raise ValueError(f"model must be a torch.nn.Module, whose weights identify it, got {type(model).__name__}")
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, torch.Tensor):

@@ -91,8 +91,8 @@ def fold_dense(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
         next_weight, next_bias = _linear(module, index)
         if next_weight.shape[1] != weight.shape[0]:
             raise ValueError(
-                f"modules: Dense layer {index} takes {next_weight.shape[1]} dimensions, and the one before it gives "
-                f"{weight.shape[0]}"
+                f"modules: Dense layer {index} takes {next_weight.shape[1]} dimensions, expected "
+                f"{weight.shape[0]}, which the one before it gives"
             )
         weight = next_weight @ weight
         if bias is not None:
@@ -105,7 +105,7 @@ def fold_dense(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
 def _linear(module: Any, index: int) -> tuple[Tensor, Tensor | None]:
     name = f"modules: layer {index}, {type(module).__name__},"
     if type(module) not in [kind for host in _hosts() for kind in host.dense]:
-        raise ValueError(f"{name} is no Dense layer of PyLate or sentence-transformers, so it cannot be fused")
+        raise ValueError(f"{name} is not a Dense layer of PyLate or sentence-transformers, so it cannot be fused")
     if type(module.activation_function) is not nn.Identity:
         activation = type(module.activation_function).__name__
         raise ValueError(
@@ -166,7 +166,7 @@ def _projection(model: Any) -> _Projection:
     model = unwrapped(model)
     host = next((host for host in _hosts() if isinstance(model, host.model)), None)
     if host is None:
-        titles = " or ".join(host.title for host in _hosts()) or "of a host, and none is installed"
+        titles = " or ".join(host.title for host in _hosts()) or "of a host library, but none is installed"
         raise ValueError(f"fuse_projection: the model must be {titles}, got {type(model).__name__}")
     encoder, *rest = model.children()
     if not isinstance(encoder, host.encoder):
@@ -189,13 +189,13 @@ def _projection(model: Any) -> _Projection:
         names = module.module_input_name, module.module_output_name
         if names != (_TOKENS, _TOKENS):
             raise ValueError(
-                f"fuse_projection: a {type(module).__name__} of the model makes {names[1]!r} of {names[0]!r}; only "
-                f"what makes {_TOKENS!r} of {_TOKENS!r} can be fused"
+                f"fuse_projection: a {type(module).__name__} of the model maps {names[0]!r} to {names[1]!r}; only "
+                f"a module that maps {_TOKENS!r} to {_TOKENS!r} can be fused"
             )
     if normalize and rest.index(normalize[0]) < rest.index(layers[-1]):
         raise ValueError(
-            "fuse_projection: the model normalises before its last Dense layer; only what is normalised after it "
-            "can be fused"
+            "fuse_projection: the model normalises before its last Dense layer; only a model that normalises "
+            "after it can be fused"
         )
     return _Projection(layers, normalize, bool(normalize))
 

@@ -78,7 +78,7 @@ def set_text_lengths(model: Any, query_length: int | None = None, document_lengt
     encoder = model[0]
     for name, length in (("query_length", query_length), ("document_length", document_length)):
         if length is not None and not hasattr(encoder, name):
-            raise ValueError(f"{name}: the first module of the model, {type(encoder).__name__}, has none to set")
+            raise ValueError(f"{name}: the first module of the model, {type(encoder).__name__}, has no {name}")
     if query_length is not None:
         expansion = encoder.query_expansion
         if expansion is not None:

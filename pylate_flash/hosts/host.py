@@ -53,7 +53,7 @@ class Host(NamedTuple):
         title, _, extra, supported, _ = self.about
         if not self._is_importable():
             raise MissingExtraError(
-                f"{needed_by} needs {title}, and {self.package} is a folder without an __init__.py here, which is no "
+                f"{needed_by} needs {title}, but {self.package} is a folder without an __init__.py here, not an "
                 f'installation: pip install "pylate-flash[{extra}]"',
                 name=self.package,
             )
@@ -70,6 +70,6 @@ class Host(NamedTuple):
     def _unsupported(self, actual: str, hint: str = "") -> ImportError:
         title, _, _, supported, _ = self.about
         return ImportError(
-            f"this version of pylate_flash supports {title} {supported}, and {title} {actual} is installed; install a "
+            f"this version of pylate_flash supports {title} {supported}, but {title} {actual} is installed; install a "
             f'supported one: pip install "{self.name}{supported}"{hint}'
         )

@@ -213,7 +213,7 @@ class ExactSearch:
         """Build texts as mteb does: from title and body, query and instruction, or the turns of a conversation."""
         if task_metadata.modalities != ["text"]:
             raise ValueError(
-                f"{task_metadata.name} is a task of {', '.join(task_metadata.modalities)}, and this searches texts"
+                f"task {task_metadata.name} has modalities {', '.join(task_metadata.modalities)}; expected text only"
             )
         batches = create_dataloader(
             rows,

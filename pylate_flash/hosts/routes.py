@@ -129,14 +129,14 @@ def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
 def _check_routable(path: str, function: object) -> None:
     """Raise unless this can run other code: a plain function, not a wrapper such as a decorator returns."""
     if not isinstance(function, FunctionType):
-        got = f"of type {type(function).__name__}"
+        got = f"an object of type {type(function).__name__}"
     elif function.__closure__ is not None or hasattr(function, "__wrapped__"):
         got = "a function that wraps another"
     else:
         return
     raise ImportError(
-        f"{path.replace(':', '.')} must be the host's own function, and is {got}: something was put in its place, as "
-        "a decorator or a mock does; register before that"
+        f"{path.replace(':', '.')} must be the host's own function, got {got}: something replaced it, such as a "
+        "decorator or a mock; register before that"
     )
 
 

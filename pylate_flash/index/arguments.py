@@ -59,7 +59,9 @@ def ids_of(name: str, ids: object) -> list[str]:
 def batches_of(batches: object) -> Iterator[tuple[Any, Any, Any]]:
     """Yield ids, embeddings and metadata (or None) of each batch of documents."""
     if isinstance(batches, str) or not isinstance(batches, Iterable):
-        raise TypeError(f"documents_embeddings must be given, or an iterator of batches, got {type(batches).__name__}")
+        raise TypeError(
+            f"without documents_embeddings, documents_ids must be an iterator of batches, got {type(batches).__name__}"
+        )
     for i, batch in enumerate(batches):
         if not isinstance(batch, tuple) or len(batch) not in (2, 3) or batch[1] is None:
             raise TypeError(
@@ -113,7 +115,9 @@ def checked_queries(
     """Check the sizes and values of the queries, at least one, to be scored on a device in a dtype."""
     for i, query in enumerate(queries):
         if query.shape[1] != size:
-            raise ValueError(f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {path} {size}")
+            raise ValueError(
+                f"queries_embeddings[{i}] has embedding size {query.shape[1]}, expected {size} as the index in {path}"
+            )
     checked = Queries([query.detach() if query.requires_grad else query for query in queries], device, dtype)
     # Checking values on a GPU would synchronize with it; there the search detects scores that are not finite.
     if device.type != "cuda":
@@ -144,7 +148,7 @@ def _tensor_of(name: str, item: object) -> Tensor:
             item = torch.from_numpy(array if plain else np.require(array, requirements=["C", "W"]))
         except (TypeError, ValueError):
             raise TypeError(
-                f"{name} must be of a dtype that torch has, such as float32, in this machine's byte order, got "
+                f"{name} must be of a dtype that torch supports, such as float32, in native byte order, got "
                 f"{array.dtype.str!r} ({array.dtype.name})"
             ) from None
     if not isinstance(item, Tensor):
@@ -170,8 +174,8 @@ def check_states(documents: list[Tensor], size: int) -> None:
     for i, document in enumerate(documents):
         if document.shape[1] != size:
             raise ValueError(
-                f"documents_embeddings[{i}] has size {document.shape[1]}, and the index's projection takes hidden "
-                f"states of size {size}"
+                f"documents_embeddings[{i}] has size {document.shape[1]}, expected hidden states of size {size}, the "
+                "input size of the index's projection"
             )
 
 
@@ -181,7 +185,7 @@ def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
         from ..encoding.projection import dense_layers, fold_dense, normalizes
 
         if not normalizes(projection):
-            raise ValueError("projection: the model does not normalise its embeddings, as the index does")
+            raise ValueError("projection: the model does not normalise its embeddings, but the index does")
         return fold_dense(dense_layers(projection))
     shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
     pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2

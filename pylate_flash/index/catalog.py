@@ -121,7 +121,10 @@ class Catalog:
             # A flipped bit may have changed the type of a column.
             crc = -1
         if removed or (len(rows), crc) != (state.parts, state.parts_crc):
-            raise ValueError(f"{self.path} is damaged: it holds {len(rows)} parts, and says {state.parts}, or others")
+            raise ValueError(
+                f"{self.path} is damaged: it holds {len(rows)} parts, but its state records {state.parts} or "
+                "different ones"
+            )
         self._compare(state, *committed)
         self.state = state
         return state, rows
@@ -144,7 +147,7 @@ class Catalog:
                 codec = None if self.codec is None else Codec.parse(self.codec, device)
                 count = Documents(parts).count
                 if count != state.documents:
-                    raise ValueError(f"it holds {count} documents, and says {state.documents}")
+                    raise ValueError(f"it holds {count} documents, but its state records {state.documents}")
                 lost = self._lost_of(parts)
                 retained = parts[: len(parts) - len(lost)]
                 for part in retained:
@@ -170,7 +173,7 @@ class Catalog:
     def loss_of(self, lost: Sequence[Part]) -> str:
         """The message about parts whose rows did not reach the disk."""
         return (
-            f"{self.path}: the last {Documents(lost).count} documents that were added to the index are lost, which had "
+            f"{self.path}: the last {Documents(lost).count} documents that were added to the index are lost: they had "
             "not reached the disk, as after a power failure"
         )
 
@@ -180,7 +183,7 @@ class Catalog:
         with self._explained(), self._reading() as connection:
             self._check_sound(connection)
         if self.lost:
-            raise ValueError(f"{self._loss()}; the next change of the index takes it as it is")
+            raise ValueError(f"{self._loss()}; the next change of the index continues without them")
 
     def holds(self, documents: Iterable[tuple[int, bytes]]) -> bool:
         """Whether its documents have these numbers and ids, in order, and metadata match their checksums."""
@@ -236,7 +239,7 @@ class Catalog:
                 raise
             reason = error.strerror or str(error)
             if error.errno in FULL:
-                reason += ". The index is as it was: make room and repeat it"
+                reason += ". The index is unchanged: free disk space and repeat the change"
             raise OSError(error.errno, f"cannot write to the index in {folder}: {reason}") from error
         if self.state is not before:
             self._note_committed()
@@ -309,7 +312,9 @@ class Catalog:
         for name in names:
             path = self.path.with_name(name)
             if path.is_symlink():
-                raise OSError(errno.ELOOP, f"{name} is a symbolic link, and is not written through", str(path))
+                raise OSError(
+                    errno.ELOOP, f"{name} is a symbolic link, which the index does not write through", str(path)
+                )
 
     def _prepared(self) -> sqlite3.Connection:
         """Return the writing connection, which stays open."""
@@ -372,13 +377,14 @@ class Catalog:
             _COMMITTED.unpack(slot[:-4]) for slot in slots if len(slot) == _SLOT_BYTES and slot == _slot(slot[:-4])
         ]
         if content and not records:
-            raise ValueError(f"{path} is damaged: it has another CRC-32 than when it was written")
+            raise ValueError(f"{path} is damaged: its CRC-32 differs from the recorded one")
         return max(records, default=(0, 0, 0))
 
     def _compare(self, state: State, committed: int, flushed: int, number: int) -> None:
         if state.generation < flushed:
             raise ValueError(
-                f"{self.path} is damaged: it is of generation {state.generation}, and {flushed} was on the disk"
+                f"{self.path} is damaged: it is of generation {state.generation}, but generation {flushed} had "
+                "reached the disk"
             )
         self._flushed = flushed, number
         self.unflushed = number if flushed < state.generation else None
@@ -388,7 +394,7 @@ class Catalog:
 
     def _loss(self) -> str:
         return (
-            f"{self.path}: the last {self.lost} writes to the index are lost, which had not reached the disk, as after "
+            f"{self.path}: the last {self.lost} writes to the index are lost: they had not reached the disk, as after "
             "a power failure"
         )
 
@@ -445,7 +451,7 @@ def _close(connection: sqlite3.Connection, descriptor: int, written: set[Segment
 def _checked_name(name: object) -> str:
     # The name is used as a path and must not lead out of the folder.
     if not isinstance(name, str) or not re.fullmatch(SEGMENT_NAME.replace("*", "[0-9a-f]{12}"), name):
-        raise ValueError(f"bad name {name!r:.100} of a segment")
+        raise ValueError(f"bad segment name {name!r:.100}")
     return name
 
 

@@ -84,5 +84,5 @@ class CheckedBlocks:
             first, last = block * self._size, min((block + 1) * self._size, self._end)
             data = view[first - begin : last - begin] if begin <= first and last <= end else read(first, last)
             if xxh3_64_intdigest(data) != self._sums[block - self._first]:
-                raise ValueError(f"its bytes {first} to {last} have another checksum than when they were written")
+                raise ValueError(f"the checksum of its bytes {first} to {last} differs from the recorded one")
             self._right[block - self._first] = True

@@ -59,7 +59,7 @@ class Codec:
         """Read `content`; embeddings are encoded on `device`. Raises a ValueError if it is damaged."""
         try:
             if zlib.crc32(content[4:]).to_bytes(4, "little") != content[:4]:
-                raise ValueError("it has another CRC-32 than when it was written")
+                raise ValueError("its CRC-32 differs from the recorded one")
             return cls(ResidualCodec(**load(content[4:])), device)
         except (SafetensorError, TypeError, ValueError) as error:
             raise ValueError(f"its codec of residual codes: {error}") from None
@@ -110,7 +110,9 @@ def trained(documents: Sequence[Tensor], nbits: int, device: torch.device, show_
         # Non-finite values are refused later, when they are stored, with the id of their document.
         tokens = (tokens / norms)[(norms[:, 0] != 0) & norms[:, 0].isfinite()]
         if not len(tokens):
-            raise ValueError("residual codes are trained on the first documents, which have no token that is not zero")
+            raise ValueError(
+                "residual codes are trained on the first documents: expected at least one nonzero token, got none"
+            )
         bar.update()
         most = max(1, min(int(16 * len(tokens) ** 0.5), len(tokens) // _TOKENS_OF_CENTROID))
         codec = train_residual_codec(tokens, 1 << (most.bit_length() - 1), nbits)

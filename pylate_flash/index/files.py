@@ -36,17 +36,17 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(
-                errno.ELOOP, f"{path.name} is a symbolic link, and is not written through", str(path)
+                errno.ELOOP, f"{path.name} is a symbolic link, which the index does not write through", str(path)
             ) from None
         if error.errno != errno.EMFILE:
             raise
         if not _raise_limit():
-            reason = f"{error.strerror}: an index has one open for each of its segments; raise `ulimit -n`"
+            reason = f"{error.strerror}: an index keeps one file open per segment; raise `ulimit -n`"
             raise OSError(errno.EMFILE, reason, str(path)) from None
         descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is damaged: it is no regular file")
+        raise ValueError(f"{path} is damaged: it is not a regular file")
     # A new descriptor gets the lowest free number, which so is about the number of open ones.
     _raise_limit(descriptor + _SPARE)
     return descriptor
@@ -57,7 +57,7 @@ def check_folder(path: Path) -> None:
     for ancestor in (path, *path.parents):
         if os.path.lexists(ancestor):
             if not ancestor.is_dir():
-                what = "a symbolic link to nothing" if ancestor.is_symlink() and not ancestor.exists() else "a file"
+                what = "a broken symbolic link" if ancestor.is_symlink() and not ancestor.exists() else "a file"
                 raise ValueError(f"the index cannot be in {path}: {ancestor} is {what}, expected a folder")
             return
 
@@ -99,7 +99,7 @@ def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if not count:
             size = os.fstat(descriptor).st_size
-            raise ValueError(f"it ends after {size} bytes, {offset + len(view)} were expected")
+            raise ValueError(f"it ends after {size} bytes, expected {offset + len(view)}")
         done += count
     return view
 

@@ -62,7 +62,7 @@ def checked_metadata(metadata: object, documents: int) -> list[dict[str, Any]] |
         names.update(entries)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"metadata: the key {name!r:.100} is no string")
+            raise TypeError(f"metadata: keys must be strings, got {name!r:.100}")
         if not name or name.startswith("#") or not name.isprintable():
             raise ValueError(f"metadata: {name!r:.100} cannot be a key: it must be printable, and not begin with '#'")
     return checked if names else None
@@ -121,7 +121,7 @@ def insert(
     for name in sorted({key for entry in metadata for key in entry}):
         if known.setdefault(name.lower(), name) != name:
             raise ValueError(
-                f"metadata: {name!r:.100} and {known[name.lower()]!r:.100} are one key, as capital letters do not count"
+                f"metadata: {name!r:.100} and {known[name.lower()]!r:.100} are the same key: keys are case-insensitive"
             )
         if name not in names:
             names.append(name)
@@ -185,7 +185,7 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
         elif reason == "not authorized":
             # Which error SQLite raises for a denied action depends on its version.
             reason = _NOTHING_ELSE
-        raise ValueError(f"where: {expression!r:.200} is no filter: {reason}; {_known(names)}") from None
+        raise ValueError(f"where: {expression!r:.200} is not a valid filter: {reason}; {_known(names)}") from None
     except sqlite3.DataError:
         raise ValueError(
             f"where: {expression!r:.200} looks at a string of more than {_LONGEST_STRING} bytes; {_known(names)}"
@@ -193,7 +193,9 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
     except sqlite3.DatabaseError as error:
         if "prohibited" not in str(error) and "not authorized" not in str(error):
             raise
-        raise ValueError(f"where: {expression!r:.200} is no filter: {_NOTHING_ELSE}; {_known(names)}") from None
+        raise ValueError(
+            f"where: {expression!r:.200} is not a valid filter: {_NOTHING_ELSE}; {_known(names)}"
+        ) from None
 
 
 def _known(names: list[str]) -> str:

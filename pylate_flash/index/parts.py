@@ -146,9 +146,9 @@ class Part:
         first, segment, offset, numbers, lengths, id_ends, ids, sums, crc = row
         try:
             if _crc(row[:-1]) != crc:
-                raise ValueError("it has another CRC-32 than when it was written")
+                raise ValueError("its CRC-32 differs from the recorded one")
             if not sums.startswith(_SUMS):
-                raise ValueError("it was written before version 2 of the format: build it anew")
+                raise ValueError("it was written before version 2 of the format: rebuild the index")
             sizes = np.frombuffer(lengths, "<i4").astype(np.int64)
             part = cls(
                 layout,
@@ -165,9 +165,9 @@ class Part:
             if len(part.sums) != part._checked.blocks:
                 raise ValueError(f"it has {len(part.sums)} checksums for {part.nbytes} bytes")
             if offset % max(1, layout.all_nbytes):
-                raise ValueError(f"its rows of {layout.all_nbytes} bytes begin at byte {offset}")
+                raise ValueError(f"its rows begin at byte {offset}, expected a multiple of {layout.all_nbytes}")
         except (TypeError, ValueError, KeyError) as error:
-            raise ValueError(f"its part of the documents from number {first!r:.100} on: {error}") from None
+            raise ValueError(f"its part that starts at document number {first!r:.100}: {error}") from None
         part.crc = crc
         return part
 
@@ -262,9 +262,7 @@ class Part:
         if self.segment is not None:
             size = self.segment.nbytes
             if size < self.end:
-                raise ValueError(
-                    f"{self.segment.path} is damaged: it ends after {size} bytes, {self.end} were expected"
-                )
+                raise ValueError(f"{self.segment.path} is damaged: it ends after {size} bytes, expected {self.end}")
 
     def is_lost(self) -> bool:
         """Whether rows did not reach the disk, as after a power failure: they are missing, or a sector is all zeros."""

@@ -105,7 +105,7 @@ class Ranks:
         try:
             collective(*arguments, **options, group=self._group)
         except RuntimeError as error:
-            raise RankError(f"another process of the group has ended, as rank {self.rank} sees: {error}") from error
+            raise RankError(f"another process of the group has ended (seen by rank {self.rank}): {error}") from error
 
     def _exchanged(self, value: Any, move: Callable[[torch.Tensor], np.ndarray]) -> list[bytes]:
         """Exchange pickled values with the collective `move`, which takes bytes [n] and returns bytes [values, n]."""

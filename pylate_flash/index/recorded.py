@@ -74,8 +74,8 @@ class Recorded:
             differences = recorded.differences(record)
             if differences and len(self._store):
                 raise ValueError(
-                    f"the index in {self.index_path} holds embeddings of the model {recorded}, and {record} is "
-                    f"another one: it differs in {'; '.join(differences)}"
+                    f"the index in {self.index_path} holds embeddings of the model {recorded}, but {record} is a "
+                    f"different model: it differs in {'; '.join(differences)}"
                 )
             if not differences and (
                 name is None or (record.name, record.relative) == (recorded.name, recorded.relative)
@@ -121,8 +121,8 @@ class Recorded:
         differences = self.model.differences(ModelRecord.of(model, None, self.index_path, hidden_states))
         if differences:
             raise ValueError(
-                f"the index in {self.index_path} was built with the model {self.model}, and this is another one: it "
-                f"differs in {'; '.join(differences)}"
+                f"the index in {self.index_path} was built with the model {self.model}, but this is a different "
+                f"model: it differs in {'; '.join(differences)}"
             )
 
     def train_codec(self, documents_embeddings: Embeddings) -> Self:

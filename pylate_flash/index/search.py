@@ -394,8 +394,8 @@ class Search:
         embeddings = self.layout.embeddings(rows)
         if torch.isfinite(embeddings.dequantize() if isinstance(embeddings, QuantizedEmbeddings) else embeddings).all():
             raise ValueError(
-                f"{name} of the index in {self.store.path} is not finite, though its embeddings are: products of them "
-                "and of the query's overflow float32, so make them smaller, as normalised ones are"
+                f"{name} of the index in {self.store.path} is not finite, though its embeddings are: their products "
+                "with the query's overflow float32, so scale them down or normalise them"
             )
         raise ValueError(
             f"the index in {self.store.path} is damaged: {name} is not finite, so its embeddings hold NaN or infinite "

@@ -64,19 +64,19 @@ class State:
         try:
             record = json.loads(text)
             if record.pop("format") != FORMAT:
-                raise ValueError("it is no index of pylate_flash")
+                raise ValueError("it is not an index of pylate_flash")
             version = record.pop("version")
             crc = record.pop("crc32")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"its state is no record of an index: {error!r:.200}") from None
+            raise ValueError(f"its state is not a valid index record: {error!r:.200}") from None
         if type(version) is int and version > FORMAT_VERSION:
             raise ValueError(
-                f"it has format version {version}, and this pylate_flash reads up to {FORMAT_VERSION}: upgrade "
-                "pylate_flash"
+                f"it has format version {version}, but this pylate_flash reads versions up to {FORMAT_VERSION}: "
+                "upgrade pylate_flash"
             )
         try:
             if crc != zlib.crc32(json.dumps({"format": FORMAT, "version": version, **record}).encode()):
-                raise ValueError("its state has another CRC-32 than when it was written")
+                raise ValueError("the CRC-32 of its state differs from the recorded one")
             record["model"] = None if record["model"] is None else ModelRecord.from_json(record["model"])
             record["corpora"] = tuple((absolute, relative) for absolute, relative in record["corpora"])
             state = cls(**record)

@@ -96,8 +96,8 @@ class PackedStore:
         check_folder(self.path)
         if (self.path / "manifest.json").exists() and not self.exists:
             raise ValueError(
-                f"the index in {self.path} has the format before this one: `pylate-flash index convert --index "
-                f"{shlex.quote(str(self.path))} --to NEW` writes it anew, and leaves it as it is"
+                f"the index in {self.path} has the old format, with a manifest.json: `pylate-flash index convert "
+                f"--index {shlex.quote(str(self.path))} --to NEW` writes a converted copy and leaves it unchanged"
             )
         if override:
             self._empty()
@@ -105,8 +105,8 @@ class PackedStore:
         self._open()
         if dtype is not None and dtype != self.state.dtype:
             raise ValueError(
-                f"dtype={dtype!r} was asked for, but the index in {self.path} keeps {self.state.dtype!r}: leave "
-                "dtype out to use it as it is, or build a new index with override=True"
+                f"dtype is {dtype!r}, but the index in {self.path} stores {self.state.dtype!r}: omit dtype to use it "
+                "as it is, or build a new index with override=True"
             )
 
     # Reading
@@ -205,10 +205,12 @@ class PackedStore:
             return
         self._catalog.check()
         if self._lost:
-            raise ValueError(f"{self._catalog.loss_of(self._lost)}; the next change of the index takes it as it is")
+            raise ValueError(
+                f"{self._catalog.loss_of(self._lost)}; the next change of the index continues without them"
+            )
         numbers = self.documents.numbers[self.documents.live].tolist()
         if not self._catalog.holds(zip(numbers, map(encoded_id, self.ids), strict=True)):
-            raise ValueError(f"{self._catalog.path} is damaged: its documents are others than those of its parts")
+            raise ValueError(f"{self._catalog.path} is damaged: its documents are not those of its parts")
         for part in tqdm(self.documents.parts, desc="Verifying", unit="part", disable=not show_progress):
             part.verify(self._catalog.path)
 
@@ -236,7 +238,7 @@ class PackedStore:
             if document.shape[1] != size:
                 belongs = f"the index in {self.path}" if self.embedding_size else "the first document"
                 here = f"the embeddings of document {ids[i]!r:.100} have size {document.shape[1]}"
-                raise ValueError(f"{here}, those of {belongs} {size}")
+                raise ValueError(f"{here}, expected {size} as in {belongs}")
         bounds = np.array([0, *accumulate(map(len, documents))])
         lengths = bounds[1:] - bounds[:-1]
         layout = self.layout if self.layout.size == size else Layout(self.state.dtype, size, self._codec)
@@ -261,8 +263,10 @@ class PackedStore:
     def train(self, documents: Sequence[torch.Tensor], show_progress: bool = False) -> None:
         """Train the codec on sample documents (`codes.trained`) and store it. Raises what `add` raises."""
         if not self.layout.nbits or len(self.documents.parts):
-            why = "has documents, and so a codec" if self.layout.nbits else f"keeps {self.state.dtype}"
-            raise ValueError(f"a codec makes residual codes, and is trained before any: the index in {self.path} {why}")
+            why = "has documents, and so a codec" if self.layout.nbits else f"stores {self.state.dtype}"
+            raise ValueError(
+                f"train_codec: expected an empty index of residual codes, but the index in {self.path} {why}"
+            )
         with self._changing(flush=True) as change:
             change.take_codec(trained(documents, self.layout.nbits, self._encodes_on, show_progress))
 
@@ -443,14 +447,13 @@ class PackedStore:
     def _open(self) -> None:
         """Read the catalog and open the segments that it names; if there are no files, the index is empty."""
         if self.in_memory:
-            raise RuntimeError("the index in memory is of no use any more: its last change was interrupted")
+            raise RuntimeError("the index in memory is unusable: its last change was interrupted")
         if not self.exists:
             remains = next(self.path.glob(SEGMENT_NAME), None)
             if remains is not None:
                 raise ValueError(
                     f"{self._catalog.path} is missing, though {self.path} holds files of an index, such as "
-                    f"{remains.name}: bring it back, or start from an empty index with override=True, which deletes "
-                    "them"
+                    f"{remains.name}: restore it, or start from an empty index with override=True, which deletes them"
                 )
             return
         documents, self._lost, codec = self._catalog.open(self._encodes_on)

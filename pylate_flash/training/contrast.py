@@ -179,8 +179,8 @@ def _soft_scores(options: LossOptions, batch: Batch, smooth: float | Tensor) -> 
         return soft_scores_of("soft_maxsim", tensors, smooth, soft_options)
     if options.masking == "zero":
         raise ValueError(
-            'smooth: needs masking="exclude" where ranks gather documents, as masked tokens are not gathered, and it '
-            'is "zero"'
+            'smooth: needs masking="exclude" when ranks gather documents, because masked tokens are not gathered; got '
+            'masking="zero"'
         )
     tensors = Tensors(batch.queries, documents.tokens, batch.queries_mask, None, None, documents.cu_seqlens)
     soft_options = with_lengths(tensors, soft_options, None, documents.longest)

@@ -120,7 +120,7 @@ def _encode_again(
     This runs once the loss has its gradient: with loss scaling for float16, no gradient underflows then.
     """
     if not retained:
-        raise RuntimeError("the gradient of a cached loss is computed once: do not ask for its backward again")
+        raise RuntimeError("the gradient of a cached loss is computed once: do not call its backward again")
     with timed(loss, grad_loss.device):
         torch.autograd.backward(retained[0], grad_loss.to(retained[0].dtype))
     gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in retained[1:]]

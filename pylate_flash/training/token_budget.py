@@ -64,8 +64,8 @@ def largest_token_budget(loss: Any, documents: int, dtype: torch.dtype | None = 
         raise ValueError("nothing limits the length of a document; set the model's document_length")
     if is_encoder and scored_tokens(model, {**model.preprocess(["a"], task="document"), "task": "document"}) is None:
         raise ValueError(
-            "the texts of this model cannot be sorted by length, so that a number of tokens would not limit the "
-            "memory; give mini_batch_size"
+            "the texts of this model cannot be sorted by length, so a number of tokens would not limit the memory; set "
+            "mini_batch_size"
         )
 
     def fits(texts: int) -> bool:

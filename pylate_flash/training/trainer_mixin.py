@@ -202,7 +202,7 @@ class MeasuredTrainer(Trainer):
         if len(set(gatherings.values())) > 1:
             listed = ", ".join(f"{gathering} of {dataset!r}" for dataset, gathering in gatherings.items())
             raise ValueError(
-                f"loss: {listed}, on {self.args.world_size} ranks, whose batches may be of different data sets; "
+                f"loss: {listed}, on {self.args.world_size} ranks, whose batches may come from different data sets; "
                 "expected the same gather_across_devices and gather in every loss"
             )
 
@@ -263,8 +263,8 @@ class MeasuredTrainer(Trainer):
         if epoch is not None and epoch > 1:
             raise ValueError(
                 f"resume_from_checkpoint: {checkpoint} lies beyond the first pass over train_dataset, an "
-                f"{type(self.train_dataset).__name__} (epoch {epoch:.4g}), and where in a pass is not known; expected "
-                "a checkpoint of the first pass, a Dataset, or ignore_data_skip=True, which begins the data anew"
+                f"{type(self.train_dataset).__name__} (epoch {epoch:.4g}), so its position in the data is unknown; "
+                "expected a checkpoint of the first pass, a Dataset, or ignore_data_skip=True, which restarts the data"
             )
 
     def _check_finite(self) -> None:

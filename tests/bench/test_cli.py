@@ -217,7 +217,7 @@ def test_remarks_say_what_the_table_cannot(result):
     assert "compilations over 50 shapes: 7" in lines
     assert "textual, torch: wrong: einsum: relative error 5.0e-02" in lines
     assert "batch-512, lik: failed: OutOfMemoryError: tried to allocate 3 GiB" in lines
-    assert "batch-512, pylate_flash: the relative error 3.0e-04 is past what it promises" in lines
+    assert "batch-512, pylate_flash: the relative error 3.0e-04 exceeds its bound" in lines
     assert "flash_maxsim: not measured: not installed" in lines
 
 

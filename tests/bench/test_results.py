@@ -117,5 +117,5 @@ def test_rows_of_two_runs_are_one_result(result):
     ("key", "value"), [("suite", "fat"), ("machine", {"name": "another"}), ("versions", {}), ("protocol", {})]
 )
 def test_what_was_measured_otherwise_is_not_added(result, key, value):
-    with pytest.raises(ValueError, match=f"{key}: .* to be added to, and .* measured now"):
+    with pytest.raises(ValueError, match=f"{key}: .* in the earlier result, .* in this run; expected the same"):
         results.joined({**result, key: value}, result, ["textual"])

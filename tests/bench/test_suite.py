@@ -260,9 +260,9 @@ def test_a_peer_that_cannot_be_imported_is_absent(states, tmp_path, monkeypatch)
     ("installed", "reason"),
     [
         ("6.0", None),
-        ("5.2", "version 5.2 is installed, and what is measured is there since 6.0"),
-        ("of-a-fork", "version 'of-a-fork' is installed, and whether it has what is there since 6.0 is unknown"),
-        (None, "version None is installed, and what is measured is there since 6.0"),
+        ("5.2", "version 5.2 is installed, expected 6.0 or later"),
+        ("of-a-fork", "version 'of-a-fork' is installed, not a version number; expected 6.0 or later"),
+        (None, "version None is installed, expected 6.0 or later"),
     ],
 )
 def test_a_peer_of_another_version_is_absent(states, tmp_path, monkeypatch, installed, reason):

@@ -69,11 +69,12 @@ def test_model_and_corpora_are_remembered(old, tmp_path):
 
 @pytest.mark.parametrize("old", [2], indirect=True)
 def test_every_command_names_the_one_that_converts(old):
-    sentence = f"the index in {old} has the format before this one: `pylate-flash index convert --index {old} --to NEW`"
-    with pytest.raises(ValueError, match="has the format before this one"):
+    conversion = f"`pylate-flash index convert --index {old} --to NEW`"
+    sentence = f"the index in {old} has the old format, with a manifest.json: {conversion}"
+    with pytest.raises(ValueError, match="has the old format, with a manifest.json"):
         Flat(old.parent, old.name, device="cpu")
     before = files_of(old)
-    with pytest.raises(ValueError, match="has the format before this one"):
+    with pytest.raises(ValueError, match="has the old format, with a manifest.json"):
         Flat(old.parent, old.name, device="cpu", override=True)
     for command in (["index", "info"], ["index", "verify"], ["index", "remove", "a"], ["search", "text"]):
         assert_one_clear_sentence(invoke(*command, "--index", old), sentence)

@@ -97,13 +97,13 @@ def test_a_build_leaves_an_index_of_other_documents_or_of_another_model(build, i
     before = files_in(index)
     other = write_corpus(tmp_path / "other.jsonl", "a", "b")
     assert_one_clear_sentence(build(data=other), index, "the document 'c'", "not in", other, "--overwrite")
-    assert_one_clear_sentence(build(model=other_colbert_path), index, "is another one", "weights")
-    assert_one_clear_sentence(build("--document-length", 8), index, "is another one", "document_length")
+    assert_one_clear_sentence(build(model=other_colbert_path), index, "is a different model", "weights")
+    assert_one_clear_sentence(build("--document-length", 8), index, "is a different model", "document_length")
     assert files_in(index) == before
 
     done(build("--overwrite", data=other, model=other_colbert_path))
     assert ids_in(index) == ["a", "b"]
-    assert_one_clear_sentence(build(data=other), "is another one")
+    assert_one_clear_sentence(build(data=other), "is a different model")
 
 
 def test_an_index_without_a_model_is_not_added_to(build, corpus, tmp_path):
@@ -218,7 +218,7 @@ def test_a_build_keeps_16_bits_by_which_a_search_scores_again(corpus, tmp_path, 
     assert [hit["id"] for hit in result] == [hit["id"] for hit in expected]
     assert [hit["score"] for hit in result] == pytest.approx([hit["score"] for hit in expected], rel=1e-5)
     assert_one_clear_sentence(invoke(*args, tmp_path / "int8+float16", "--rescore", 1), "rescore", "k = 2")
-    assert_one_clear_sentence(invoke(*args, tmp_path / "float16", "--rescore", 3), "rescore", "'float16' alone")
+    assert_one_clear_sentence(invoke(*args, tmp_path / "float16", "--rescore", 3), "rescore", "stores only 'float16'")
 
 
 @pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
@@ -306,7 +306,7 @@ def test_add_refuses_another_model(index, tmp_path, other_colbert_path):
     more = write_corpus(tmp_path / "more.jsonl", "d")
     before = files_in(index)
     result = invoke("index", "add", "--data", more, "--index", index, "--model", other_colbert_path, *CPU)
-    assert_one_clear_sentence(result, index, "is another one")
+    assert_one_clear_sentence(result, index, "is a different model")
     assert files_in(index) == before
 
 
@@ -365,7 +365,7 @@ def test_a_full_disk_is_one_sentence(index, monkeypatch):
     monkeypatch.setattr("pylate_flash.index.change.write_all", full)
     assert f"Removed 1 document; {index} holds 2\n" in succeed("index", "remove", "b", "--index", index)
     result = invoke("index", "compact", "--index", index)
-    assert_one_clear_sentence(result, "No space left", "The index is as it was: make room", index)
+    assert_one_clear_sentence(result, "No space left", "The index is unchanged: free disk space", index)
     assert ids_in(index) == ["a", "c"]
 
 

@@ -183,7 +183,7 @@ def test_an_index_that_evaluate_keeps_names_its_model(beir, tmp_path, tiny_colbe
 
 def test_another_model_is_refused(index, other_colbert_path, minilm_path):
     result = invoke("search", "x", "--index", index, "--model", other_colbert_path)
-    assert_one_clear_sentence(result, index, "is another one", "weights")
+    assert_one_clear_sentence(result, index, "is a different model", "weights")
     result = invoke("search", "x", "--index", index, "--model", minilm_path)
     assert_one_clear_sentence(result, minilm_path, "without a projection")
 
@@ -208,7 +208,7 @@ def test_an_index_of_hidden_states_is_refused(tmp_path, tiny_colbert_path):
 def test_a_model_that_has_moved_is_named(corpus_index, tmp_path):
     (tmp_path / "model").rename(tmp_path / "moved")
     result = invoke("search", "x", "--index", corpus_index)
-    assert_one_clear_sentence(result, tmp_path / "model", "not there any more", "--model")
+    assert_one_clear_sentence(result, tmp_path / "model", "no longer exists", "--model")
     succeed("search", "x", "--index", corpus_index, "--model", tmp_path / "moved")
 
 

@@ -73,7 +73,7 @@ def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_not_read_as_a_text_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "null.txt").symlink_to(os.devnull)
-    with pytest.raises(ValueError, match=r"null\.txt is no regular file"):
+    with pytest.raises(ValueError, match=r"null\.txt is not a regular file"):
         list(Corpus(tmp_path))
 
 
@@ -88,8 +88,8 @@ BAD_LINES = {
     b'{"_id": "x"}': '"text" is missing',
     b'{"_id": 7, "text": "t"}': '"_id" must be a string, got 7',
     b'{"_id": "x", "text": null}': '"text" must be a string, got None',
-    b'{"_id": "x\\ud800", "text": "t"}': '"_id" holds half of a surrogate pair',
-    b'{"_id": "x", "text": "t \\udfff"}': '"text" holds half of a surrogate pair',
+    b'{"_id": "x\\ud800", "text": "t"}': '"_id" holds an unpaired surrogate',
+    b'{"_id": "x", "text": "t \\udfff"}': '"text" holds an unpaired surrogate',
     b'{"_id": "a", "text": "t"}': """the "_id" 'a' was given before, in line 1""",
     b'{"_id": "x", "text": "", "title": []}': '"title" must be a string',
     b'{"_id": "x", "text": [' + b"1," * 9999 + b"1]}": '"text" must be a string, got [1, 1, 1, 1, 1, 1, ...]',

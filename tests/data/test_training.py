@@ -55,7 +55,7 @@ def test_the_digest_is_that_of_the_lines(tmp_path: Path) -> None:
         ({**PAIR, "negative": "n"}, "expected the keys of line 1, 'query', 'positive'"),
         ({**PAIR, "negative_2": "n"}, "expected the keys of line 1, 'query', 'positive'"),
         ({**PAIR, "negative_2": ["n"]}, "'negative_2' must be a string, found list"),
-        ({**PAIR, "positive": "half \ud83d"}, r"'positive' holds half of a surrogate pair, '\\ud83d'"),
+        ({**PAIR, "positive": "half \ud83d"}, r"'positive' holds an unpaired surrogate, '\\ud83d'"),
         ("[" * 200_000, "not valid JSON: nested too deeply"),
         ('{"query": ' + "1" * 5000, "not valid JSON"),
     ],
@@ -80,7 +80,7 @@ def test_a_malformed_pair_is_named_by_its_line(tmp_path: Path, line: object, mes
         (json.dumps(LIST).replace("0.5", "1e400"), "'scores' must be finite.*found inf"),
         ({**LIST, "scores": [1, -1e39]}, "'scores' must be finite.*found -1e\\+39"),
         ({**LIST, "scores": [1, 10**400]}, "'scores' must be finite.*found an integer of 401 digits"),
-        ({**LIST, "documents": ["a", "\udc00"]}, "'documents' holds half of a surrogate pair"),
+        ({**LIST, "documents": ["a", "\udc00"]}, "'documents' holds an unpaired surrogate"),
         ({**LIST, "documents": ["a"] * 3, "scores": [1] * 3}, "expected 2 documents, as in line 1, found 3"),
     ],
 )

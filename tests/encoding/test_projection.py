@@ -71,11 +71,11 @@ class OwnDense(Dense):
     ("modules", "message"),
     [
         ([], "modules must hold at least one Dense layer"),
-        ([Normalize()], "layer 0, Normalize, is no Dense layer"),
-        ([Dense(4, 4), OwnDense(4, 4)], "layer 1, OwnDense, is no Dense layer"),
+        ([Normalize()], "layer 0, Normalize, is not a Dense layer"),
+        ([Dense(4, 4), OwnDense(4, 4)], "layer 1, OwnDense, is not a Dense layer"),
         ([SentenceTransformersDense(4, 4)], "layer 0, Dense, has the activation function Tanh; only a linear layer"),
         ([Dense(4, 4, activation_function=nn.GELU())], "activation function GELU"),
-        ([Dense(4, 3), Dense(4, 2)], "layer 1 takes 4 dimensions, and the one before it gives 3"),
+        ([Dense(4, 3), Dense(4, 2)], "layer 1 takes 4 dimensions, expected 3, which the one before it gives"),
     ],
 )
 def test_what_cannot_be_folded_is_named(modules: list[nn.Module], message: str) -> None:
@@ -300,7 +300,7 @@ def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path:
         lambda: losses.CachedContrastive(model, fuse_projection=True),
         lambda: losses.Distillation(model, fuse_projection=True),
     ):
-        with pytest.raises(ValueError, match="fuse_projection: .*layer 1, Normalize, is no Dense layer"):
+        with pytest.raises(ValueError, match="fuse_projection: .*layer 1, Normalize, is not a Dense layer"):
             fuse()
     with pytest.raises(ValueError, match="the model must be a ColBERT of PyLate, got Linear"):
         dense_layers(nn.Linear(2, 2))
@@ -313,7 +313,7 @@ def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path:
     ("arguments", "message"),
     [
         ({"score_metric": lambda *_: None}, "fuse_projection: given together with score_metric"),
-        ({"scorer": "torch"}, 'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "torch"'),
+        ({"scorer": "torch"}, 'fuse_projection: needs the scorer "pylate_flash" or "auto", got "torch"'),
     ],
 )
 def test_what_does_not_go_together(bert: ColBERT, arguments: dict, message: str) -> None:
@@ -326,7 +326,7 @@ def test_a_flag_that_comes_later_is_checked_too(tiny_colbert_path: str) -> None:
     model = models.ColBERT(tiny_colbert_path, device="cpu")
     loss, features = losses.Contrastive(model, scorer="torch"), contrastive_batch(model, columns=2)
     model.fuse_projection = True
-    with pytest.raises(ValueError, match='it is "torch"'):
+    with pytest.raises(ValueError, match='got "torch"'):
         loss(features)
 
 

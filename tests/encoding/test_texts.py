@@ -44,5 +44,7 @@ def test_a_model_without_lengths_says_so() -> None:
     class Bare(list):
         model_type = "MultiVectorEncoder"
 
-    with pytest.raises(ValueError, match="document_length: the first module of the model, object, has none to set"):
+    with pytest.raises(
+        ValueError, match="document_length: the first module of the model, object, has no document_length"
+    ):
         set_text_lengths(Bare([object()]), document_length=5)

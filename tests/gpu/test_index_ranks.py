@@ -76,5 +76,5 @@ def test_two_gpus_have_the_lists_of_one(ranks: list[dict], memory: str) -> None:
 
 
 def test_a_rank_that_ends_is_an_error_of_the_others(ranks: list[dict]) -> None:
-    assert ranks[0]["error"].startswith("another process of the group has ended, as rank 0 sees")
+    assert ranks[0]["error"].startswith("another process of the group has ended (seen by rank 0)")
     assert ranks[0]["seconds"] < 60

@@ -306,7 +306,7 @@ def test_a_task_of_other_than_texts_is_refused(model, wrapper, monkeypatch):
     options = {
         "task_metadata": task.metadata, "hf_split": "test", "hf_subset": "default", "encode_kwargs": {}, "num_proc": 1
     }  # fmt: skip
-    with pytest.raises(ValueError, match="Local is a task of text, image, and this searches texts"):
+    with pytest.raises(ValueError, match="task Local has modalities text, image; expected text only"):
         search(model).index(corpus, **options)
     with pylate_flash.registered("mteb"):
         wrapper.index(corpus, **options)

@@ -224,7 +224,7 @@ def test_a_version_that_cannot_be_compared(version, got, host, monkeypatch):
     host.__version__, host.__spec__ = version, types.SimpleNamespace(origin="host.py")
     result = host_of("host_of_routes", monkeypatch)
     for call in (result.is_there, lambda: result.check("what asks"), result.version):
-        with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {got} is installed; install a"):
+        with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, but A Host {got} is installed; install a"):
             call()
 
 
@@ -246,5 +246,5 @@ def test_versions(version, there, strict, loose, host, monkeypatch):
         if accepted:
             result.check("what asks", is_strict)
         else:
-            with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {version} is installed"):
+            with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, but A Host {version} is installed"):
                 result.check("what asks", is_strict)

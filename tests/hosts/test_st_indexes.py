@@ -39,7 +39,7 @@ def test_another_model_is_refused(index, tiny_encoder, tiny_encoder_path, tmp_pa
     other = MultiVectorEncoder(tiny_encoder_path, device="cpu")
     with torch.no_grad():
         other[1].linear.weight.mul_(2)
-    with pytest.raises(ValueError, match="another one: it differs in weights"):
+    with pytest.raises(ValueError, match="a different model: it differs in weights"):
         again.check_model(other)
     for name, change in (
         ("tokens", lambda model: setattr(model, "3", MultiVectorMask(skiplist_words=["the"]))),
@@ -47,7 +47,7 @@ def test_another_model_is_refused(index, tiny_encoder, tiny_encoder_path, tmp_pa
     ):
         other = MultiVectorEncoder(tiny_encoder_path, device="cpu")
         change(other)
-        with pytest.raises(ValueError, match=f"another one: it differs in .*{name}"):
+        with pytest.raises(ValueError, match=f"a different model: it differs in .*{name}"):
             again.check_model(other)
 
 
@@ -66,7 +66,7 @@ def test_kept_hidden_states_find_what_embeddings_find(index, tiny_encoder, texts
         )
 
     del tiny_encoder[2]
-    with pytest.raises(ValueError, match="projection: the model does not normalise its embeddings, as the index does"):
+    with pytest.raises(ValueError, match="projection: the model does not normalise its embeddings, but the index does"):
         indexes.Flat(tmp_path, "others", device="cpu", projection=tiny_encoder)
     assert [tuple(state.shape) for state in encode_hidden_states(tiny_encoder, documents[:3])] == [
         tuple(state.shape) for state in states[:3]

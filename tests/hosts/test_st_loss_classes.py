@@ -178,7 +178,7 @@ def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder, texts, s
 
     result = step(losses, CACHED, features, mini_batch_size=2, exclude=others)
     assert_close(result, step(host, CACHED, features[:2], mini_batch_size=2))
-    with pytest.raises(ValueError, match="fuse_projection: .*HierarchicalTokenPooling, is no Dense layer"):
+    with pytest.raises(ValueError, match="fuse_projection: .*HierarchicalTokenPooling, is not a Dense layer"):
         losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, fuse_projection=True)
 
 
@@ -385,9 +385,9 @@ def test_a_fused_projection_takes_what_the_loss_takes(name, beyond, tiny_encoder
         ),
         (lambda m: [m[0], *m[2:]], "the model has no Dense layer after its encoder"),
         (lambda m: [m[0], m[2], m[1], m[3]], "the model normalises before its last Dense layer"),
-        (lambda m: [*m[:2], Normalize(), m[3]], "a Normalize of the model makes 'sentence_embedding' of"),
-        (lambda m: [*m, HierarchicalTokenPooling(2)], "layer 1, HierarchicalTokenPooling, is no Dense layer"),
-        (lambda m: [m[0], nn.Identity(), *m[1:]], "layer 0, Identity, is no Dense layer"),
+        (lambda m: [*m[:2], Normalize(), m[3]], "a Normalize of the model maps '.*' to 'sentence_embedding'"),
+        (lambda m: [*m, HierarchicalTokenPooling(2)], "layer 1, HierarchicalTokenPooling, is not a Dense layer"),
+        (lambda m: [m[0], nn.Identity(), *m[1:]], "layer 0, Identity, is not a Dense layer"),
     ],
 )
 def test_a_model_that_cannot_be_fused_says_why(change, message, tiny_encoder):

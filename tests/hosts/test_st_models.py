@@ -88,7 +88,7 @@ def test_unknown_flags(tiny_encoder_path, tmp_path, caplog):
         (tmp_path / CONFIG).write_text(json.dumps(config | {"scorer": saved}))
         if message is None:
             assert MultiVectorEncoder(str(tmp_path), device="cpu").scorer == "auto"
-            assert "which PyLate alone has" in caplog.text
+            assert "which only PyLate has" in caplog.text
         else:
             with pytest.raises(ValueError, match=message):
                 MultiVectorEncoder(str(tmp_path), device="cpu")

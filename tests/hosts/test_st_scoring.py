@@ -312,7 +312,7 @@ ITEMS = {"a": torch.ones(2, 3, 4), "b": torch.ones(2, 5, 4)}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"b_mask": torch.ones(2, 4)}, "b_mask covers 4 tokens, and must cover the 5 of b"),
+        ({"b_mask": torch.ones(2, 4)}, "b_mask covers 4 tokens, expected 5 as in b"),
         ({"a_mask": torch.ones(5, 3)}, r"a_mask must have shape \[2, 3\], got \[5, 3\]"),
         ({"b": torch.ones(2, 5, 6)}, "the embedding size of queries, 4, got 6"),
         ({"a": torch.ones(4)}, r"a must have shape \[N, L, d\] or \[L, d\], got \[4\]"),

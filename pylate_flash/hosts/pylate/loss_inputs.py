@@ -117,7 +117,7 @@ def set_options(
 def _check_fusion(loss: Any) -> None:
     """Raise ValueError if a loss that fuses the projection has another scorer than this package's."""
     if _scorer_of(loss) not in _OURS:
-        raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{_scorer_of(loss)}"')
+        raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", got "{_scorer_of(loss)}"')
 
 
 def _check_pylates_way(loss: Any) -> None:
@@ -127,8 +127,8 @@ def _check_pylates_way(loss: Any) -> None:
     unsupported += [f"{name}={value}" for name, value in extra.items() if value is not None]
     if unsupported:
         raise ValueError(
-            f'{", ".join(unsupported)}: needs the scorer "pylate_flash" or "auto", and the loss has another one or a '
-            "score_metric"
+            f'{", ".join(unsupported)}: needs the scorer "pylate_flash" or "auto", but the loss has another scorer or '
+            "a score_metric"
         )
 
 
@@ -235,7 +235,7 @@ def for_pylate(loss: Any, columns: Columns) -> Columns:
     if len(set(batch_sizes)) > 1 or len(set(counts)) > 1:
         raise ValueError(
             f"gather_across_devices: {batch_sizes} queries and {counts} columns of documents on the ranks; with a "
-            'score_metric, or another scorer than "pylate_flash" and "auto", every rank needs as many'
+            'score_metric, or a scorer other than "pylate_flash" and "auto", every rank needs the same numbers'
         )
     return _padded_to(loss, max(lengths), columns)
 

@@ -31,7 +31,7 @@ def left_to_pylate(*embeddings: Tensor) -> bool:
 
 @functools.cache
 def _log_left_to_pylate(dtype: torch.dtype) -> None:
-    logger.warning('backend "auto": PyLate scores embeddings of %s, which pylate_flash does not take', dtype)
+    logger.warning('backend "auto": PyLate scores embeddings of %s, which pylate_flash does not support', dtype)
 
 
 def tensor_of(name: str, value: Any, shape: str) -> Tensor:

@@ -55,8 +55,8 @@ def check_asked(loss: Any, options: dict[str, Any]) -> None:
     names = asked_for(options)
     if names and reduction_of(loss) is None:
         raise ValueError(
-            f"{', '.join(names)}: given together with a similarity_fct that the loss has to call; expected MaxSim, "
-            "which colbert_scores and mean_colbert_scores and their like compute"
+            f"{', '.join(names)}: given together with a similarity_fct other than MaxSim; expected colbert_scores, "
+            "mean_colbert_scores or one of their variants"
         )
 
 
@@ -167,9 +167,7 @@ def teacher_scores(labels: Any, n_queries: int, n_candidates: int) -> Tensor:
     """Check a teacher's scores [N, candidates], and return them as floats."""
     if not isinstance(labels, Tensor) or tuple(labels.shape) != (n_queries, n_candidates):
         got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(
-            f"labels: {got}; expected the teacher's scores {(n_queries, n_candidates)}, one of each candidate"
-        )
+        raise ValueError(f"labels: {got}; expected the teacher's scores {(n_queries, n_candidates)}, one per candidate")
     labels = labels.detach()
     return labels if labels.is_floating_point() else labels.float()
 

@@ -99,12 +99,12 @@ class _Contrast(_Fusing):
         names = asked_for(options)
         if loss.gather_across_devices and {"symmetric", "exclude"} & set(names):
             raise ValueError(
-                f"gather_across_devices: given together with {', '.join(names)}; a rank knows no queries of the "
-                "others, and no texts"
+                f"gather_across_devices: given together with {', '.join(names)}; a rank has neither the "
+                "queries nor the texts of the other ranks"
             )
         if loss.gather_across_devices and gather == "ring" and margin is not None:
             raise ValueError(
-                'margin: given together with gather="ring", which scores no documents twice; use "all_gather"'
+                'margin: given together with gather="ring", which scores documents only once; use "all_gather"'
             )
         loss.margin, loss.symmetric, loss.exclude, loss.gather = margin, symmetric, exclude, gather
 

@@ -95,7 +95,7 @@ class MultiVectorEncoder(host.MultiVectorEncoder):
         saved = model_config.get("scorer")
         if self._scorer is None and saved is not None:
             if saved in _OF_PYLATE:
-                logger.warning('the model was saved with the scorer %r, which PyLate alone has: "auto" it is', saved)
+                logger.warning('the model was saved with the scorer %r, which only PyLate has: using "auto"', saved)
                 saved = "auto"
             self._scorer = _checked(saved)
 

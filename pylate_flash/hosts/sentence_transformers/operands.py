@@ -159,7 +159,7 @@ def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor 
     if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, n_items)):
         raise ValueError(f"{name}_mask must have shape {[n_items, width]}, got {list(mask.shape)}")
     if mask.shape[-1] != width:
-        raise ValueError(f"{name}_mask covers {mask.shape[-1]} tokens, and must cover the {width} of {name}")
+        raise ValueError(f"{name}_mask covers {mask.shape[-1]} tokens, expected {width} as in {name}")
     return mask.expand(n_items, width)
 
 

@@ -391,7 +391,7 @@ def _stacked(name: str, value: Any) -> Tensor:
     try:
         return as_tensor(value)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"{name} must be a tensor, an array, or a list of ones of one shape: {error}") from error
+        raise ValueError(f"{name} must be a tensor, an array, or a list of them of one shape: {error}") from error
 
 
 def _placed(device: str | torch.device | None, home: torch.device) -> torch.device:
