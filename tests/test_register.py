@@ -314,7 +314,7 @@ def test_blocks_that_overlap() -> None:
 def test_unsupported_pylate_is_an_error_before_anything_changes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pylate, "__version__", version)
     before = pylate_state()
-    message = rf"supports PyLate >=1\.6,<1\.7, and PyLate {version} is installed"
+    message = rf"supports PyLate >=1\.6,<1\.7, but PyLate {version} is installed"
     for call in (register, registered, lambda: use_scorer("torch")):
         with pytest.raises(ImportError, match=message), call() or nullcontext():
             pass
