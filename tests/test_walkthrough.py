@@ -78,7 +78,7 @@ def test_counted_bytes_are_those_of_the_formulas(walked: dict) -> None:
 def test_every_picture_is_drawn(walked: dict) -> None:
     assert len(walked["shown"]) == 6
     assert walked["shown"][-2:] == [9, 9]
-    # One entry per row of the tables in docs/tuning.md that has both kinds of times.
+    # One entry per choice in the tables of docs/tuning.md, with a ratio for each pair of times.
     assert len(walked["measured"]) >= 30
     assert all(ratio > 0 for _, _, ratios in walked["measured"] for ratio in ratios)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .config import stride_unit
-from .launch import Kernel, Region, kernel
+from .launch import Region, kernel
 from .tables import architecture, power_of_two
 
 # The eps of torch.nn.functional.normalize.
@@ -93,19 +93,13 @@ def described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]
     return math.prod(shape), (n_sequences, length), (0, 0, *embeddings.stride())[-4:-1]
 
 
-@triton.jit
-def _whole_rows(n_rows, config: tl.constexpr):
-    """The contiguous rows of a program, the mask of their elements, and the offsets of these."""
-    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
-    dims = tl.arange(0, config.block)
-    mask = (rows < n_rows)[:, None] & (dims < config.size)[None, :]
-    return rows, mask, rows[:, None] * config.size + dims[None, :]
-
-
 @kernel(config="size block block_rows")
 def _normalized_kernel(embeddings_ptr, out_ptr, scales_ptr, n_rows, config: tl.constexpr):
     """out[row] = embeddings[row] * scales[row], where scales are the inverse norms; out and embeddings may alias."""
-    rows, mask, offset = _whole_rows(n_rows, config)
+    rows = tl.program_id(0).to(tl.int64) * config.block_rows + tl.arange(0, config.block_rows)
+    dims = tl.arange(0, config.block)
+    mask = (rows < n_rows)[:, None] & (dims < config.size)[None, :]
+    offset = rows[:, None] * config.size + dims[None, :]
     values = tl.load(embeddings_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     scale = inverse_norm(tl.sum(values * values, axis=1))
     tl.store(scales_ptr + rows, scale, mask=rows < n_rows)
@@ -117,13 +111,10 @@ def normalized_rows(embeddings: Tensor, out: Tensor, scales: Tensor) -> None:
 
     `out` has the dtype of `embeddings`, and may alias them; `scales` [..] is float32. No dimension is 0.
     """
-    _launch(_normalized_kernel, (embeddings, out, scales))
-
-
-def _launch(rowwise: Kernel, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-    rows, size = tensors[2].numel(), tensors[0].shape[-1]
+    rows, size = scales.numel(), embeddings.shape[-1]
     block, block_rows = _block_of(size)
-    rowwise((-(-rows // block_rows), 1, 1), tensors, (rows,), (), (size, block, block_rows), (4, 1, None))
+    programs, constants = -(-rows // block_rows), (size, block, block_rows)
+    _normalized_kernel((programs, 1, 1), (embeddings, out, scales), (rows,), (), constants, (4, 1, None))
 
 
 def _block_of(size: int) -> tuple[int, int]:

@@ -118,7 +118,9 @@ def compute_hidden_gradients(
             embeddings = _project(layer, states, scratch) if projected is None else projected.rows(block.rows)
             block_tensors = of_block(tensors, block, embeddings.values)
             norms = None
-            if in_kernels and queries.scales is not None and embeddings.scales is not None:
+            if in_kernels:
+                assert queries.scales is not None
+                assert embeddings.scales is not None
                 norms = queries.scales if block.queries is None else queries.scales[block.queries], embeddings.scales
             block_grad_queries, gradient = compute_gradients(
                 block_tensors,
