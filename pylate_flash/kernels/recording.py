@@ -273,9 +273,14 @@ class Recording:
         What the call returned: tensors that it created or received, or None.
     device
         The index of the GPU; -1: none.
+    n_kept
+        How many inputs the call left in its list, or None for all; the others are removed from the list of each replay
+        too, and freed where the call freed them.
     """
 
-    def __init__(self, recorder: Recorder, outputs: Sequence[Tensor | None], device: int) -> None:
+    def __init__(
+        self, recorder: Recorder, outputs: Sequence[Tensor | None], device: int, n_kept: int | None = None
+    ) -> None:
         self._device = device
         self._recorder = recorder
         self._lines: list[str] = []
@@ -289,6 +294,8 @@ class Recording:
         # The values whose addresses are passed to launches.
         self._addressed = {location.number for step in launches for location in step.locations if location is not None}
         self._lines.append(f"{', '.join(f'v{index}' for index in range(recorder.n_inputs))}, = inputs")
+        if n_kept is not None and n_kept < recorder.n_inputs:
+            self._lines.append(f"del inputs[{n_kept}:]")
         for index in range(recorder.n_inputs):
             self._address(index)
         if self._scratch_bytes:
@@ -297,9 +304,14 @@ class Recording:
                 f"scratch = {self._constant(_allocation((self._scratch_bytes,), None, torch.uint8, memory_device))}()"
             )
             self._lines.append("start = scratch.data_ptr()")
+        scratch_used = [number for number, step in enumerate(steps) if self._uses_scratch(step)]
         for number, step in enumerate(steps):
+            if isinstance(step, _Operator) and scratch_used and number > scratch_used[-1]:
+                # What follows may need much memory.
+                self._lines.append("scratch = None")
+                scratch_used = []
             for memory in recorder.memory.values():
-                if memory.died == number and memory.index in materialized:
+                if memory.died == number and (memory.index in materialized or memory.index < recorder.n_inputs):
                     self._lines.append(" = ".join(f"v{index}" for index in memory.values) + " = None")
             if step is not None:
                 self._step(step, materialized)
@@ -324,6 +336,11 @@ class Recording:
                 steps[number] = None
         # The first value of a storage stands for its memory.
         return needed | {memory_of[index].index for index in needed}, steps
+
+    def _uses_scratch(self, step: _Operator | _Launch | None) -> bool:
+        return isinstance(step, _Launch) and any(
+            location is not None and location.number in self._offsets for location in step.locations
+        )
 
     def _constant(self, value: Any) -> str:
         """Add a constant of the generated function and return its name."""

@@ -63,7 +63,7 @@ class _NotPlain:
 
 
 NOT_PLAIN = _NotPlain()
-# Signature of a call that is computed anew each time, because it has no launches to replay.
+# Signature of a call that is computed anew each time, because its tensors are where nothing is replayed.
 UNREPEATED = None
 # Lowest device index whose calls are replayed: 0, all GPUs. Tests of replay set -1 to include Triton's interpreter.
 repeated_devices = 0
@@ -172,10 +172,9 @@ class _Repeated:
 
 
 repeated = _Repeated(4096)
-# A backward is replayed only if it borrows at most this many bytes, which stay allocated until it returns.
-LENT_REPEATED = 8 << 20
-# Computes a call: maps its tensors to the results (tensors or None) and to extra values that are no tensors.
-Computation = Callable[[Sequence[Tensor | None]], tuple[Sequence[Tensor | None], Any]]
+# Computes a call: maps its tensors to the results (tensors or None) and to extra values that are no tensors. It may
+# remove tensors from the end of the list, to free them early, if it can do without them when run again.
+Computation = Callable[[Any], tuple[Sequence[Tensor | None], Any]]
 _SEEN, _REFUSED = "seen once", "cannot be repeated"
 
 
@@ -199,8 +198,9 @@ def repeat(key: Signature, compute: Computation, tensors: Sequence[Tensor | None
         try:
             return recording(tensors), extra
         except torch.OutOfMemoryError:
-            # The ordinary computation may need less memory.
-            return compute(tensors)
+            # Outside this handler, which keeps what was allocated, the ordinary computation may need less memory.
+            pass
+        return compute(tensors)
     if entry is None:
         # Most signatures occur once; recording them would cost more than it saves.
         result = compute(tensors)
@@ -217,7 +217,8 @@ def _recorded(key: tuple, compute: Computation, tensors: Sequence[Tensor | None]
     with Recorder(tensors) as recorder:
         results, extra = compute(tensors)
     if recorder.refused is None:
-        recording = Recording(recorder, results, next(t for t in tensors if t is not None).get_device())
+        device = next(t for t in tensors if t is not None).get_device()
+        recording = Recording(recorder, results, device, n_kept=len(tensors))
     repeated.set(key, _REFUSED if recorder.refused is not None else (recording, extra))
     return results, extra
 
@@ -388,11 +389,10 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             if grad_scores is None:
                 return (None,) * len(ctx.needs_input_grad)
             saved, options, specs, needs = ctx.saved_tensors, ctx.options, ctx.specs, ctx.needs_input_grad[1 : n + 1]
-            lent, ctx.lent = ctx.lent, []
-            inputs = (grad_scores, *saved)
-            if sum(each.nbytes for each in lent if each is not None) <= LENT_REPEATED:
-                inputs, lent = (*inputs, *lent), []
-            key = signature(operation.function, inputs, (*options, *needs, *specs))
+            # The only reference to what is lent, so that the computation can free it.
+            inputs = [grad_scores, *saved, *ctx.lent]
+            ctx.lent = []
+            key = signature(operation.function, tuple(inputs), (*options, *needs, *specs))
             if is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
                 # The backward itself is traced or differentiated: the autograd formula of its operator raises, as there
                 # is no second derivative.
@@ -404,15 +404,14 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
                 )
             else:
 
-                def compute(inputs: Sequence) -> tuple[Sequence[Tensor | None], None]:
-                    grad_scores, *rest = inputs
-                    arguments, intermediates = (*rest[:n_tensors], *options), [*rest[n_tensors:], *lent]
-                    lent.clear()
-                    return cast_like(
-                        operation.compute_gradients(grad_scores, intermediates, arguments, needs), specs
-                    ), None
+                def compute(inputs: list) -> tuple[Sequence[Tensor | None], None]:
+                    grad_scores, arguments = inputs[0], (*inputs[1 : n_tensors + 1], *options)
+                    intermediates = inputs[n_tensors + 1 :]
+                    del inputs[end:]
+                    grads = operation.compute_gradients(grad_scores, intermediates, arguments, needs)
+                    return cast_like(grads, specs), None
 
-                outputs, _ = repeat(UNREPEATED if lent else key, compute, inputs)
+                outputs, _ = repeat(key, compute, inputs)
             return None, *outputs, *(None,) * (n_tensors - n)
 
     return Function

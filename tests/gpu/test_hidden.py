@@ -239,5 +239,7 @@ def test_the_projection_is_let_go_before_the_gradient_of_the_hidden_states() -> 
         return torch.cuda.max_memory_allocated() - before - gradient.nbytes
 
     step()
-    # The projected embeddings take 22.5 MiB, and so does their gradient, which reuses their memory.
-    assert step() < 8 << 20
+    # The projected embeddings take 22.5 MiB, and so does their gradient, which reuses their memory. The second step is
+    # recorded, and the others are replayed.
+    for _ in range(4):
+        assert step() < 8 << 20

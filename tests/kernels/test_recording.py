@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pylate_flash.kernels.launch import Kernel, Region, Scratch
 from pylate_flash.kernels.recording import Recorder, Recording
@@ -126,6 +128,43 @@ def test_inputs_may_share_a_storage() -> None:
         return call(x, y[1:].view(-1)[:0].as_strided((3,), (1,), 3))
 
     assert record(derived, storage[:3], storage[3:])[0].refused == "a kernel takes memory that comes from elsewhere"
+
+
+def test_inputs_and_scratch_are_freed_where_the_call_freed_them() -> None:
+    """Of inputs that a call removes from its list, a replay removes its references too."""
+    references: list[StorageWeakRef] = []
+    freed: list[list[bool]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            freed.append([reference.expired() for reference in references])
+            return function(*args, **(kwargs or {}))
+
+    def call(inputs: list[Tensor]) -> Sequence[Tensor | None]:
+        x, lent = inputs
+        del inputs[1:]
+        scratch, result = torch.empty(8), torch.empty(8)
+        times(lent, scratch, 8, 2.0)
+        times(scratch, result, 8, 3.0)
+        del lent, scratch
+        return (result + x,)
+
+    for replay in (False, True):
+        inputs = [torch.randn(8), torch.randn(8)]
+        expected = inputs[0] + 6.0 * inputs[1]
+        references[:] = [StorageWeakRef(inputs[1].untyped_storage())]
+        if not replay:
+            with Recorder(inputs) as recorder:
+                outputs = call(inputs)
+            recording = Recording(recorder, outputs, -1, n_kept=len(inputs))
+            continue
+        with Watch():
+            (result,) = recording(inputs)
+        assert len(inputs) == 1
+        assert torch.equal(result, expected)
+        # At the addition, the last operator.
+        assert freed[-1] == [True]
+    assert recording._lines.index("scratch = None") < len(recording._lines) - 2
 
 
 ELSEWHERE = torch.tensor([1.0, 2.0, 3.0])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pylate_flash
-from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_varlen
+from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_from_hidden, maxsim_varlen
 from pylate_flash.kernels import recording, rows, tables
 from pylate_flash.ops import operator
 from pylate_flash.ops.operator import repeated
@@ -190,6 +190,32 @@ def test_a_retained_graph_and_a_second_backward(repeats: list) -> None:
         second = torch.autograd.grad(loss, (queries, documents))
         assert equal(list(first), list(second))
     assert repeats
+
+
+def test_a_backward_that_runs_out_of_memory_is_computed_anew(repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what the forward lent it, which its recording has let go."""
+    queries, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, 8)
+    replay, failed = recording.Recording.__call__, []
+
+    def fail(self: recording.Recording, inputs: list) -> list[Tensor | None]:
+        before, results = len(inputs), replay(self, inputs)
+        if len(inputs) < before:
+            failed.append(before - len(inputs))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return results
+
+    def step() -> list[Tensor | None]:
+        scores = maxsim_from_hidden(queries, hidden, weight, implementation="triton")
+        return [*torch.autograd.grad(scores.square().sum(), (queries, hidden))]
+
+    monkeypatch.setattr(recording.Recording, "__call__", fail)
+    for _ in range(3):
+        assert len(failed) == 0
+        hidden = torch.randn(5, 6, 8, requires_grad=True)
+        actual = step()
+    # The queries' and documents' normalised embeddings, each with norms.
+    assert failed == [4]
+    assert equal(actual, anew(step))
 
 
 def test_a_changed_table_is_seen_after_forgetting(repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
