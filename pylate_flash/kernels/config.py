@@ -128,7 +128,7 @@ def precision_of(kind: Kind) -> str:
 
     On Hopper, float32 takes three TF32 products, which keep 22 of 24 bits: with FFMA, the tile of `stacked` reaches
     14 TFLOP/s, and takes 3.40 ms instead of 1.01 at 32 x 1024, 32 x 180. On other GPUs they spill; there, many rows are
-    decomposed into float16 (`kernels.apart`), and few are multiplied exactly.
+    decomposed into float16 (`kernels.decompose`), and few are multiplied exactly.
     """
     if kind.dtype != torch.float32:
         return "ieee"

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..problem import Options, Tensors
 from .gluon import add, copy_block_to_shared, execute, find_document, next_slot
-from .launch import Described, kernel, wait_for_previous_kernel
+from .launch import TmaMatrix, kernel, wait_for_previous_kernel
 from .plan_operations import FusedPlan
 from .reductions import larger
 from .rows import inverse_norm
@@ -118,13 +118,13 @@ def project_part(states, weights, full, empty, slot, phase, config: gl.constexpr
     return products, slot, phase
 
 
-def described(n_tokens: int, weight: Tensor, tile: FusedTile) -> tuple[Described, Described]:
+def tma_matrices(n_tokens: int, weight: Tensor, tile: FusedTile) -> tuple[TmaMatrix, TmaMatrix]:
     """TMA descriptions of hidden states and weight, as the kernels take them."""
     size, d_model = weight.shape
     states, weights = (tile.rows // PARTS.value, tile.chunk), (tile.embedding, tile.chunk)
     return (
-        Described(n_tokens, d_model, states, _shared_layout(states, weight.dtype)),
-        Described(size, d_model, weights, _shared_layout(weights, weight.dtype)),
+        TmaMatrix(n_tokens, d_model, states, _shared_layout(states, weight.dtype)),
+        TmaMatrix(size, d_model, weights, _shared_layout(weights, weight.dtype)),
     )
 
 
@@ -319,7 +319,7 @@ def project(
         (0, 0),
         (size, d_model, 0, 0, plan.tile.num_stages, False, scales is not None),
         (4, 1, None),
-        described(plan.n_tokens, weight, plan.tile),
+        tma_matrices(plan.n_tokens, weight, plan.tile),
     )
 
 
@@ -411,7 +411,7 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
         queries.stride()[:2],
         (*weight.shape, tile.columns, tile.blocks, tile.num_stages, options.masking == "zero", options.normalize),
         (4, 1, None),
-        described(n_tokens, weight, tile),
+        tma_matrices(n_tokens, weight, tile),
     )
     # Allocate what the first launch does not need after it, so that the GPU starts earlier.
     scores = queries.new_empty(n_queries, n_documents, dtype=torch.float32)

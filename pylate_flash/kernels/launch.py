@@ -32,7 +32,7 @@ MOST_PROGRAMS = _INT32_MAX, 65535, 65535
 _or = functools.partial(functools.reduce, operator.or_)
 
 
-class Described(NamedTuple):
+class TmaMatrix(NamedTuple):
     """A contiguous matrix [rows, columns] that a kernel copies by TMA in blocks, to Gluon's shared memory `layout`."""
 
     rows: int
@@ -101,7 +101,7 @@ class Kernel:
         strides: tuple[int, ...],
         constants: tuple,
         warps: tuple[int, int, int | None],
-        described: tuple[Described, ...] = (),
+        matrices: tuple[TmaMatrix, ...] = (),
     ) -> None:
         """Launch on the current stream of the first tensor's device, whichever device is current.
 
@@ -113,7 +113,7 @@ class Kernel:
             The kernel's arguments. A number is an int or a float.
         warps
             Triton's num_warps, num_stages and maxnreg (registers per thread).
-        described
+        matrices
             Matrices of the first tensors, which the kernel takes as TMA descriptors (compute capability 9.0). They are
             16-byte aligned; their columns and blocks follow from the constants.
         """
@@ -125,7 +125,7 @@ class Kernel:
         if device >= 0 and recording.current_device() != device:
             # Triton compiles for, and launches on, the current device.
             with torch.cuda.device(device):
-                self(grid, tensors, numbers, strides, constants, warps, described)
+                self(grid, tensors, numbers, strides, constants, warps, matrices)
             return
         # Raw addresses spare Triton the pointer lookup that a tensor costs. Address 0 and None look the same to Triton.
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -142,12 +142,12 @@ class Kernel:
         code, n_tensors = self._code.get(key, (None, 0))
         if code is not None:
             stream = recording.current_stream(device) if device >= 0 else 0
-            code(grid, stream, tensors, pointers, integers + constants, described)
+            code(grid, stream, tensors, pointers, integers + constants, matrices)
         else:
-            code, n_tensors = self._compile(grid, tensors, integers, constants, warps, described)
+            code, n_tensors = self._compile(grid, tensors, integers, constants, warps, matrices)
             self._code[key] = code, n_tensors
         if (recorder := recording.local.recorder) is not None:
-            recorder.note_launch(code, grid, tensors, integers + constants, described, n_tensors)
+            recorder.note_launch(code, grid, tensors, integers + constants, matrices, n_tensors)
 
     def one_constant(self, constants: tuple) -> tuple:
         """The constants as the kernel takes them: one `Constants` object per distinct set."""
@@ -163,7 +163,7 @@ class Kernel:
         integers: tuple[float, ...],
         constants: tuple,
         warps: tuple[int, int, int | None],
-        described: tuple[Described, ...],
+        matrices: tuple[TmaMatrix, ...],
     ) -> tuple[Callable[..., None], int]:
         """Compile and launch with Triton. Return the launcher of later calls, and how many tensor objects it needs."""
         options: dict[str, Any] = {"num_warps": warps[0], "num_stages": warps[1], "maxnreg": warps[2]}
@@ -181,12 +181,12 @@ class Kernel:
             args: list[Any] = [tensor_of(tensor) for tensor in tensors]
             if self.follows and tables.architecture(args[0].device)[0] >= 9:
                 options["launch_pdl"] = True
-            args[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, args, strict=False)]
+            args[: len(matrices)] = [matrix.of(tensor) for matrix, tensor in zip(matrices, args, strict=False)]
             compiled = self.function[grid](*args, *integers, *constants, **options)
         # Triton's interpreter does not compile.
         if compiled is None:
             return by_interpreter, len(tensors)
-        return _code(compiled, [tensor.dtype for tensor in tensors[: len(described)]]), 0  # type: ignore[union-attr]
+        return _code(compiled, [tensor.dtype for tensor in tensors[: len(matrices)]]), 0  # type: ignore[union-attr]
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def kernel(
 
 
 def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
-    """Launcher of a compiled kernel: takes the grid, stream, tensors, addresses, other arguments, and `Described`.
+    """Launcher of a compiled kernel: takes the grid, stream, tensors, addresses, other arguments, and `TmaMatrix`.
 
     It needs no tensors, only the `dtypes` of those that are described.
 
@@ -236,9 +236,9 @@ def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
     """
 
     def by_triton(
-        grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, described: tuple
+        grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, matrices: tuple
     ) -> None:
-        inputs = zip(described, pointers, dtypes, strict=False)
+        inputs = zip(matrices, pointers, dtypes, strict=False)
         descriptors = [matrix.of(_At(pointer, dtype)) for matrix, pointer, dtype in inputs]
         compiled[grid](*descriptors, *pointers[len(descriptors) :], *rest, stream=stream)
 
@@ -267,16 +267,16 @@ def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
         return description, rows, columns, columns, 1
 
     def by_c(
-        grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, described: tuple
+        grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, matrices: tuple
     ) -> None:
         # An unset hook is an empty chain of hooks.
         enter_hook, exit_hook = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter_hook, "calls", enter_hook) or getattr(exit_hook, "calls", exit_hook):
-            by_triton(grid, stream, tensors, pointers, rest, described)
+            by_triton(grid, stream, tensors, pointers, rest, matrices)
             return
-        if described:
-            matrices = [describe(i, pointers[i], m.rows, m.columns) for i, m in enumerate(described)]
-            pointers = [value for matrix in matrices for value in matrix] + pointers[len(described) :]
+        if matrices:
+            descriptors = [describe(i, pointers[i], m.rows, m.columns) for i, m in enumerate(matrices)]
+            pointers = [value for descriptor in descriptors for value in descriptor] + pointers[len(matrices) :]
         launch(*grid, stream, *fixed_args, *pointers, *rest)
 
     return by_c

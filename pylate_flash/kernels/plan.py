@@ -50,8 +50,8 @@ class ForwardPlan(NamedTuple):
     # Partial sums that the kernel writes per score.
     n_sums: int
     reason: str
-    # The float16 problem that replaces a float32 one, if it is decomposed first (`kernels.apart`).
-    apart: Problem | None = None
+    # The float16 problem that replaces a float32 one, if it is decomposed first (`kernels.decompose`).
+    decomposed: Problem | None = None
 
     @property
     def kernel(self) -> str:
@@ -176,12 +176,14 @@ def splits_of(
 
 def forward_plan(problem: Problem) -> ForwardPlan:
     """Choose the forward's kernel, tile and grid."""
-    pairs, apart = _pairs_plan(problem), _apart_problem(problem)
-    if apart is not None and (pairs is None or problem.rows >= tables.APART_PAIRS_ROWS[pairs.config.precision]):
-        plan = forward_plan(apart)
+    pairs, decomposed = _pairs_plan(problem), _decomposed_problem(problem)
+    if decomposed is not None and (
+        pairs is None or problem.rows >= tables.DECOMPOSED_PAIRS_ROWS[pairs.config.precision]
+    ):
+        plan = forward_plan(decomposed)
         # On Hopper, documents in segments keep TF32 products: halves in the plain kernel were not measured there.
         if plan.kernel == "hopper" or tables.architecture(problem.device)[0] != 9:
-            return plan._replace(apart=apart, reason=plan.reason + _TAKEN_APART)
+            return plan._replace(decomposed=decomposed, reason=plan.reason + _DECOMPOSED)
     if pairs is not None:
         return pairs
     if _is_single(problem) and not _prefers_hopper(problem):
@@ -230,7 +232,7 @@ _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 ON_HOPPER = ", on a Hopper GPU"
 STREAMED = ", documents as one stream"
-_TAKEN_APART = ", float32 taken apart into float16 before"
+_DECOMPOSED = ", float32 decomposed into float16 first"
 _IN_PAIRS = {"tf32x3": ", float32 as pairs of float16", "tf32": ", float32 as float16 times powers of 2"}
 _MANY_FLOATS = "; the Hopper kernel takes half precision, and float32 of many query tokens"
 _FEW_FLOATS = f", or float32 of at most {tables.PAIRS_MAX_SIZE} elements without argmax"
@@ -286,8 +288,8 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     return plan if not problem.packed or config.planned_length(problem) <= plan.splits.whole else None
 
 
-def _apart_problem(problem: Problem) -> Problem | None:
-    """The float16 problem of float32 embeddings that `kernels.apart` decomposes, or None if it does not."""
+def _decomposed_problem(problem: Problem) -> Problem | None:
+    """The float16 problem of float32 embeddings that `kernels.decompose` decomposes, or None if it does not."""
     kind, on_hopper = problem.kind, tables.architecture(problem.device)[0] == 9
     if kind.dtype != torch.float32 or kind.offset_unit or problem.has_candidates or (on_hopper and not has_gluon()):
         return None
@@ -297,8 +299,8 @@ def _apart_problem(problem: Problem) -> Problem | None:
         return None
     size = parts * -(-kind.size // 8) * 8
     length, rows = problem.document_length, problem.n_queries * problem.query_length
-    fits = size <= KERNEL_MAX_EMBEDDING_SIZE and 2 * size * (problem.counted_tokens + rows) <= tables.APART_MEMORY
-    if not fits or rows < tables.APART_ROWS[parts] * problem.groups:
+    fits = size <= KERNEL_MAX_EMBEDDING_SIZE and 2 * size * (problem.counted_tokens + rows) <= tables.DECOMPOSED_MEMORY
+    if not fits or rows < tables.DECOMPOSED_ROWS[parts] * problem.groups:
         return None
     kind = replaced(replaced(replaced(kind, "dtype", torch.float16), "size", size), "normalize", True)
     document = 0 if problem.packed else length * size

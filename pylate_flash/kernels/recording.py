@@ -99,7 +99,7 @@ class _Launch(NamedTuple):
     grid: tuple[int, int, int]
     locations: list[_Location | None]
     rest: tuple
-    described: tuple
+    matrices: tuple
     # How many of the leading arguments must be passed as tensors.
     n_tensors: int
 
@@ -224,13 +224,13 @@ class Recorder(TorchDispatchMode):
         grid: tuple[int, int, int],
         arguments: Sequence[Any],
         rest: tuple,
-        described: tuple,
+        matrices: tuple,
         n_tensors: int,
     ) -> None:
         """Note a launch on `arguments`: tensors, `Region`s of them, or None."""
         if self._may_step():
             locations = [None if argument is None else self._located(argument) for argument in arguments]
-            self.steps.append(_Launch(launch, grid, locations, rest, described, n_tensors))
+            self.steps.append(_Launch(launch, grid, locations, rest, matrices, n_tensors))
 
     def _located(self, argument: Any) -> _Location | None:
         tensor = getattr(argument, "memory", argument)
@@ -354,9 +354,9 @@ class Recording:
     def _step(self, step: _Operator | _Launch, materialized: set[int]) -> None:
         if isinstance(step, _Launch):
             first = "".join(map(self._tensor_at, step.locations[: step.n_tensors]))
-            launch, grid, rest, described = map(self._constant, (step.launch, step.grid, step.rest, step.described))
+            launch, grid, rest, matrices = map(self._constant, (step.launch, step.grid, step.rest, step.matrices))
             pointers = ", ".join(map(self._pointer, step.locations))
-            self._lines.append(f"{launch}({grid}, stream, ({first}), [{pointers}], {rest}, {described})")
+            self._lines.append(f"{launch}({grid}, stream, ({first}), [{pointers}], {rest}, {matrices})")
             return
         if step.allocates is not None:
             if step.results[0] not in materialized:

@@ -86,7 +86,7 @@ class Norms(NamedTuple):
     documents: Tensor
 
 
-def described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
+def row_layout(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
     """Number of rows; sequences of a group and tokens of a sequence; strides of groups, sequences and tokens."""
     *shape, _ = embeddings.shape
     n_sequences, length = (1, *shape)[-2:]
@@ -238,8 +238,8 @@ def _look_at_rows(quantity: str, embeddings: Tensor, more: Tensor | None) -> tup
         None if batch is None else torch.empty(*batch.shape[:-1], dtype=dtype, device=batch.device)
         for batch in (embeddings, more)
     )
-    rows, lengths, strides = described(embeddings)
-    more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else described(more)
+    rows, lengths, strides = row_layout(embeddings)
+    more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else row_layout(more)
     unit = stride_unit((*strides, *more_strides))
     blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
     _rows_kernel(

@@ -369,15 +369,15 @@ XTR_COLLECTED_PER_TOKEN = 4
 # one column in a million has enough of them.
 XTR_MOST_SLOTS = 8192
 
-# float32 taken apart beforehand.
+# float32 decomposed beforehand.
 
 # Minimum query rows of a group, also in place of pairs; maximum bytes of the halves. Milliseconds at 32 x 180, by
-# `STACKED` and taken apart: 0.256 and 0.197 for 3 queries with 1000 documents, d = 256, but where TF32 is allowed 0.089
-# and 0.100. By pairs and taken apart, d = 128: 0.134 and 0.171 for 16 queries, 0.251 and 0.273 for 32, 0.485 and 0.465
+# `STACKED` and decomposed: 0.256 and 0.197 for 3 queries with 1000 documents, d = 256, but where TF32 is allowed 0.089
+# and 0.100. By pairs and decomposed, d = 128: 0.134 and 0.171 for 16 queries, 0.251 and 0.273 for 32, 0.485 and 0.465
 # for 64, 0.131 and 0.121 at 128 x 128, 1.93 and 1.63 at 512 x 512; TF32 0.082 and 0.090, 0.153 and 0.135 for 16 and 32.
-APART_ROWS = {3: 65, 1: 129}
-APART_PAIRS_ROWS = {"tf32x3": 4096, "tf32": 1024}
-APART_MEMORY = 1 << 30
+DECOMPOSED_ROWS = {3: 65, 1: 129}
+DECOMPOSED_PAIRS_ROWS = {"tf32x3": 4096, "tf32": 1024}
+DECOMPOSED_MEMORY = 1 << 30
 
 # The best of many scores.
 

@@ -14,9 +14,9 @@ from ..kernels.backward import Destination, finish_documents, maxsim_backward, w
 from ..kernels.backward.residual import residual_backward
 from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
 from ..kernels.config import INT32_MAX
-from ..kernels.described import look
 from ..kernels.forward import Codes, maxsim_forward, quantized_forward, residual_forward, soft_forward, sparse_forward
 from ..kernels.losses import ChunkedLoss, rescale
+from ..kernels.metadata import list_metadata
 from ..kernels.plan_backward import Chunks, chunks_of, halved
 from ..kernels.plan_operations import decompressed_tokens
 from ..kernels.rows import (
@@ -40,9 +40,9 @@ from .loss_call import LossResult
 from .packing import host_bounds
 
 __all__ = [
-    "cast_both", "chamfer_gradients", "chamfer_nearest", "for_kernels", "gradients", "look", "loss", "maxsim_forward",
-    "nonzero_rows", "normalized_rows", "pad", "quantized_forward", "rescale", "residual_backward", "residual_scores",
-    "soft_forward", "soft_gradients", "sparse_forward", "with_codes", "xtr_scores",
+    "cast_both", "chamfer_gradients", "chamfer_nearest", "for_kernels", "gradients", "list_metadata", "loss",
+    "maxsim_forward", "nonzero_rows", "normalized_rows", "pad", "quantized_forward", "rescale", "residual_backward",
+    "residual_scores", "soft_forward", "soft_gradients", "sparse_forward", "with_codes", "xtr_scores",
 ]  # fmt: skip
 
 

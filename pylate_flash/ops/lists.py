@@ -2,7 +2,7 @@
 
 For ten thousand tensors, querying one attribute each takes half a millisecond to one, and a statement of Python takes
 longer, while the kernel that scores them takes a fifth of a millisecond. So where kernels run, a C extension
-(`kernels.described`) collects all that is needed of every tensor in one call.
+(`kernels.metadata`) collects all that is needed of every tensor in one call.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _alike(values: Sequence[object]) -> Sequences | None:
         return None
     tensors = cast("Sequence[Tensor]", values)
     if kernels_run_on(first.device, first.dtype) is None and describer() is not None:
-        summary = kernels().look(values)
+        summary = kernels().list_metadata(values)
         if summary is None:
             return None
         lengths, addresses, bounds, shortest, longest = summary

@@ -73,11 +73,11 @@ Signature = tuple | _NotPlain | None
 
 @functools.cache
 def describer() -> Callable[[tuple, int, int, bool], bytes | None] | None:
-    """The C function that describes the tensors of a call (`kernels.described`), or None where it is unavailable."""
+    """The C function that describes the tensors of a call (`kernels.metadata`), or None where it is unavailable."""
     try:
-        from ..kernels import described
+        from ..kernels import metadata
 
-        return described.describer()
+        return metadata.describer()
     except (ImportError, AttributeError, OSError, RuntimeError, CalledProcessError) as error:
         logger.info("tensors are looked at one by one, as what describes them in C is not there: %s", error)
         return None

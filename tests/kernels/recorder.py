@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language import target_info
 
-from pylate_flash.kernels.launch import Described, Kernel, Region, tensor_of
+from pylate_flash.kernels.launch import Kernel, Region, TmaMatrix, tensor_of
 
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
@@ -42,14 +42,14 @@ class Launch:
         strides: tuple[int, ...],
         constants: tuple,
         warps: tuple[int, int, int | None],
-        described: tuple[Described, ...] = (),
+        matrices: tuple[TmaMatrix, ...] = (),
     ) -> None:
         assert len(grid) == 3
         assert all(programs >= 1 for programs in grid)
         assert tensors[0] is not None
         assert numbers
         hash((constants, warps))
-        self.kernel, self.described = kernel, described
+        self.kernel, self.matrices = kernel, matrices
         self.arguments = (*map(tensor_of, tensors), *numbers, *strides, *kernel.one_constant(constants))
         self.options = dict(zip(("num_warps", "num_stages", "maxnreg"), warps, strict=True))
 
@@ -58,8 +58,8 @@ class Launch:
         signature, constants, attributes = {}, {}, {}
         for index, (parameter, value) in enumerate(zip(self.kernel.function.params, self.arguments, strict=True)):
             name = parameter.name
-            if index < len(self.described):
-                matrix = self.described[index]
+            if index < len(self.matrices):
+                matrix = self.matrices[index]
                 assert matrix.rows * matrix.columns == value.numel()
                 signature[name] = f"tensordesc<{TYPES[value.dtype][1:]}{list(matrix.block)},{matrix.layout!r}>"
             elif isinstance(value, Tensor):

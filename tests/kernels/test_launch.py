@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from pylate_flash.kernels import forward, launch, recording, tables
 from pylate_flash.kernels.forward import common, hopper, single, stacked
-from pylate_flash.kernels.launch import Described, Kernel, Scratch
+from pylate_flash.kernels.launch import Kernel, Scratch, TmaMatrix
 from pylate_flash.problem import Options, Tensors, problem_of
 
 
@@ -257,7 +257,7 @@ def test_code_does_not_depend_on_the_size_of_a_matrix(monkeypatch: pytest.Monkey
     def described(rows: int, columns: int, block: tuple[int, int]) -> None:
         layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
         call(
-            kernel, matrix, torch.zeros(8), constants=block, described=(Described(rows, columns, block, layout),)
+            kernel, matrix, torch.zeros(8), constants=block, matrices=(TmaMatrix(rows, columns, block, layout),)
         )  # fmt: skip
 
     for _ in range(2):
@@ -382,7 +382,7 @@ def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: 
     tensors = [torch.zeros(300, 768, dtype=torch.bfloat16) for _ in range(2)]
     other = torch.zeros(8)
     for tensor, rows in ((tensors[0], 300), (tensors[0], 300), (tensors[1], 300), (tensors[0], 300), (tensors[0], 200)):
-        call(kernel, tensor, other, described=(Described(rows, 768, (128, 64), layout),))
+        call(kernel, tensor, other, matrices=(TmaMatrix(rows, 768, (128, 64), layout),))
     first = function.compilations[0][1]
     assert (first.base is tensors[0], first.shape, first.strides, first.layout) == (True, [300, 768], [768, 1], layout)
     assert [arguments[0] for arguments in filled] == [tensors[i].data_ptr() for i in (0, 1, 0)]
@@ -427,7 +427,7 @@ def test_hooks_hear_of_matrices(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch)
     matrix, other = torch.zeros(300, 768, dtype=torch.bfloat16), torch.zeros(8)
     layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
     for _ in range(2):
-        call(kernel, matrix, other, described=(Described(300, 768, (128, 64), layout),))
+        call(kernel, matrix, other, matrices=(TmaMatrix(300, 768, (128, 64), layout),))
     ((way, _, stream, first, *rest),) = compiled.launches
     assert (way, stream, first.base.data_ptr(), first.shape) == ("Triton", 903, matrix.data_ptr(), [300, 768])
     assert rest == [other.data_ptr(), 11, 0.5, 1, 16, "constant", 64]

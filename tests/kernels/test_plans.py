@@ -278,7 +278,7 @@ def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, cap
     for n_documents in (1, 3000):
         plan = forward_plan(problem((n_queries, 32, size), (n_documents, 180, size), F32))
         assert plan.kernel == served
-        assert plan.apart is not None or plan.config.precision == "tf32"
+        assert plan.decomposed is not None or plan.config.precision == "tf32"
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

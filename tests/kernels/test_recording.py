@@ -28,8 +28,8 @@ class Times(Kernel):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def _compile(self, grid, tensors, integers, constants, warps, described):
-        def launch(grid, stream, tensors, pointers: list[int], rest: tuple, described) -> None:
+    def _compile(self, grid, tensors, integers, constants, warps, matrices):
+        def launch(grid, stream, tensors, pointers: list[int], rest: tuple, matrices) -> None:
             number, factor = rest
             source, target = ((ctypes.c_float * number).from_address(pointer) for pointer in pointers)
             target[:] = [value * factor for value in source]

@@ -69,7 +69,7 @@ def test_the_look_beside_the_kernels_sees_what_the_definition_sees(
         compared = [value.detach() if type(value) is torch.Tensor else value for value in compared]
     expected = is_like(compared[0], compared[0]) and is_like(*compared)
     with torch.set_grad_enabled(recorded):
-        actual = compute.kernels().look([first, other])
+        actual = compute.kernels().list_metadata([first, other])
     assert (actual is not None) == expected
     if actual is not None:
         assert actual.lengths.tolist() == [len(v) for v in (first, other)]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Tensors, replaced
-from ..apart import taken_apart
+from ..decompose import decompose
 from ..plan import ForwardPlan, forward_plan
 from ..plan_operations import decompressed_tokens, quantized_plan, residual_plan, soft_forward_plan, sparse_plan
 from ..rows import Norms, active_tokens, inverse_norms, norms_of
@@ -49,10 +49,10 @@ def maxsim_forward(
     if problem.with_argmax:
         argmax = torch.empty(*problem.argmax_shape, dtype=problem.argmax_dtype, device=device)
     inputs = _forward_tensors(tensors, offsets, argmax)
-    if plan.apart is not None:
+    if plan.decomposed is not None:
         known_norms = (norms or norms_of(tensors.queries, tensors.documents)) if problem.normalize else None
-        problem = plan.apart
-        queries, documents, scales = taken_apart(
+        problem = plan.decomposed
+        queries, documents, scales = decompose(
             tensors.queries, tensors.documents, problem.size, known_norms, tensors.documents_cu_seqlens
         )
         inputs = _with_norms(problem, inputs._replace(queries=queries, documents=documents), scales)

@@ -243,12 +243,12 @@ def test_casts_of_autocast_are_repeated_as_one_launch(repeats: list, monkeypatch
     assert all(torch.equal(result, scores[0]) for result in scores[1:])
 
 
-@pytest.mark.parametrize("served", ["single", "short", "stacked", "taken apart"])
+@pytest.mark.parametrize("served", ["single", "short", "stacked", "decomposed"])
 def test_packed_totals_share_what_is_repeated(served: str, repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Totals with the same plan; what is read depends on cu_seqlens, not on the total that was recorded."""
     monkeypatch.setattr(tables, "architecture", lambda device: (9 if served == "short" else 8, 1))
     monkeypatch.setattr(tables, "SHORT_MEAN_LENGTHS", ((40, 0),) if served == "short" else ())
-    dtype, length = (torch.float32, 70) if served == "taken apart" else (torch.half, 11)
+    dtype, length = (torch.float32, 70) if served == "decomposed" else (torch.half, 11)
     n_queries = 2 if served == "stacked" else 1
     queries, bounds = torch.randn(n_queries * length, 16).to(dtype), torch.arange(n_queries + 1) * length
     for total in (129, 131, 132, 130, 129, 132):
@@ -261,7 +261,7 @@ def test_packed_totals_share_what_is_repeated(served: str, repeats: list, monkey
             **lengths,
             implementation="triton",
         ).forward
-        assert served == ("taken apart" if plan.apart else plan.kernel)
+        assert served == ("decomposed" if plan.decomposed else plan.kernel)
 
         def call(arguments: tuple = arguments, lengths: dict = lengths) -> list[Tensor | None]:
             return [maxsim_varlen(*arguments, **lengths, implementation="triton")]

@@ -24,7 +24,7 @@ from ..problem import rounded_total
 from .config import stride_unit
 from .launch import kernel
 from .reductions import max_along
-from .rows import Norms, described, row_addresses, rows_of_block
+from .rows import Norms, row_addresses, row_layout, rows_of_block
 from .tables import power_of_two
 
 # float32 exponents, as bits: the smallest and largest power of 2 that rows are divided by, the power of rows with an
@@ -39,7 +39,7 @@ _ELEMENTS = 4096
 
 
 @triton.jit
-def _take_apart(
+def _decompose(
     embeddings_ptr, norms_ptr, out_ptr, scales_ptr, block, n_rows, n_sequences, length, strides,
     OF_DOCUMENTS: tl.constexpr, config: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def _take_apart(
 
 
 @kernel(config="size padded parts block block_rows unit")
-def _apart_kernel(
+def _decompose_kernel(
     queries_ptr, documents_ptr, queries_norms_ptr, documents_norms_ptr, queries_out_ptr, documents_out_ptr,
     queries_scales_ptr, documents_scales_ptr, cu_seqlens_ptr,
     blocks, n_rows, n_sequences, length, document_rows, document_sequences, document_length, n_documents,
@@ -86,7 +86,7 @@ def _apart_kernel(
     UNIT: tl.constexpr = config.unit
     if block < blocks:
         strides = stride_group * UNIT, stride_query * UNIT, stride_token * UNIT
-        _take_apart(
+        _decompose(
             queries_ptr, queries_norms_ptr, queries_out_ptr, queries_scales_ptr, block, n_rows, n_sequences, length,
             strides, False, config,
         )  # fmt: skip
@@ -94,13 +94,13 @@ def _apart_kernel(
         strides = stride_document_group * UNIT, stride_document * UNIT, stride_document_token * UNIT
         if cu_seqlens_ptr is not None:
             document_rows = tl.minimum(tl.load(cu_seqlens_ptr + n_documents).to(tl.int32), document_rows)
-        _take_apart(
+        _decompose(
             documents_ptr, documents_norms_ptr, documents_out_ptr, documents_scales_ptr, block - blocks, document_rows,
             document_sequences, document_length, strides, True, config,
         )  # fmt: skip
 
 
-def taken_apart(
+def decompose(
     queries: Tensor, documents: Tensor, size: int, norms: Norms | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Norms]:
     """Queries and documents [.., d] as float16 rows [.., size], and the factors that their similarities need.
@@ -112,7 +112,8 @@ def taken_apart(
     """
     d = queries.shape[-1]
     parts = size // (-(-d // 8) * 8)
-    (rows, lengths, strides), (document_rows, document_lengths, document_strides) = map(described, (queries, documents))
+    rows, lengths, strides = row_layout(queries)
+    document_rows, document_lengths, document_strides = row_layout(documents)
     shapes: list[Sequence[int]] = [queries.shape[:-1], documents.shape[:-1]]
     n_documents = 0
     if cu_seqlens is not None:
@@ -123,7 +124,7 @@ def taken_apart(
     unit, block = stride_unit((*strides, *document_strides)), max(16, power_of_two(size // parts))
     block_rows = max(1, _ELEMENTS // block)
     blocks, document_blocks = -(-rows // block_rows), -(-document_rows // block_rows)
-    _apart_kernel(
+    _decompose_kernel(
         (blocks + document_blocks, 1, 1),
         (queries, documents, *(norms or (None, None)), *out, *scales, cu_seqlens),
         (blocks, rows, *lengths, document_rows, *document_lengths, n_documents),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash.kernels.apart import taken_apart
+from pylate_flash.kernels.decompose import decompose
 from pylate_flash.kernels.rows import norms_of
 from pylate_flash.problem import rounded_total
 
@@ -15,7 +15,7 @@ from pylate_flash.problem import rounded_total
 def similarities(queries: torch.Tensor, documents: torch.Tensor, parts: int, normalize: bool = False) -> torch.Tensor:
     size = parts * (-(-queries.shape[-1] // 8) * 8)
     norms = norms_of(queries, documents) if normalize else None
-    query_parts, document_parts, scales = taken_apart(queries, documents, size, norms)
+    query_parts, document_parts, scales = decompose(queries, documents, size, norms)
     assert query_parts.dtype == document_parts.dtype == torch.float16
     assert (query_parts.shape, document_parts.shape) == ((*queries.shape[:-1], size), (*documents.shape[:-1], size))
     products = torch.einsum("qsd,ntd->qnst", query_parts.double(), document_parts.double())
@@ -64,7 +64,7 @@ def test_another_total_than_that_of_the_tensor() -> None:
     queries, documents = torch.randn(2, 3, 16), torch.randn(100, 16)
     assert rounded_total(99) == rounded_total(100) == 100
     cu_seqlens = torch.tensor([0, 40, 100])
-    _, expected, scales = taken_apart(queries, documents, 48)
-    _, result, result_scales = taken_apart(queries, documents[:99], 48, None, cu_seqlens)
+    _, expected, scales = decompose(queries, documents, 48)
+    _, result, result_scales = decompose(queries, documents[:99], 48, None, cu_seqlens)
     assert torch.equal(result, expected)
     assert torch.equal(result_scales.documents, scales.documents)

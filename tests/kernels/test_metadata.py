@@ -163,7 +163,7 @@ ERRORS = [AttributeError("no such type"), OSError("no cache"), RuntimeError("no 
 @pytest.mark.parametrize("error", [*ERRORS, None], ids=repr)
 def test_without_a_compiler_tensors_are_described_in_python(error: Exception | None, anew, monkeypatch, caplog) -> None:
     """Or with another version of DLPack (None); the reason is logged, once."""
-    described = pytest.importorskip("pylate_flash.kernels.described")
+    metadata = pytest.importorskip("pylate_flash.kernels.metadata")
     if error is None and not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("an older torch")
 
@@ -172,7 +172,7 @@ def test_without_a_compiler_tensors_are_described_in_python(error: Exception | N
             raise error
         return SimpleNamespace(describe=lambda *arguments: None)
 
-    monkeypatch.setattr(described, "_compiled", compiled)
+    monkeypatch.setattr(metadata, "_compiled", compiled)
     monkeypatch.setattr(operator, "repeated_devices", -1)
     with caplog.at_level("INFO", logger=operator.__name__):
         x = plain()

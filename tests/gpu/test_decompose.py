@@ -36,7 +36,7 @@ def on_hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def assert_scores(queries: Tensor, documents: Tensor, **options: Any) -> None:
     """Check that scores are reproducible, and equal the definition's within 22 bits of the largest score."""
     plan_options = {name: value for name, value in options.items() if name != "empty_score"}
-    assert explain(queries, documents, **plan_options).forward.apart is not None
+    assert explain(queries, documents, **plan_options).forward.decomposed is not None
     actual = maxsim(queries, documents, **options)
     for _ in range(5):
         torch.testing.assert_close(maxsim(queries, documents, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
@@ -79,7 +79,7 @@ def test_packed(lengths: list[int], size: int, normalize: bool, on_hopper: bool)
     documents, queries = unit(max(1, int(bounds[-1])), size), unit(5 * 77, size, seed=1)
     options: dict[str, Any] = {"normalize": normalize, "max_query_length": 77, "max_document_length": max(1, *lengths)}
     cu_seqlens = {"queries_cu_seqlens": query_bounds, "documents_cu_seqlens": bounds}
-    assert explain(queries, documents, **cu_seqlens, **options).forward.apart is not None
+    assert explain(queries, documents, **cu_seqlens, **options).forward.decomposed is not None
     actual = maxsim_varlen(queries, documents, query_bounds, bounds, **options, empty_score=-2.0)
     double = queries.double(), documents.double(), query_bounds, bounds
     expected = maxsim_varlen(*double, **options, empty_score=-2.0, implementation="blocked")
@@ -121,7 +121,7 @@ def test_gradients(
     weights = torch.rand(n_queries, 50, device="cuda")
     with products_in(precision):
         # TF32 products are served by the plain kernels.
-        assert (explain(*leaves, **options).forward.apart is None) == (precision == "high" and not on_hopper)
+        assert (explain(*leaves, **options).forward.decomposed is None) == (precision == "high" and not on_hopper)
         actual = torch.autograd.grad(maxsim(*leaves, **options), leaves, weights)
     double = [x.detach().double().requires_grad_() for x in leaves]
     scores = maxsim(*double, **options, implementation="blocked")

@@ -45,18 +45,18 @@ static int is_like(const Description *one, const Description *first) {
 }
 
 /* -1: there is no answer; else whether a gradient is to flow to a tensor. */
-static int learns(PyObject *tensor, PyObject *name) {
+static int requires_grad(PyObject *tensor, PyObject *name) {
     PyObject *answer = PyObject_GetAttr(tensor, name);
     Py_XDECREF(answer);
     return answer == NULL ? -1 : answer == Py_True;
 }
 
-/* 1 if all are alike; then `found` has their lengths, addresses and boundaries, the shortest length and the longest. */
-static int look_at_all(const Table *table, PyObject *tensors, PyObject *name, int64_t *found) {
+/* 1 if all are alike; then `words` has their lengths, addresses and boundaries, the shortest length and the longest. */
+static int read_list(const Table *table, PyObject *tensors, PyObject *name, int64_t *words) {
     Description one, first;
-    int first_learns = 0;
+    int first_requires_grad = 0;
     Py_ssize_t count = PyTuple_GET_SIZE(tensors);
-    int64_t *lengths = found, *addresses = lengths + count, *bounds = addresses + count, *extremes = bounds + count + 1;
+    int64_t *lengths = words, *addresses = lengths + count, *bounds = addresses + count, *extremes = bounds + count + 1;
     bounds[0] = 0;
     extremes[0] = INT64_MAX;
     extremes[1] = 0;
@@ -64,12 +64,12 @@ static int look_at_all(const Table *table, PyObject *tensors, PyObject *name, in
         PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
         if (Py_TYPE(tensor) != Py_TYPE(PyTuple_GET_ITEM(tensors, 0)) || table->describe(tensor, &one) != 0)
             return 0;
-        int one_learns = name == Py_None ? 0 : learns(tensor, name);
+        int one_requires_grad = name == Py_None ? 0 : requires_grad(tensor, name);
         if (i == 0) {
             first = one;
-            first_learns = one_learns;
+            first_requires_grad = one_requires_grad;
         }
-        if (one_learns < 0 || one_learns != first_learns || !is_like(&one, &first))
+        if (one_requires_grad < 0 || one_requires_grad != first_requires_grad || !is_like(&one, &first))
             return 0;
         int64_t length = one.shape[0];
         lengths[i] = length;
@@ -84,98 +84,100 @@ static int look_at_all(const Table *table, PyObject *tensors, PyObject *name, in
 /* Types of devices, and words that a description may have. */
 enum { CPU = 1, CUDA = 2, MOST = 1024 };
 
-/* describe(table, Tensor, Parameter, "requires_grad", tensors, least, packed, recorded): bytes, or None.
+/* describe(table, Tensor, Parameter, "requires_grad", tensors, lowest, packed, recorded): bytes, or None.
 
    Words of 64 bits: the device; then of each tensor a word of how many dimensions it has, whether a gradient is to flow
    to it, its type and alignment, followed by its shape and its strides; in place of what is None, -1. */
-static PyObject *describe(PyObject *module, PyObject *const *given, Py_ssize_t n_given) {
-    int64_t found[MOST];
-    Py_ssize_t used = 1, total = 0;
-    int any_learns = 0, where = -2;
-    if (n_given != 8) {
+static PyObject *describe(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    int64_t words[MOST];
+    Py_ssize_t n_words = 1, total = 0;
+    int any_requires_grad = 0, device = -2;
+    if (n_args != 8) {
         PyErr_SetString(PyExc_TypeError, "describe takes a table, two types, a name, tensors, two numbers and a flag");
         return NULL;
     }
-    const Table *table = PyCapsule_GetPointer(given[0], "dlpack_exchange_api");
-    long least = table == NULL ? -1 : PyLong_AsLong(given[5]), packed = table == NULL ? -1 : PyLong_AsLong(given[6]);
+    const Table *table = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
+    long lowest = table == NULL ? -1 : PyLong_AsLong(args[5]), packed = table == NULL ? -1 : PyLong_AsLong(args[6]);
     if (PyErr_Occurred())
         return NULL;
-    PyObject *tensors = given[4];
+    PyObject *tensors = args[4];
     if (!PyTuple_CheckExact(tensors) || table->major != 1 || table->describe == NULL)
         Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
         PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
         Description one;
-        if (used == MOST)
+        if (n_words == MOST)
             Py_RETURN_NONE;
         if (tensor == Py_None && i != packed) {
-            found[used++] = -1;
+            words[n_words++] = -1;
             continue;
         }
-        if ((PyObject *)Py_TYPE(tensor) != given[1] && (PyObject *)Py_TYPE(tensor) != given[2])
+        if ((PyObject *)Py_TYPE(tensor) != args[1] && (PyObject *)Py_TYPE(tensor) != args[2])
             Py_RETURN_NONE;
-        int one_learns = learns(tensor, given[3]);
-        if (one_learns < 0 || table->describe(tensor, &one) != 0) {
+        int one_requires_grad = requires_grad(tensor, args[3]);
+        if (one_requires_grad < 0 || table->describe(tensor, &one) != 0) {
             PyErr_Clear();
             Py_RETURN_NONE;
         }
         int number = one.device_type == CPU ? -1 : one.device;
-        if ((one.device_type != CPU && one.device_type != CUDA) || number < least || (where != -2 && where != number) ||
-            used + 1 + 2 * (Py_ssize_t)one.dimensions > MOST || (i == packed && one.dimensions == 0))
+        if ((one.device_type != CPU && one.device_type != CUDA) || number < lowest ||
+            (device != -2 && device != number) ||
+            n_words + 1 + 2 * (Py_ssize_t)one.dimensions > MOST || (i == packed && one.dimensions == 0))
             Py_RETURN_NONE;
-        where = number;
-        any_learns |= one_learns;
-        found[used++] = one.dimensions | (int64_t)one_learns << 8 | (int64_t)one.type << 16 | (int64_t)one.bits << 24 |
-                        (int64_t)one.lanes << 32 | (((int64_t)one.data + (int64_t)one.offset) & 15) << 48;
+        device = number;
+        any_requires_grad |= one_requires_grad;
+        words[n_words++] = one.dimensions | (int64_t)one_requires_grad << 8 | (int64_t)one.type << 16 |
+                           (int64_t)one.bits << 24 | (int64_t)one.lanes << 32 |
+                           (((int64_t)one.data + (int64_t)one.offset) & 15) << 48;
         if (i == packed)
-            total = used;
-        memcpy(found + used, one.shape, one.dimensions * sizeof(int64_t));
-        used += one.dimensions;
-        memcpy(found + used, one.strides, one.dimensions * sizeof(int64_t));
-        used += one.dimensions;
+            total = n_words;
+        memcpy(words + n_words, one.shape, one.dimensions * sizeof(int64_t));
+        n_words += one.dimensions;
+        memcpy(words + n_words, one.strides, one.dimensions * sizeof(int64_t));
+        n_words += one.dimensions;
     }
-    found[0] = where;
-    if (total > 0 && !(any_learns && given[7] == Py_True))
-        found[total] = -1;
-    return PyBytes_FromStringAndSize((const char *)found, used * (Py_ssize_t)sizeof(int64_t));
+    words[0] = device;
+    if (total > 0 && !(any_requires_grad && args[7] == Py_True))
+        words[total] = -1;
+    return PyBytes_FromStringAndSize((const char *)words, n_words * (Py_ssize_t)sizeof(int64_t));
 }
 
-/* look(table, tensors, name): 3 * N + 3 integers of 64 bits, or None; `name` is None or "requires_grad". */
-static PyObject *look(PyObject *module, PyObject *const *given, Py_ssize_t n_given) {
-    if (n_given != 3) {
-        PyErr_SetString(PyExc_TypeError, "look takes a table, tensors and a name");
+/* list_metadata(table, tensors, name): 3 * N + 3 integers of 64 bits, or None; `name` is None or "requires_grad". */
+static PyObject *list_metadata(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+    if (n_args != 3) {
+        PyErr_SetString(PyExc_TypeError, "list_metadata takes a table, tensors and a name");
         return NULL;
     }
-    const Table *table = PyCapsule_GetPointer(given[0], "dlpack_exchange_api");
+    const Table *table = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
     if (table == NULL)
         return NULL;
     /* A tuple, which nobody can change meanwhile. */
-    PyObject *tensors = PySequence_Tuple(given[1]);
+    PyObject *tensors = PySequence_Tuple(args[1]);
     if (tensors == NULL)
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(tensors);
-    PyObject *found = PyByteArray_FromStringAndSize(NULL, (3 * count + 3) * (Py_ssize_t)sizeof(int64_t));
-    if (found != NULL && (table->major != 1 || table->describe == NULL ||
-                          !look_at_all(table, tensors, given[2], (int64_t *)PyByteArray_AS_STRING(found)))) {
+    PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (3 * count + 3) * (Py_ssize_t)sizeof(int64_t));
+    if (bytes != NULL && (table->major != 1 || table->describe == NULL ||
+                          !read_list(table, tensors, args[2], (int64_t *)PyByteArray_AS_STRING(bytes)))) {
         PyErr_Clear();
-        Py_DECREF(found);
-        found = Py_NewRef(Py_None);
+        Py_DECREF(bytes);
+        bytes = Py_NewRef(Py_None);
     }
     Py_DECREF(tensors);
-    return found;
+    return bytes;
 }
 
-static PyMethodDef functions[] = {{"look", (PyCFunction)(void (*)(void))look, METH_FASTCALL, NULL},
+static PyMethodDef functions[] = {{"list_metadata", (PyCFunction)(void (*)(void))list_metadata, METH_FASTCALL, NULL},
                                   {"describe", (PyCFunction)(void (*)(void))describe, METH_FASTCALL, NULL},
                                   {NULL}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "pylate_flash_described", NULL, -1, functions};
-PyMODINIT_FUNC PyInit_pylate_flash_described(void) { return PyModule_Create(&module); }
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "pylate_flash_metadata", NULL, -1, functions};
+PyMODINIT_FUNC PyInit_pylate_flash_metadata(void) { return PyModule_Create(&module); }
 """
 
 
 @functools.cache
 def _compiled() -> Any:
-    return compile_module_from_src(_SOURCE, "pylate_flash_described")
+    return compile_module_from_src(_SOURCE, "pylate_flash_metadata")
 
 
 def describer() -> Callable[[tuple, int, int, bool], bytes | None]:
@@ -200,7 +202,7 @@ def describer() -> Callable[[tuple, int, int, bool], bytes | None]:
     return describe
 
 
-class Listed(NamedTuple):
+class ListMetadata(NamedTuple):
     """Tensors [L_i, d]: lengths [N], addresses [N] and boundaries [N + 1], int64; shortest and longest length."""
 
     lengths: np.ndarray
@@ -210,16 +212,16 @@ class Listed(NamedTuple):
     longest: int
 
 
-def look(tensors: Sequence[object]) -> Listed | None:
+def list_metadata(tensors: Sequence[object]) -> ListMetadata | None:
     """Metadata of a list of at least one tensor, or None unless all are contiguous matrices that are alike.
 
     Alike: of the type, dtype, device and embedding size of the first, and, where gradients are recorded, of its
     requires_grad. Raises what `describer` raises.
     """
-    result = _compiled().look(
+    result = _compiled().list_metadata(
         torch.Tensor.__dlpack_c_exchange_api__, tensors, "requires_grad" if torch.is_grad_enabled() else None
     )
     if result is None:
         return None
     words, count = np.frombuffer(result, dtype=np.int64), len(tensors)
-    return Listed(words[:count], words[count : 2 * count], words[2 * count : -2], *words[-2:].tolist())
+    return ListMetadata(words[:count], words[count : 2 * count], words[2 * count : -2], *words[-2:].tolist())
