@@ -37,6 +37,11 @@ def copy_to_shared(module: ModuleType) -> Any:
     return getattr(module, "async_load", None) or module.async_copy_global_to_shared
 
 
+def reinterpret(descriptor: type) -> Any:
+    """The method of Gluon's shared memory descriptors that changes dtype, shape and layout; private before 3.9."""
+    return getattr(descriptor, "reinterpret", None) or descriptor._reinterpret  # type: ignore[attr-defined]
+
+
 def launcher_is_known() -> bool:
     """Whether the arguments of Triton's C function that launches a compiled kernel are known.
 

@@ -26,8 +26,8 @@ TYPES = {
     torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.uint16: "*u16",
     torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
-# Maximum shared memory per thread block in bytes, by compute capability.
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# Maximum shared memory per thread block in bytes, by compute capability; of 8.x the least, which 8.6 and 8.9 have.
+SHARED_MEMORY = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 class Launch:

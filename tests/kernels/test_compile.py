@@ -51,7 +51,7 @@ def tall(capability: int, dtype: torch.dtype = BF16, size: int = 128) -> str:
     """The kernel that serves the rows of several queries."""
     name = "hopper" if capability == 90 and (dtype == F32 or size % 8 == 0) else "stacked"
     in_pairs = name == "hopper" and size <= 128 and size % 4 == 0
-    return f"decomposed {name}" if dtype == F32 and not in_pairs else name
+    return f"decompose {name}" if dtype == F32 and not in_pairs else name
 
 
 def serving(n_queries: int, capability: int, dtype: torch.dtype, size: int) -> str:
@@ -102,7 +102,7 @@ def test_strides_that_are_no_multiples_of_16(
     ptx = compiled(launch, name, capability)[name.split()[-1]].asm["ptx"]
     results = {copied or loaded for copied, loaded in _LOADS.findall(ptx)}
     assert results
-    if name.startswith("decomposed"):
+    if name.startswith("decompose"):
         # Norms, and the remaining 16 elements of 3 * 48.
         widths = widths | {".b32", "0x8"}
     # A warp loads a float32 row together; up to 64 elements, two per lane.
@@ -240,7 +240,7 @@ def test_packed_documents_are_loaded_by_16_bytes(
     name = serving(n_queries, capability if streamed else 80, dtype, size)
     if lie != "together" or capability == 90:
         # float32 is not split into parts for scattered documents, nor for segments where Hopper has TF32 products.
-        name = name.removeprefix("decomposed ")
+        name = name.removeprefix("decompose ")
     names = f"{name} merge" if longest == 9000 else name
     served = compiled(partial(maxsim_forward, problem, tensors, offsets), names, capability)
     ptx = served[name.split()[-1]].asm["ptx"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..gluon import larger_of
+from ..gluon import larger_of, reinterpret
 
 # Most documents whose maxima wait to be summed.
 RING = gl.constexpr(3)
@@ -218,7 +218,7 @@ def address_of(tiles, memory):
     COLUMNS: gl.constexpr = tiles.shape[1]
     WORDS: gl.constexpr = tiles.shape[2] // 2
     in_words: gl.constexpr = gl.NVMMASharedLayout(tiles.layout.swizzle_byte_width, 32, 2)
-    rows = tiles._reinterpret(gl.int32, [STAGES, COLUMNS, WORDS], in_words).index(0).slice(0, 8)
+    rows = reinterpret(tiles, gl.int32, [STAGES, COLUMNS, WORDS], in_words).index(0).slice(0, 8)
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
     words, _ = gl.broadcast(
         gl.arange(1, WORDS + 1, layout=gl.SliceLayout(0, layout))[None, :], gl.zeros([8, WORDS], gl.int32, layout)

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..gluon import add, copy_to_shared, next_slot
+from ..gluon import add, copy_to_shared, next_slot, reinterpret
 from ..rows import inverse_norm
 from .hopper_barriers import (
     arrive,
@@ -200,7 +200,7 @@ def _with_signs(tile):
     BYTES: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [512 // BYTES, BYTES // 16], [4, 1], [1, 0])
     words_layout: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 32, 2)
-    words = tile._reinterpret(gl.int32, [tile.shape[0], BYTES // 4], words_layout)
+    words = reinterpret(tile, gl.int32, [tile.shape[0], BYTES // 4], words_layout)
     # 0x80 in every byte.
     words.store(words.load(layout) ^ -0x7F7F7F80)
 

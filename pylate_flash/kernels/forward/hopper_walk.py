@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..gluon import add, larger_of, next_slot
+from ..gluon import add, larger_of, next_slot, reinterpret
 from .hopper_barriers import arrive, await_barrier, load_word, offsets, spans, store_word
 
 # Columns that are computed together; an "eight" is a group of 8.
@@ -52,11 +52,8 @@ def of_tile(words, tile, positions, config: gl.constexpr):
     COLUMNS: gl.constexpr = positions.shape[0]
     SPANS: gl.constexpr = spans(config)
     by_column: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return (
-        words._reinterpret(words.dtype, [SPANS * SPAN // COLUMNS, COLUMNS], by_column)
-        .index(tile)
-        .load(positions.type.layout)
-    )
+    by_tile = reinterpret(words, words.dtype, [SPANS * SPAN // COLUMNS, COLUMNS], by_column)
+    return by_tile.index(tile).load(positions.type.layout)
 
 
 @gluon.jit
