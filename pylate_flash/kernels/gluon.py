@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from . import versions
 
@@ -13,6 +14,18 @@ from . import versions
 copy_to_shared = versions.copy_to_shared(async_copy)
 copy_block_to_shared = versions.copy_to_shared(tma)
 reinterpret = versions.reinterpret(gl.shared_memory_descriptor)
+
+
+@builtin
+def wait_for_product(product, _semantic=None):
+    """Wait for a warpgroup's product, which is in flight; its warps do not wait for other warpgroups of a partition.
+
+    Since Triton 3.9, all warps of a partition otherwise meet at a barrier afterwards.
+    """
+    product = warpgroup_mma_wait(0, deps=[product], _semantic=_semantic)
+    if versions.triton_version() >= (3, 9):
+        product.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
+    return product
 
 
 @gluon.jit

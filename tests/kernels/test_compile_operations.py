@@ -244,6 +244,21 @@ def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
     assert dtype == UINT8 or "I2FP" not in sass
 
 
+def loop_of_products(sass: str) -> str:
+    """The smallest loop with all products on tensor cores."""
+    lines = sass.splitlines()
+    labels = {label[1]: index for index, line in enumerate(lines) if (label := re.match(r"(LBB\d+):", line))}
+    products = [index for index, line in enumerate(lines) if "GMMA" in line]
+    loops = [
+        (index - labels[branch[1]], index)
+        for index, line in enumerate(lines)
+        if (branch := re.search(r"BRA\b.*(LBB\d+)", line)) and branch[1] in labels
+        if labels[branch[1]] <= products[0] <= products[-1] <= index
+    ]
+    length, end = min(loops)
+    return "\n".join(lines[end - length : end + 1])
+
+
 def allocated_in_ptx(ptx: str) -> int:
     """Bytes of shared memory that a stream allocates in PTX; tiles follow at a multiple of 1024 bytes."""
     (nbytes,) = re.findall(r"\.shared \.align 1024 \.b8 allocated\[(\d+)\]", ptx)
@@ -325,11 +340,12 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
         assert widths == {"v4" if size > 64 else "v2"}
     else:
         assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
-    # Triton 3.8 spills the initial values of a partition. The partition that splits float32 has a tile in registers,
-    # and ptxas keeps a word or two of the rest in local memory; four words for 256 rows of 128 elements.
+    # The partition that splits float32 has a tile in registers, and ptxas keeps a word or two of the rest in local
+    # memory; four words for 256 rows of 128 elements. Later versions of Triton spill the initial values of a partition.
     most = 2 * rounded + (4 if dtype == F32 else 0)
     sass = get_sass(code.asm["cubin"])
-    assert sass.count("LDL") <= (most if triton_version() <= (3, 6) else 8 + 2 * rounded)
+    assert sass.count("LDL") <= most or triton_version() > (3, 6)
+    assert loop_of_products(sass).count("LDL") <= most + 4 * (triton_version() > (3, 8))
     if dtype == INT8:
         # The 1 by which integers are multiplied is not moved to a register for every similarity.
         after_product = "\n".join(sass.split("IGMMA")[-1].splitlines()[:200])
@@ -506,8 +522,11 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     # The limit of a program, of which the driver takes 1 KB.
     assert code.metadata.shared + 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= SHARED_MEMORY[90]
     assert 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= 48 << 10, "what is not asked for at a launch"
-    # Triton 3.8 spills the initial values of a partition.
-    assert get_sass(asm["cubin"]).count("LDL") <= (0 if triton_version() <= (3, 6) else 8)
+
+    # Later versions of Triton spill the initial values of a partition.
+    sass = get_sass(asm["cubin"])
+    assert "LDL" not in sass or triton_version() > (3, 6)
+    assert loop_of_products(sass).count("LDL") <= 8 * (triton_version() > (3, 8))
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)

@@ -16,14 +16,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..gluon import copy_to_shared, next_slot
+from ..gluon import copy_to_shared, next_slot, wait_for_product
 from ..tables import SUMMED_EMBEDDING as _SUMMED
 from .hopper_barriers import (
     arrive,
@@ -79,7 +74,7 @@ def _sums_of_products(
         rows = query_slots.index(slot).slice(PART * ROWS, ROWS)
         tile = first_rows(tiles.index(slot), COLUMNS).permute((1, 0))
         products = warpgroup_mma(rows, tile, products, is_async=True)
-        products = warpgroup_mma_wait(0, deps=[products])
+        products = wait_for_product(products)
         if config.stream:
             arrive(empty, AT.empty_slots, slot)
         else:

@@ -8,14 +8,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from ..gluon import execute, next_slot
+from ..gluon import execute, next_slot, wait_for_product
 from .hopper_barriers import arrive, await_barrier, has_lower, load_word, offsets, rows_of_product, warps_of_product
 from .hopper_codes import scaled_rows
 from .hopper_pairs import float16_pairs, scales_of_slot
@@ -140,7 +135,7 @@ def finish_product(
         mbarrier.wait(full.index(slot), phase)
         end_bits = gl.to_tensor(0)
     fence_async_shared()
-    similarities = warpgroup_mma_wait(0, deps=[similarities])
+    similarities = wait_for_product(similarities)
     if SCALED and SCALES_LAST:
         scale = first_rows(scales.index(read_slot), COLUMNS).load(gl.SliceLayout(0, mma))
     if config.affine:
