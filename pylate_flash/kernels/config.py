@@ -336,7 +336,7 @@ def single_tile(capability: int, size: int, item: int, columns: int, small: bool
     """Tile of `columns` query tokens of `size` elements against a query's documents; `small`: fewer document tokens."""
     blocks = embedding_blocks(capability, size, item)
     split, row_bytes = blocks.split, blocks.held * item
-    tile = tables.SINGLE_SPLIT if split else tables.SINGLE_PACKED if small else tables.SINGLE
+    tile = tables.SINGLE_SPLIT if split else tables.SINGLE_PACKED if small and not normalize else tables.SINGLE
     if row_bytes > tables.MAX_ROW_BYTES:
         tile = tables.SINGLE_IN_TWO_NORMS if normalize else tables.SINGLE_IN_TWO
     return fitted(tile._replace(columns=columns), capability, row_bytes, split)

@@ -506,16 +506,18 @@ def test_four_groups_of_warps_share_a_stream_in_8_bits_that_is_signed_and_not_sh
 @pytest.mark.parametrize(
     ("n", "length", "small"), [(60, 60, True), (60, 64, False), (4096, 64, False), (4097, 64, True)]
 )
+@pytest.mark.parametrize("normalize", [False, True])
 def test_many_or_short_packed_documents_have_smaller_programs(
-    n: int, length: int, small: bool, candidates: bool, capability: int
+    n: int, length: int, small: bool, candidates: bool, normalize: bool, capability: int
 ) -> None:
-    """If every document is scored against one query."""
+    """If every document is scored against one query, and tiles are read in one layout alone."""
     tensors = Tensors(torch.empty(1 + candidates, 32, 8).half(), torch.empty(n * length, 8).half())
     own_bounds = torch.tensor([0, 3, n]) if candidates else None
     tensors = tensors._replace(documents_cu_seqlens=torch.arange(n + 1) * length, candidates_cu_seqlens=own_bounds)
-    plan = forward_plan(problem_of(tensors, Options(max_document_length=length, max_candidates=n)))
+    options = Options(max_document_length=length, max_candidates=n, normalize=normalize)
+    plan = forward_plan(problem_of(tensors, options))
     assert plan.kernel == "single"
-    assert plan.tile.rows == (tables.SINGLE_PACKED if small else tables.SINGLE).rows
+    assert plan.tile.rows == (tables.SINGLE_PACKED if small and not normalize else tables.SINGLE).rows
 
 
 # Documents, document length, query length, embedding size, and whether `forward.short` serves them.
