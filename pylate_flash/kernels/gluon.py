@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_
 
 from . import versions
 
-# cp.async, where every thread copies some bytes; and TMA, which copies a block of a described matrix.
+# cp.async, where every thread copies some bytes; and TMA, which copies a block of a matrix.
 copy_to_shared = versions.copy_to_shared(async_copy)
 copy_block_to_shared = versions.copy_to_shared(tma)
 reinterpret = versions.reinterpret(gl.shared_memory_descriptor)

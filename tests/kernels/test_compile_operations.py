@@ -341,10 +341,12 @@ def test_streams_of_documents_fit_and_spill_nothing_in_loops(
     else:
         assert set(re.findall(_COPIES, code.asm["ptx"])) == ({"0x10", "0x4"} if scaled else {"0x10"})
     # The partition that splits float32 has a tile in registers, and ptxas keeps a word or two of the rest in local
-    # memory; four words for 256 rows of 128 elements. Later versions of Triton spill the initial values of a partition.
+    # memory; four words for 256 rows of 128 elements. Later versions of Triton spill the initial values of a partition,
+    # which costs time only where the loop of products reads them; 3.9 spills more of them, and some in that loop.
     most = 2 * rounded + (4 if dtype == F32 else 0)
     sass = get_sass(code.asm["cubin"])
-    assert sass.count("LDL") <= most or triton_version() > (3, 6)
+    everywhere = most if triton_version() <= (3, 6) else 8 + 2 * rounded
+    assert sass.count("LDL") <= everywhere or triton_version() > (3, 8)
     assert loop_of_products(sass).count("LDL") <= most + 4 * (triton_version() > (3, 8))
     if dtype == INT8:
         # The 1 by which integers are multiplied is not moved to a register for every similarity.
@@ -523,9 +525,9 @@ def test_codes_of_a_few_queries_are_decompressed_where_they_are_copied(
     assert code.metadata.shared + 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= SHARED_MEMORY[90]
     assert 4 * int(words) + allocated_in_ptx(code.asm["ptx"]) <= 48 << 10, "what is not asked for at a launch"
 
-    # Later versions of Triton spill the initial values of a partition.
+    # Later versions of Triton spill the initial values of a partition, and 3.9 some in the loop of products.
     sass = get_sass(asm["cubin"])
-    assert "LDL" not in sass or triton_version() > (3, 6)
+    assert sass.count("LDL") <= (0 if triton_version() <= (3, 6) else 8) or triton_version() > (3, 8)
     assert loop_of_products(sass).count("LDL") <= 8 * (triton_version() > (3, 8))
 
 
