@@ -242,25 +242,18 @@ def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
         descriptors = [matrix.of(_At(pointer, dtype)) for matrix, pointer, dtype in inputs]
         compiled[grid](*descriptors, *pointers[len(descriptors) :], *rest, stream=stream)
 
-    if not launcher_is_known():
+    if (c_function := c_function_of(compiled)) is None:
         return by_triton
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    run, metas = compiled.run, getattr(compiled.metadata, "tensordesc_meta", None) or ()
-    if not isinstance(run, CudaLauncher) or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
-        return by_triton
-    # Triton's wrapper of its C launcher encodes TMA descriptors anew at every launch.
-    launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if metas else run.launch
-    # Global and profiler scratch; then the launch metadata for hooks, and the two hooks.
-    no_scratch, no_hooks = (None, None), (None, None, None)
-    launch_flags = run.launch_cooperative_grid, run.launch_pdl
-    fixed_args = compiled.function, *launch_flags, *no_scratch, compiled.packed_metadata, *no_hooks
-
+    launch, fixed_args, takes_tuple = c_function
+    metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     hooks = knobs.runtime
 
     @functools.lru_cache(maxsize=256)
     def describe(index: int, address: int, rows: int, columns: int) -> tuple:
-        fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+        utils = triton.runtime.driver.active.utils
+        fill = utils.fill_tma_descriptor_tiled if takes_tuple else utils.fill_tma_descriptor
         meta, dtype = metas[index], TMA_DTYPE_DEVICE_TO_HOST[metas[index]["elem_type"]]
         block = tuple(meta["block_size"])
         description = fill(address, meta["swizzle"], meta["elem_size"], dtype, block, (rows, columns), (columns, 1), 0)
@@ -277,9 +270,39 @@ def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
         if matrices:
             descriptors = [describe(i, pointers[i], m.rows, m.columns) for i, m in enumerate(matrices)]
             pointers = [value for descriptor in descriptors for value in descriptor] + pointers[len(matrices) :]
-        launch(*grid, stream, *fixed_args, *pointers, *rest)
+        if takes_tuple:
+            launch(*grid, stream, *fixed_args, (*pointers, *rest))
+        else:
+            launch(*grid, stream, *fixed_args, *pointers, *rest)
 
     return by_c
+
+
+def c_function_of(compiled: Any) -> tuple[Callable[..., None], tuple, bool] | None:
+    """Triton's C function that launches a compiled kernel, with what it takes, or None if only Triton can launch it.
+
+    That is its arguments between the stream and those of the kernel, and whether it takes the latter as a tuple.
+    """
+    if not launcher_is_known():
+        return None
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    run = compiled.run
+    if not isinstance(run, CudaLauncher) or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
+        return None
+    # Triton's wrapper of its C function encodes TMA descriptors anew at every launch.
+    has_descriptors = getattr(compiled.metadata, "tensordesc_meta", None)
+    launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if has_descriptors else run.launch
+    # Global and profiler scratch; the launch metadata for hooks, and the two hooks.
+    no_scratch, no_hooks = (None, None), (None, None, None)
+    function_and_flags = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    if not hasattr(run, "kernel_signature"):
+        return launch, (*function_and_flags, *no_scratch, compiled.packed_metadata, *no_hooks), False
+    if getattr(run, "gsan_enabled", False):
+        return None
+    # Since 3.7 one C function launches all kernels, by a description of their arguments.
+    described = run.arg_annotations, run.kernel_signature
+    return launch, (*function_and_flags, compiled.packed_metadata, *no_hooks, *no_scratch, *described), True
 
 
 class _At(NamedTuple):

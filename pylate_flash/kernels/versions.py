@@ -43,8 +43,5 @@ def reinterpret(descriptor: type) -> Any:
 
 
 def launcher_is_known() -> bool:
-    """Whether the arguments of Triton's C function that launches a compiled kernel are known.
-
-    It is private. In 3.6 it takes the kernel's arguments themselves, since 3.7 also a description of them.
-    """
-    return triton_version() == (3, 6)
+    """Whether the arguments of Triton's C function that launches a compiled kernel, which is private, are known."""
+    return TESTED[0] <= triton_version() <= TESTED[1]

@@ -24,13 +24,15 @@ class Compiled:
 
     function, packed_metadata = 70, (4, 1, 0)
 
-    def __init__(self, scratch: int = 0) -> None:
+    def __init__(self, scratch: int = 0, takes_tuple: bool = False) -> None:
         self.launches: list[tuple] = []
         self.metadata = SimpleNamespace(tensordesc_meta=None)
         self.run: Any = CudaLauncher.__new__(CudaLauncher)
         self.run.launch = lambda *arguments: self.launches.append(("C", *arguments))
         self.run.global_scratch_size, self.run.profile_scratch_size = scratch, 0
         self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
+        if takes_tuple:
+            self.run.arg_annotations, self.run.kernel_signature = ["annotation"], b"signature"
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         return lambda *arguments, stream: self.launches.append(("Triton", grid, stream, *arguments))
@@ -320,10 +322,7 @@ def test_a_kernel_runs_on_the_device_of_its_tensors(device: int, devices: Device
         devices.current = current
         call(kernel, Address(device=device))
         assert devices.current == current, "as it was"
-    if launch.launcher_is_known():
-        assert current_devices == [device] * 3
-    else:
-        assert compiled.streams == [900 + device] * 2
+    assert current_devices == [device] * 3
 
 
 @pytest.fixture
@@ -332,15 +331,25 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 3)
 
 
-# Arguments of Triton 3.6's C function between the grid and the pointers: stream, function, two flags, two scratch
-# buffers, metadata of the kernel and the launch, two hooks.
-by_c = pytest.mark.skipif(not launch.launcher_is_known(), reason="the C function of Triton 3.6")
-FIXED = (903, 70, False, True, None, None, (4, 1, 0), None, None, None)
+both_c_functions = pytest.mark.parametrize("takes_tuple", [False, True], ids=["3.6", "3.7"])
 
 
-@by_c
-def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None) -> None:
-    compiled, tensors = Compiled(), (torch.zeros(4), None, torch.zeros(8))
+def c_launch(takes_tuple: bool, grid: tuple[int, int, int], *kernel_arguments: object) -> tuple:
+    """A launch by Triton's C function, as `Compiled` records it.
+
+    Between the grid and the kernel's arguments are the stream, the function and two flags, and then, in 3.6, two
+    scratch buffers, metadata of the kernel and the launch and two hooks. Since 3.7 scratch buffers come after hooks,
+    and after them the description of the kernel's arguments.
+    """
+    if not takes_tuple:
+        return "C", *grid, 903, 70, False, True, None, None, (4, 1, 0), None, None, None, *kernel_arguments
+    described = ["annotation"], b"signature", kernel_arguments
+    return "C", *grid, 903, 70, False, True, (4, 1, 0), None, None, None, None, None, *described
+
+
+@both_c_functions
+def test_a_kernel_that_was_launched_is_launched_by_the_c_function(takes_tuple: bool, on_a_gpu: None) -> None:
+    compiled, tensors = Compiled(takes_tuple=takes_tuple), (torch.zeros(4), None, torch.zeros(8))
     function = Function(compiled)
     kernel = Kernel(function)
     call(kernel, *tensors)
@@ -352,12 +361,12 @@ def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None
     assert compiled.launches == [], "the first launch is the compiler's"
     call(kernel, *tensors)
     pointers = (tensors[0].data_ptr(), 0, tensors[2].data_ptr())
-    assert compiled.launches == [("C", 5, 6, 7, *FIXED, *pointers, *rest)]
+    assert compiled.launches == [c_launch(takes_tuple, (5, 6, 7), *pointers, *rest)]
     # No argument of an earlier launch is used again.
     new_tensors = torch.zeros(4), None, torch.zeros(8)
     call(kernel, *new_tensors, grid=(2, 1, 1), numbers=(12, 0.25), strides=(1, 32))
     pointers = (new_tensors[0].data_ptr(), 0, new_tensors[2].data_ptr())
-    assert compiled.launches[1:] == [("C", 2, 1, 1, *FIXED, *pointers, 12, 0.25, 1, 32, "constant", 64)]
+    assert compiled.launches[1:] == [c_launch(takes_tuple, (2, 1, 1), *pointers, 12, 0.25, 1, 32, "constant", 64)]
     # Triton specializes on addresses that are multiples of 16.
     call(kernel, torch.zeros(5)[1:], *tensors[1:])
     assert len(function.compilations) == 2
@@ -366,17 +375,20 @@ def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None
     assert compiled.ways == ["C"] * 4
 
 
-@by_c
-def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_c_functions
+def test_a_matrix_is_described_once_for_an_address(
+    takes_tuple: bool, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton's compiler gets a TensorDescriptor, and the C function what Triton makes of it."""
-    compiled, filled = Compiled(), []
+    compiled, filled = Compiled(takes_tuple=takes_tuple), []
     function = Function(compiled)
     kernel = Kernel(function)
     launcher = compiled.run.launch
     compiled.run.launch = lambda *arguments: launcher(*arguments)
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [128, 64]}
     compiled.metadata = SimpleNamespace(tensordesc_meta=[meta])
-    utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: filled.append(arguments) or f"map {len(filled)}")
+    name = "fill_tma_descriptor_tiled" if takes_tuple else "fill_tma_descriptor"
+    utils = SimpleNamespace(**{name: lambda *arguments: filled.append(arguments) or f"map {len(filled)}"})
     monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
     tensors = [torch.zeros(300, 768, dtype=torch.bfloat16) for _ in range(2)]
@@ -390,10 +402,9 @@ def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: 
         assert arguments[1:3] + arguments[4:] == (3, 2, (128, 64), (rows, 768), (768, 1), 0)
     rest = (768, 768, 1, other.data_ptr(), 11, 0.5, 1, 16, "constant", 64)
     expected = [("map 1", 300), ("map 2", 300), ("map 1", 300), ("map 3", 200)]
-    assert [launched[14:] for launched in compiled.launches] == [(*described, *rest) for described in expected]
+    assert compiled.launches == [c_launch(takes_tuple, (5, 6, 7), *described, *rest) for described in expected]
 
 
-@by_c
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_heard(hook: str, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With hooks, Triton's own launcher runs, with the same arguments."""
@@ -444,9 +455,12 @@ def test_without_its_c_function_triton_launches_by_addresses(on_a_gpu: None, mon
     assert compiled.launches == [("Triton", (5, 6, 7), 903, *pointers, 11, 0.5, 1, 16, "constant", 64)]
 
 
-@pytest.mark.parametrize("why", ["scratch", "profile", "version", "backend"])
+@pytest.mark.parametrize("why", ["scratch", "profile", "version", "backend", "sanitizer"])
 def test_what_only_triton_can_launch_it_launches(why: str, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, tensors = Compiled(scratch=128 if why == "scratch" else 0), (torch.zeros(4), torch.zeros(4))
+    compiled = Compiled(scratch=128 if why == "scratch" else 0, takes_tuple=why == "sanitizer")
+    tensors = torch.zeros(4), torch.zeros(4)
+    if why == "sanitizer":
+        compiled.run.gsan_enabled = True
     if why == "profile":
         compiled.run.profile_scratch_size = 8
     if why == "version":

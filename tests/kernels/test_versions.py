@@ -58,7 +58,7 @@ def test_a_copy_goes_by_the_newest_name(names: dict[str, str], expected: str) ->
     assert versions.copy_to_shared(module) == expected
 
 
-@pytest.mark.parametrize(("version", "known"), [((3, 5), False), ((3, 6), True), ((3, 7), False), ((3, 9), False)])
-def test_the_launcher_of_3_6_is_known(version, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "known"), [((3, 5), False), ((3, 6), True), ((3, 9), True), ((3, 10), False)])
+def test_the_launcher_of_tested_versions_is_known(version, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "triton_version", lambda: version)
     assert versions.launcher_is_known() is known

@@ -8,6 +8,7 @@ the same call replayed as a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import sys
@@ -308,6 +309,8 @@ def replayed(inputs: Call) -> list[Candidate]:
         graph.replay()
         return scores
 
+    # A graph does not keep the inputs that it reads, and nothing else may.
+    replay.inputs = candidate.call  # type: ignore[attr-defined]
     return [Candidate(f"{candidate.label}, replayed", replay)]
 
 
@@ -339,22 +342,24 @@ def empty_kernel(inputs: Call) -> list[Candidate]:
 def bare_launch(inputs: Call) -> list[Candidate]:
     """The same launch by Triton's C function, with all arguments prepared."""
     kernel, tensor = _nothing(inputs.device)
-    from pylate_flash.kernels.versions import launcher_is_known
+    from pylate_flash.kernels.launch import c_function_of
 
-    if not launcher_is_known():
+    if (c_function := c_function_of(kernel[(1,)](tensor))) is None:
         raise Unavailable("the arguments of this Triton's C function are not known")
-    compiled = kernel[(1,)](tensor)
-    run = compiled.run
-    stream = torch.cuda.current_stream(inputs.device).cuda_stream
-    # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
-    options = run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
+    launch, fixed_args, takes_tuple = c_function
     # The kernel never dereferences the pointer.
-    call = partial(run.launch, 1, 1, 1, stream, compiled.function, *options, tensor.data_ptr())
+    pointer = tensor.data_ptr()
+    stream = torch.cuda.current_stream(inputs.device).cuda_stream
+    call = partial(launch, 1, 1, 1, stream, *fixed_args, (pointer,) if takes_tuple else pointer)
     return [Candidate("bare launch", call)]
 
 
+@functools.cache
 def _nothing(device: torch.device) -> tuple[Any, torch.Tensor]:
-    """An empty Triton kernel, and the tensor that it takes."""
+    """An empty Triton kernel, and the tensor that it takes.
+
+    Cached, because Triton unloads the code of a kernel that is no longer referenced.
+    """
     if device.type != "cuda":
         raise Unavailable("a Triton kernel needs a CUDA GPU")
     import triton
