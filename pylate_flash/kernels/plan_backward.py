@@ -123,10 +123,11 @@ class ListsPlan(NamedTuple):
     starts_dtype: torch.dtype
     # Whether the sort's scratch fits into the memory of the documents' own gradient.
     sorts_in_gradient: bool
-    # Summing kernel: padded embedding size, rows and warps of a program.
+    # Summing kernel: padded embedding size, rows and warps of a program, and registers of a thread, if limited.
     block_embedding: int
     rows: int
     num_warps: int
+    registers: int | None
 
 
 def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
@@ -183,7 +184,9 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     num_warps = max(1, block_embedding // measured.SUM_ELEMENTS)
     block_rows = measured.SUM_ROWS if block_embedding <= 256 else measured.SUM_ROWS // 2
     listing = block, alone_bits, alone_warps, n_chunks, n_segments, segment, list_dtype, starts_dtype
-    return ListsPlan(*listing, sorts_in_gradient, block_embedding, block_rows, num_warps)
+    limited = item == 2 and size % 32 == 0 and 256 <= block_embedding <= 512
+    registers = measured.SUM_REGISTERS if limited else None
+    return ListsPlan(*listing, sorts_in_gradient, block_embedding, block_rows, num_warps, registers)
 
 
 class ResidualGradientPlan(NamedTuple):

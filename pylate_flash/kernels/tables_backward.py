@@ -59,3 +59,9 @@ LIST_SEGMENT_OF_FEW, LIST_FEW_ROWS, LIST_LONG = 128, 1 << 20, 64
 # Rows in flight in a program that sums (half as many above 256 elements), and elements of a warp: 1.18, 0.35, 0.18; 16
 # rows in one warp 1.66, 0.48, 0.26, in two 1.29, 0.40, 0.23.
 SUM_ROWS, SUM_ELEMENTS = 8, 1024
+# Registers of a thread that sums more than 128 and at most 512 elements of 16 bits. Without a limit, ptxas 13.4, of
+# Triton 3.9, takes 96 of them and loads one row after the other: a step takes 28.5 instead of 23.5 at 73 x 1480
+# (586 x 8, d = 384), 6.11 instead of 5.76 at 64 x 64 (1024 x 1024, d = 320), and 4.72 instead of 4.31 at 512 x 512
+# (32 x 180, d = 384). With Triton 3.6, d = 256 takes 2.53 instead of 2.79, and others as long. Up to 128 elements, it
+# is 1 % faster, or with norms 2 % slower; with 768, level.
+SUM_REGISTERS = 128

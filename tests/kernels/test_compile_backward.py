@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from triton.tools.disasm import get_sass
 
 from pylate_flash.kernels import backward, losses, tables_backward
 from pylate_flash.kernels.backward import Destination, write_gradients
@@ -65,6 +66,18 @@ def test_sums_of_long_embeddings_wait_for_no_other_warp(size: int, capability: i
     result = compiled(partial(case.run, "lists", queries=False), "list sum", capability)["sum"]
     assert result.metadata.num_warps == 1
     assert result.metadata.shared == 0
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("size", [192, 256, 384, 512])
+def test_all_rows_of_a_sum_are_loaded_before_one_is_added(size: int, normalize: bool, capability: int) -> None:
+    """Otherwise every row would wait for memory once more: four loads of 16 bytes for each half of the embeddings."""
+    case = dense((1, 200), (1, 2, 300), size, "none", normalize, torch.bfloat16)
+    names = "list sum" + " rows" * normalize
+    sass = get_sass(compiled(partial(case.run, "lists", queries=False), names, capability)["sum"].asm["cubin"])
+    loads_and_sums = "".join("L" if name == "LDG.E.128" else "S" for name in re.findall(r"LDG\.E\.128|FFMA", sass))
+    assert "L" * 8 in loads_and_sums
+    assert "LDL" not in sass
 
 
 def test_long_documents(capability: int) -> None:

@@ -235,7 +235,7 @@ def sum_lists(
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
         (*problem.query_strides, *strides),
         constants,
-        (num_warps, 1, None),
+        (num_warps, 1, plan.registers),
     )
     if n_segments > 0:
         _combine_kernel(
