@@ -17,6 +17,7 @@ from torch import Tensor
 from .config import stride_unit
 from .launch import Region, kernel
 from .tables import architecture, power_of_two
+from .versions import lanes_go_to_the_last
 
 # The eps of torch.nn.functional.normalize.
 SMALLEST_NORM = 1e-12
@@ -25,6 +26,8 @@ _LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
 # Rows and elements of an embedding that a program of four warps reads at a time.
 _BLOCK_ROWS = 32
 _BLOCK_EMBEDDING = 128
+# The dimension of the lines of `load_lines`; the other one of the first two is that of the rows.
+_LINES = tl.constexpr(0 if lanes_go_to_the_last() else 1)
 # Elements per program where it holds whole rows.
 _ELEMENTS = 4096
 # Elements that a program multiplies at a time, and such programs per SM.
@@ -170,18 +173,39 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 
 
 @triton.jit
-def load_lines(base, exists, start, config: tl.constexpr):
-    """A block of elements of rows [rows, lines, elements], in float32, and the mask of those inside an embedding.
+def of_rows(values):
+    """Values [rows] in the dimensions of `load_lines`."""
+    if _LINES == 0:
+        values = values[None, :, None]
+    else:
+        values = values[:, None, None]
+    return values
 
-    A line has 128 bytes, and neighbouring lines are of different rows, so that the lanes of a warp share the cost of a
-    row: its address, with two divisions, and a root. (Rows come first, as Triton assigns lanes to the first of two
-    dimensions neither of which it knows to be contiguous.)
+
+@triton.jit
+def load_lines(base, exists, start, config: tl.constexpr):
+    """A block of elements of rows, in float32, by lines, rows and elements, and the mask of those inside an embedding.
+
+    A line has 128 bytes, and the lanes of a warp get different rows, so that they share the cost of a row: its address,
+    with two divisions, and a root. So rows are the dimension, of the two that are not contiguous, to which Triton
+    assigns lanes: the first one, or since 3.7 the second one.
     """
     LINE: tl.constexpr = min(config.block, 1024 // base.dtype.element_ty.primitive_bitwidth)
-    dims = start + LINE * tl.arange(0, config.block // LINE)[None, :, None] + tl.arange(0, LINE)[None, None, :]
+    lines = LINE * tl.arange(0, config.block // LINE)
+    if _LINES == 0:
+        lines = lines[:, None, None]
+    else:
+        lines = lines[None, :, None]
+    dims = start + lines + tl.arange(0, LINE)[None, None, :]
     inside = dims < config.size
     # float32, as the interpreter compares bfloat16 by its bits, in which -0 is not 0.
-    return tl.load(base[:, None, None] + dims, mask=exists[:, None, None] & inside, other=0.0).to(tl.float32), inside
+    return tl.load(of_rows(base) + dims, mask=of_rows(exists) & inside, other=0.0).to(tl.float32), inside
+
+
+@triton.jit
+def sum_of_squares(values):
+    """The sums [rows] of the squares of what `load_lines` returns."""
+    return tl.sum(tl.sum(values * values, axis=_LINES), axis=1)
 
 
 @triton.jit
@@ -194,9 +218,9 @@ def _look_at_block(embeddings_ptr, out_ptr, block, n_rows, n_sequences, length, 
     for start in tl.range(0, config.size, config.block):
         values, _inside = load_lines(base, exists, start, config)
         if config.wanted == "nonzero":
-            nonzero |= tl.max(tl.max((values != 0.0).to(tl.int32), axis=1), axis=1)
+            nonzero |= tl.max(tl.max((values != 0.0).to(tl.int32), axis=_LINES), axis=1)
         else:
-            squares += tl.sum(tl.sum(values * values, axis=1), axis=1)
+            squares += sum_of_squares(values)
     if config.wanted == "nonzero":
         tl.store(out_ptr + rows, nonzero != 0, mask=exists)
     else:

@@ -42,6 +42,11 @@ def reinterpret(descriptor: type) -> Any:
     return getattr(descriptor, "reinterpret", None) or descriptor._reinterpret  # type: ignore[attr-defined]
 
 
+def lanes_go_to_the_last() -> bool:
+    """Whether, of dimensions that it does not know to be contiguous, Triton assigns a warp's lanes to the last one."""
+    return triton_version() >= (3, 7)
+
+
 def launcher_is_known() -> bool:
     """Whether the arguments of Triton's C function that launches a compiled kernel, which is private, are known."""
     return TESTED[0] <= triton_version() <= TESTED[1]

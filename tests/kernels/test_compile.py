@@ -263,6 +263,15 @@ def test_norms(size: int, capability: int) -> None:
     compiled(lambda: rows.normalized_rows(embeddings, embeddings, scales), "normalized", capability)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("size", [96, 128, 320])
+def test_eight_lanes_share_a_row(size: int, dtype: torch.dtype, capability: int) -> None:
+    """Of 32 rows, each of four warps has eight, and a lane two: their sums take three shuffles each."""
+    embeddings = torch.empty(4, 32, size, dtype=dtype)
+    ptx = compiled(lambda: rows.inverse_norms(embeddings), "rows", capability)["rows"].asm["ptx"]
+    assert ptx.count("shfl.sync.bfly") == 6
+
+
 @pytest.mark.parametrize("dtype", [F16, F32])
 def test_casts(dtype: torch.dtype, capability: int) -> None:
     arguments = torch.empty(4, 32, 72, dtype=dtype), torch.empty(4, 9, 72, dtype=dtype)

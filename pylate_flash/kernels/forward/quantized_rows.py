@@ -14,7 +14,7 @@ from ...problem import LARGEST_VALUES, SMALLEST_SCALE
 from ..config import stride_unit
 from ..launch import kernel, wait_for_previous_kernel
 from ..reductions import max_along
-from ..rows import inverse_norm, load_lines, row_addresses, rows_of_block
+from ..rows import inverse_norm, load_lines, of_rows, row_addresses, rows_of_block, sum_of_squares
 from ..tables import power_of_two
 
 _LARGEST_INT8 = tl.constexpr(LARGEST_VALUES["int8"])
@@ -147,8 +147,8 @@ def _divide_by_norms_kernel(
     for start in tl.range(0, config.size, config.block):
         values, inside = load_lines(base, row_exists, start, config)
         if offsets_ptr is not None:
-            values = tl.where(inside, values * slope[:, None, None] + shift[:, None, None], 0.0)
-        squares += tl.sum(tl.sum(values * values, axis=1), axis=1)
+            values = tl.where(inside, values * of_rows(slope) + of_rows(shift), 0.0)
+        squares += sum_of_squares(values)
     inverse = inverse_norm(squares, unit)
     tl.store(divided_scales_ptr + rows, scale * inverse, mask=row_exists)
     if offsets_ptr is not None:
