@@ -6,7 +6,8 @@
     scores.colbert_scores(queries, documents, backend="torch")  # PyLate's own
 
 Arguments, shapes and the meaning of the scores are PyLate's; the computation is that of `pylate_flash.ops`. Scores are
-float32, or float64 for float64 embeddings, and masked document tokens are ignored (see `masking`).
+float32, or float64 for float64 embeddings (but not for a list of arrays, which PyLate rounds to float32), and masked
+document tokens are ignored (see `masking`).
 
 `backend` is one of
 

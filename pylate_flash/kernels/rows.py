@@ -175,11 +175,7 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 @triton.jit
 def of_rows(values):
     """Values [rows] in the dimensions of `load_lines`."""
-    if _LINES == 0:
-        values = values[None, :, None]
-    else:
-        values = values[:, None, None]
-    return values
+    return values[None, :, None] if _LINES == 0 else values[:, None, None]
 
 
 @triton.jit
@@ -192,10 +188,7 @@ def load_lines(base, exists, start, config: tl.constexpr):
     """
     LINE: tl.constexpr = min(config.block, 1024 // base.dtype.element_ty.primitive_bitwidth)
     lines = LINE * tl.arange(0, config.block // LINE)
-    if _LINES == 0:
-        lines = lines[:, None, None]
-    else:
-        lines = lines[None, :, None]
+    lines = lines[:, None, None] if _LINES == 0 else lines[None, :, None]
     dims = start + lines + tl.arange(0, LINE)[None, None, :]
     inside = dims < config.size
     # float32, as the interpreter compares bfloat16 by its bits, in which -0 is not 0.

@@ -119,6 +119,7 @@ def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tenso
         return mask
     active = mask != 0
     weights_allowed = weights and mask.is_floating_point()
+    other_weights = name in ("queries_mask", "documents_mask")
     if not is_readable(mask):
         return mask if weights_allowed else active
     non_binary = mask[mask != active]
@@ -130,7 +131,7 @@ def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tenso
     raise ValueError(
         f"{name} must hold only 0 (masked) and 1 (active){' or positive weights' if weights_allowed else ''}, got "
         f"{invalid[0].item():g}: a mask is not added to similarities"
-        + (", and only query tokens have weights, of a floating type" if not weights_allowed else "")
+        + (", and only query tokens have weights, of a floating type" if not weights_allowed and other_weights else "")
     )
 
 
@@ -159,9 +160,10 @@ def check_indices(name: str, indices: Tensor, kind: str, count: int, other_name:
     if is_readable(indices) and indices.numel():
         lowest, highest = (int(value) for value in indices.aminmax())
         if lowest < -1 or highest >= count:
-            raise ValueError(
-                f"{name} must hold {kind} from 0 to {count - 1}, or -1 for none, got {lowest} to {highest}"
+            allowed = (
+                f"hold {kind} from 0 to {count - 1}, or -1 for none" if count else f"be -1, as there are no {kind}"
             )
+            raise ValueError(f"{name} must {allowed}, got {lowest} to {highest}")
 
 
 def check(tensors: Tensors, quantized: bool = False) -> None:

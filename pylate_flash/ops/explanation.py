@@ -129,8 +129,13 @@ def explain(
             max_query_length=max_query_length,
             max_document_length=max_document_length,
         )
+        if isinstance(documents, str) or not isinstance(documents, Sequence):
+            raise TypeError(
+                "documents must be a torch.Tensor, QuantizedEmbeddings, or a list of tensors or arrays [L_i, d], got "
+                f"{type(documents).__name__}"
+            )
         result = call_of_lists("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
-        tensors, options, offsets, reason = result
+        tensors, options, offsets, reason, _ = result
         lists = "read where they lie" if reason is None else f"packed, because {reason}"
     elif not isinstance(queries, Tensor):
         raise TypeError(f"queries must be a torch.Tensor where documents are one, got {type(queries).__name__}")

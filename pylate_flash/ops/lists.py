@@ -72,6 +72,9 @@ def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -
 
 def _alike(values: Sequence[object]) -> Sequences | None:
     """The sequences if all tensors are contiguous rows and alike, so that they need no further checks; else None."""
+    if not isinstance(values, list | tuple):
+        # Another sequence may create its items when asked for them, and only a reference keeps their memory.
+        values = tuple(values)
     first = values[0]
     if type(first) not in PLAIN_TYPES or torch.compiler.is_compiling():
         return None

@@ -284,5 +284,5 @@ torch.library.register_fake("pylate_flash::maxsim_loss", _loss_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_gradients", _gradient_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_backward", _backward)
 torch.library.register_autograd(
-    "pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim_loss", "its gradients are computed with it")
+    "pylate_flash::maxsim_loss_backward", no_second_derivative("a MaxSim loss", "its gradients are computed with it")
 )

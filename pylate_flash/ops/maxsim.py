@@ -129,6 +129,7 @@ def maxsim(
     if isinstance(documents, QuantizedEmbeddings):
         tensors = Tensors(queries, documents.values, queries_mask, documents_mask)
         return scores_of_quantized("maxsim", tensors, Options(*options), documents, quantize_queries)
+    checked_flag("quantize_queries", quantize_queries)
     return maxsim_operation((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
 
 

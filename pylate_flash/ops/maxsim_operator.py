@@ -113,11 +113,7 @@ def with_lengths(
         max_document_length = rounded_total(total) if isinstance(total, int) else total
     max_document_length = longest("documents_cu_seqlens", bounds, total, "documents", max_document_length)
     if candidates is not None and max_candidates is None:
-        n_documents = bounds.shape[0] - 1
-        # Kernels need a rough number of candidates per query: the mean, if reading the boundaries would synchronize.
-        max_candidates = n_documents // candidates.shape[0] + 1
-        if is_readable(candidates):
-            max_candidates = most_candidates(candidates, n_documents)
+        max_candidates = most_candidates(candidates, bounds.shape[0] - 1)
     # Not `or 0`: the truth of a symbolic length may be unknown while compiling.
     max_query_length = 0 if max_query_length is None else max_query_length
     max_candidates = 0 if max_candidates is None else max_candidates
@@ -127,11 +123,13 @@ def with_lengths(
 def most_candidates(candidates: Tensor, n_documents: int) -> int:
     """The most candidates of a query, or fewer if one query has far more than the rest; checks boundaries on the host.
 
+    Elsewhere it is the mean.
     Every query gets programs for as many, within a launch's limit of 2**31 - 1; they loop over any further candidates.
     """
-    max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
     if not is_readable(candidates):
-        return max_candidates
+        # The mean, as reading the boundaries would synchronize, or has nothing to read.
+        return n_documents // candidates.shape[0] + 1
+    max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
     return min(max_candidates, max(_MOST_CANDIDATES, n_documents) // max(1, candidates.shape[0] - 1) + 1)
 
 

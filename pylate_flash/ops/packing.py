@@ -139,7 +139,7 @@ def longest(name: str, cu_seqlens: Tensor, total: int, kind: str, bound: int | N
         check_integer(_SEQUENCES[kind][1], bound)
     if is_readable(cu_seqlens):
         _, length = _host_bounds(name, cu_seqlens, total, kind, bound)
-        return length if bound is None else bound
+        return length if bound is None else min(bound, total)
     if bound is not None:
         return bound
     # A single sequence has all tokens. On the meta device, any bound will do.

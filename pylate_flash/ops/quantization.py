@@ -124,7 +124,7 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
     -------
     QuantizedEmbeddings
         On the same device, without a gradient, in new memory. A token with NaN or an infinity is NaN in all its
-        elements.
+        elements, and so is in uint8 one whose largest and smallest elements differ by more than float32 holds.
 
     Raises
     ------

@@ -170,7 +170,7 @@ def _scores_of_pairs(queries: Sequences, documents: Sequences, options: Options)
     products, against 0.14 s batched; pairs of 4 to 8 and 10 to 20 tokens take 0.02 s against 0.045 s.
     """
     first = queries.tensors[0]
-    empty_score = first.new_tensor(options.empty_score, dtype=accumulation_dtype(first.dtype))
+    empty_score = torch.full((), float(options.empty_score), dtype=accumulation_dtype(first.dtype), device=first.device)
     pairs = zip(queries.tensors, documents.tensors, documents.lengths.tolist(), strict=True)
     scores = torch.stack(
         [inner_products(*pair).amax(dim=1).sum() if length else empty_score for *pair, length in pairs]
@@ -189,6 +189,8 @@ class ListCall(NamedTuple):
     offsets: DocumentOffsets | None
     # The reason why documents are packed, or None.
     packed_because: str | None
+    # The documents that are read in place: kernels get their addresses alone, and some may be copies made for the call.
+    documents: Sequences | None = None
 
 
 def call_of_lists(
@@ -218,7 +220,8 @@ def call_of_lists(
         reason = "no kernel serves the call"
     tensors = Tensors(examples[0], document_sequences.examples[0], queries_mask, None, None, None, candidates)
     if reason is None:
-        return ListCall(*_in_place(operation, tensors, query_sequences, document_sequences, options), None)
+        in_place = _in_place(operation, tensors, query_sequences, document_sequences, options)
+        return ListCall(*in_place, None, document_sequences)
     return ListCall(_packed(tensors, query_sequences, document_sequences), options, None, reason)
 
 

@@ -87,6 +87,7 @@ def maxsim_varlen(
     if isinstance(documents, QuantizedEmbeddings):
         tensors, options = call_of(_with_lengths((queries, documents.values, *rest, implementation)))
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
+    checked_flag("quantize_queries", quantize_queries)
     arguments = queries, documents, *rest, implementation
     single_query = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.numel() == 2
     if (single_query or max_query_length is not None) and not is_readable(documents_cu_seqlens):

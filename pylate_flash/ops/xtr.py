@@ -59,7 +59,7 @@ def xtr_scores_reference(
     masked = ~d_active.flatten()[order]
     order = order.gather(-1, masked.to(torch.uint8).sort(dim=-1, stable=True).indices)
     retrieved = torch.zeros_like(similarities, dtype=torch.bool).scatter(-1, order[:, :k], True)
-    retrieved |= similarities.isnan()
+    retrieved |= similarities.isnan() & d_active.flatten()
     # [Nq, Lq, Nd, Ld]
     similarities, retrieved = (x.view(n_queries, query_length, n_documents, length) for x in (similarities, retrieved))
     scoring = retrieved & d_active

@@ -155,12 +155,12 @@ def ring_cross_entropy(
     Returns
     -------
     Tensor
-        float32, a scalar.
+        A scalar, float32, or float64 for float64 embeddings.
     """
     longest = queries.shape[1]
     if queries_mask is None:
         lengths, tokens = torch.full((len(queries),), longest, device=queries.device), queries.flatten(0, 1)
-        bounds = list(range(0, len(tokens) + 1, longest))
+        bounds = [longest * i for i in range(len(queries) + 1)]
     else:
         lengths, tokens = queries_mask.bool().sum(dim=1), queries[queries_mask.bool()]
         bounds = F.pad(lengths.cumsum(0), (1, 0)).tolist()
@@ -169,7 +169,8 @@ def ring_cross_entropy(
     block = documents.tokens
     if torch.is_autocast_enabled(device) and tokens.dtype != torch.float64:
         tokens, block = (values.to(torch.get_autocast_dtype(device)) for values in (tokens, block))
-    temperature = torch.as_tensor(temperature, dtype=None if isinstance(temperature, Tensor) else torch.float32)
+    if not isinstance(temperature, Tensor):
+        temperature = torch.tensor(temperature, dtype=accumulation_dtype(tokens.dtype))
     temperature = temperature.to(tokens.device)
     ring = _Ring(rank(), ranks, bounds, lengths, longest, labels, options)
     with torch.autocast(device, enabled=False):

@@ -50,6 +50,16 @@ def test_lists_are_looked_at_beside_the_kernels(recorded: bool) -> None:
         assert sequences_of("values", [*values, values[2][:128].T]).known_addresses is None
 
 
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_rows_that_are_not_contiguous_are_copied_for_as_long_as_they_are_read(n_queries: int) -> None:
+    queries = unit(n_queries, 32, 128, dtype=torch.bfloat16)
+    documents = lists([180, 3, 0, 1000, *[300] * 50], 128, torch.bfloat16)
+    wide = [torch.cat([document, document], dim=1)[:, :128] for document in documents]
+    expected = maxsim_ragged(queries, documents)
+    for _ in range(5):
+        assert torch.equal(maxsim_ragged(queries, wide), expected)
+
+
 @pytest.mark.parametrize("shift", [0, 1, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_queries", [1, 3, 16])

@@ -100,7 +100,7 @@ FLAGS = [
     ("symmetric", OPERATIONS["cross entropy"]),
     ("with_statistics", OPERATIONS["cross entropy"]),
     ("normalize_scores", OPERATIONS["divergence"]),
-    ("quantize_queries", OPERATIONS["quantized"]),
+    *(("quantize_queries", OPERATIONS[name]) for name in ("quantized", "in-batch", "packed")),
     ("quantize_queries", lambda **options: explain(QUERIES, quantize(DOCUMENTS), **options)),
 ]
 
@@ -231,6 +231,13 @@ test_what_is_wrong_is_named = mistakes(
       for bounds, got in (([0, 99, -3], "0 to -3, falling"), ([0, 4], "0 to 4"), ([1, 5], "1 to 5"))),
     wrong(ValueError, "cu_seqlens must be on the device of values, meta, got cpu",
           QuantizedEmbeddings, TOKENS.to("meta", torch.int8), TOKENS[:, 0].to("meta"), None, BOUNDS),
+    # Indices of nothing, and the mask of sets without queries.
+    wrong(ValueError, "query_tokens must be -1, as there are no positions, got 0 to 0",
+          maxsim_sparse_queries, QUERIES[:, :0], DOCUMENTS, torch.zeros(len(QUERIES), len(DOCUMENTS), 1).long()),
+    wrong(ValueError, "y_mask must hold only 0 .* got 0.5: a mask is not added to similarities$",
+          chamfer, PAIRS, PAIRS, y_mask=torch.full(PAIRS.shape[:2], 0.5)),
+    wrong(TypeError, "documents must be a torch.Tensor, QuantizedEmbeddings, or a list of .*, got NoneType",
+          explain, QUERIES, None),
     # Arguments of packed documents only.
     *(wrong(ValueError, f"{name} must be None where (queries|documents) are padded.*, got {got}",
             explain, QUERIES, DOCUMENTS, **kwargs)

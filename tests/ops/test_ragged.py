@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack, unpack
 from pylate_flash.ops import maxsim_reference
@@ -91,6 +92,19 @@ def test_arrays_tuples_and_rows_that_are_not_contiguous_are_sequences() -> None:
     parameters = [torch.nn.Parameter(documents[0]), *documents[1:]]
     for variant in (wide, turned, every_other, arrays, mixed, tuple(documents), parameters):
         assert torch.equal(maxsim_ragged([t.numpy() for t in queries], variant).detach(), expected)
+
+
+def test_without_data_lists_have_candidates_and_pairs() -> None:
+    with FakeTensorMode():
+        queries, documents = [torch.zeros(n, 8) for n in (3, 2)], [torch.zeros(n, 8) for n in (5, 1)]
+        assert maxsim_ragged_pairwise(queries, documents).shape == (2,)
+        assert maxsim_ragged(queries, documents, candidates_cu_seqlens=torch.tensor([0, 2, 2])).shape == (2,)
+
+
+def test_pairs_of_negative_views() -> None:
+    queries, documents = torch.stack(ragged(3, 3)), ragged(5, 1, seed=1)
+    negative = list(torch._neg_view(-queries))
+    torch.testing.assert_close(maxsim_ragged_pairwise(negative, documents), maxsim_ragged_pairwise(queries, documents))
 
 
 def test_a_row_of_a_window_is_one_row() -> None:

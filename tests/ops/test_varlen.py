@@ -142,6 +142,18 @@ test_bad_input_names_the_argument = mistakes(
 )  # fmt: skip
 
 
+def test_a_maximum_length_beyond_all_tokens_is_their_number() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(6, 8, generator=generator).requires_grad_() for _ in range(2))
+    bounds = torch.tensor([0, 1, 6]), torch.tensor([0, 4, 6])
+    longest = {"max_query_length": 2**62, "max_document_length": 2**62}
+    expected, actual = (maxsim_varlen(queries, documents, *bounds, **lengths) for lengths in ({}, longest))
+    assert torch.equal(actual, expected)
+    for inputs in (queries, documents):
+        gradients = [torch.autograd.grad(s.sum(), inputs, retain_graph=True)[0] for s in (expected, actual)]
+        assert torch.equal(*gradients)
+
+
 def test_boundaries_of_candidates_are_not_looked_at() -> None:
     """On a GPU, and as here in a graph, their values are unknown on the host."""
     with FakeTensorMode():

@@ -73,6 +73,12 @@ def test_a_document_that_is_retrieved_as_a_whole_has_a_gradient_at_0(function) -
     assert (gradient != 0).flatten().tolist() == [True, False]
 
 
+def test_a_masked_token_is_not_retrieved_where_an_infinite_query_makes_it_nan() -> None:
+    queries, documents = torch.tensor([[[-torch.inf]]]), torch.tensor([[[1.0], [2.0]]])
+    for function in (xtr_scores, xtr_scores_reference):
+        assert function(queries, documents, documents_mask=torch.tensor([[True, False]]), k=1).tolist() == [[0.0]]
+
+
 def test_nan_and_infinity() -> None:
     queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
     documents[1, 4, 0] = torch.nan

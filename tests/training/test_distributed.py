@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pylate_flash import losses, models
 from pylate_flash.hosts.pylate.loss_inputs import masks_of
-from pylate_flash.training import distributed
+from pylate_flash.training import contrast, distributed
 from pylate_flash.training.mini_batches import Packed
+from pylate_flash.training.options import LossOptions
 from tests.encoders import Watch
 from tests.ranks import (
     NEGATIVES,
@@ -91,6 +92,12 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
     for gather in ("all_gather", "ring"):
         result = learned_temperature(model, own, gather_across_devices=True, gather=gather)
         results["temperature", gather] = mean_over_ranks(result)
+        for name, length in (("in float64", 3), ("no query tokens", 0)):
+            drawn = torch.Generator().manual_seed(rank)
+            queries, values = (torch.randn(2, n, 4, generator=drawn).double() for n in (length, 5))
+            chunk = contrast.Batch(queries, None, [contrast.Padded(values, torch.ones(2, 5, dtype=torch.bool))])
+            options = LossOptions(temperature=0.7, gather=gather, times_ranks=True)
+            results[name, gather] = mean_over_ranks((contrast.cross_entropy(options, chunk),))[0]
         # One column of documents on some ranks, two on the others.
         loss = losses.Contrastive(model, gather_across_devices=True, gather=gather)
         columns = batch(model, rows, pad=False, columns=1 + rank % 2)
@@ -226,6 +233,12 @@ def test_a_learned_temperature(ranks: list, model: models.ColBERT, gather: str) 
     expected = learned_temperature(model, batch(model, slice(None), pad=True))
     for results in ranks:
         assert_same(results["temperature", gather], tuple(len(ranks) * value for value in expected))
+
+
+@pytest.mark.parametrize("name", ["in float64", "no query tokens"])
+def test_the_ring_rounds_no_temperature_and_takes_queries_without_tokens(ranks: list, name: str) -> None:
+    for results in ranks:
+        torch.testing.assert_close(results[name, "ring"], results[name, "all_gather"], rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("gather", ["all_gather", "ring"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,6 +108,41 @@ def test_queries_are_padded_from_where_they_lie(lengths: tuple[int, ...], shift:
         every = maxsim_ragged(queries, documents, empty_score=-3.0, implementation="triton")
         torch.testing.assert_close(pairs, every.diagonal())
     assert set(units) == {8}
+
+
+class Copied(Sequence):
+    """A sequence that creates its items when asked for them."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index):
+        items = self.tensors[index]
+        return [item.clone() for item in items] if isinstance(index, slice) else items.clone()
+
+
+@pytest.mark.parametrize("kind", ["strided", "created"])
+def test_copies_that_only_the_call_has_live_until_they_are_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get their addresses alone; whatever is allocated in the call may take the place of a freed copy."""
+    queries, documents = torch.stack(sequences(5, 5)), sequences(33, 7, 80)
+    wide = [torch.cat([document, document], dim=1)[:, :16] for document in documents]
+    compute, seen = ragged.compute, []
+
+    def after_more_is_allocated(*arguments):
+        seen.extend(torch.full_like(document, torch.nan) for document in documents for _ in range(8))
+        return compute(*arguments)
+
+    monkeypatch.setattr(ragged, "compute", after_more_is_allocated)
+    expected = expected_of(list(queries), documents)
+    passed = wide if kind == "strided" else Copied(documents)
+    result = maxsim_ragged(queries, passed, implementation="triton")
+    torch.testing.assert_close(result.double(), expected, rtol=2e-6, atol=2e-6)
+    pairs = maxsim_ragged_pairwise(queries, passed[:2], implementation="triton")
+    torch.testing.assert_close(pairs.double(), expected.diagonal(), rtol=2e-6, atol=2e-6)
+    assert seen
 
 
 def test_the_same_document_twice_is_read_twice() -> None:
