@@ -234,6 +234,10 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             If a file cannot be written, as on a full disk. The message names the index, which is unchanged.
         """
         if documents_embeddings is None:
+            if metadata is not None:
+                raise TypeError(
+                    "metadata must be in the batches of an iterator, (ids, embeddings, metadata), got a list"
+                )
             for ids, embeddings, batch_metadata in batches_of(documents_ids):
                 self.add_documents(ids, embeddings, batch_size, replace, batch_metadata)
             return self
@@ -418,28 +422,30 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         RuntimeError
             If another process of the group could not search.
         """
-        search, scorer = self._search, self._search.scorer(self.scorer)
         make_request = partial(self._asked, queries_embeddings, k, subset, matches, where, rescore)
-        request = make_request() if search.ranks is None else search.ranks.agreed(make_request)
-        if request is None:
-            return []
-        queries = request["queries"]
-        matches, rescore, k = request.pop("matches"), request.pop("rescore"), request["k"]
-        request["k"] = rescore or k
         results: list[list[SearchResult]] = []
-        with torch.no_grad():
-            hits: Iterable[Hits] = search.hits(scorer=scorer, show_progress=self.show_progress, **request)
-            if search.ranks is not None:
-                hits = search.ranks.merged(hits, len(queries), request["k"])
-            if rescore is not None:
-                search = self._again = self._again or Search(self._store, self.device, 0, None, beside=True)
-                scorer = search.scorer(self.scorer)
-                hits = search.again(queries, k, scorer, hits)
-            for batch in hits:
-                ranked = search.results(batch)
-                if matches:
-                    search.add_matches(ranked, batch, queries[len(results) : len(results) + len(ranked)], scorer)
-                results += ranked
+        # Threads that search the same index, or change it, take turns.
+        with self._store.lock:
+            search, scorer = self._search, self._search.scorer(self.scorer)
+            request = make_request() if search.ranks is None else search.ranks.agreed(make_request)
+            if request is None:
+                return results
+            queries = request["queries"]
+            matches, rescore, k = request.pop("matches"), request.pop("rescore"), request["k"]
+            request["k"] = rescore or k
+            with torch.no_grad():
+                hits: Iterable[Hits] = search.hits(scorer=scorer, show_progress=self.show_progress, **request)
+                if search.ranks is not None:
+                    hits = search.ranks.merged(hits, len(queries), request["k"])
+                if rescore is not None:
+                    search = self._again = self._again or Search(self._store, self.device, 0, None, beside=True)
+                    scorer = search.scorer(self.scorer)
+                    hits = search.again(queries, k, scorer, hits)
+                for batch in hits:
+                    ranked = search.results(batch)
+                    if matches:
+                        search.add_matches(ranked, batch, queries[len(results) : len(results) + len(ranked)], scorer)
+                    results += ranked
         return results
 
     # PyLate's name for `search`.

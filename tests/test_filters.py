@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 import sqlite3
@@ -51,6 +52,10 @@ def kept(index: Flat, where: Any, **options: Any) -> str:
         (("year >= :year and lang = :lang", {"year": 2020, "lang": "en", "other": 1}), "d"),
         (("lang = ?", ["O'Neill"]), "e"),
         (("lang = ?", ('a"b',)), "f"),
+        # SQLite prepares these anew once it knows the pattern.
+        (("lang LIKE ?", ["E%"]), "ad"),
+        (("lang GLOB :pattern and year > 2019", {"pattern": "e*"}), "d"),
+        (("like(?, lang)", ["e%"]), "ad"),
         ("lang is null", "c"),
         ("year is null", "ce"),
         ('"open access"', "b"),
@@ -106,10 +111,13 @@ def test_what_another_process_removed_is_left_out(tmp_path: Path) -> None:
     [
         ("yeer > 2020", "no such column: yeer; keys are .*lang.*year"),
         ('"yeer" > 2020', "no document has the key 'yeer'; keys are"),
-        ("year >", "syntax error"),
-        ("", "syntax error"),
-        ("(", "syntax error"),
-        ("1) -- ", "syntax error"),
+        ("year >", "is not a valid filter: it is incomplete"),
+        (" ", "the expression is empty"),
+        ("year ? 1", "syntax error"),
+        *(
+            (text, "its parentheses are not balanced")
+            for text in ("(", "1) -- ", "1) limit (1", "y = 9) or (1", "1) /*")
+        ),
         ("year = 'a\0b'", "is not a valid filter"),
         ("year = ?", "is not a valid filter"),
         (("year = ?", [1, 2]), "is not a valid filter"),
@@ -123,7 +131,14 @@ def test_what_another_process_removed_is_left_out(tmp_path: Path) -> None:
         ("year IN (SELECT record FROM state)", "and nothing else"),
         ("EXISTS (SELECT sql FROM sqlite_master)", "and nothing else"),
         ("EXISTS (SELECT 1)", "and nothing else"),
-        ("0) UNION SELECT number FROM parts WHERE (1", "and nothing else"),
+        ("0) UNION SELECT number FROM parts WHERE (1", "its parentheses are not balanced"),
+        ("year = (SELECT max(year) FROM documents)", "and nothing else"),
+        ("`year` LIKE (SELECT `year` FROM documents LIMIT 1)", "and nothing else"),
+        pytest.param(
+            "lang LIKE '" + "%a" * 600 + "'",
+            "pattern too complex",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 sets no limits of SQLite"),
+        ),
         ("(WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n)", "and nothing else"),
         ("year IN pragma_table_info('parts')", "and nothing else"),
         ("RAISE(ABORT, 'x')", "is not a valid filter"),
@@ -208,7 +223,9 @@ def test_a_filter_looks_at_no_long_strings(index: Flat) -> None:
         ([{"a": 1}, 3], TypeError, r"metadata\[1\] must be a dictionary, got int"),
         ([{"a": [1]}, {}], TypeError, r"metadata\[0\]\['a'\] must be a string, a number, .* got list"),
         ([{"a": float("nan")}, {}], ValueError, r"metadata\[0\]\['a'\] is nan, expected a finite number"),
-        ([{"a": 2**63}, {}], ValueError, "expected an integer of at most 64 bits"),
+        ([{"a": 2**63}, {}], ValueError, "an integer of 64 bits and a sign, expected an integer of at most 64 bits"),
+        ([{"a": 10**400}, {}], ValueError, "an integer of 1329 bits and a sign, expected"),
+        ([{"a": "\ud800"}, {}], ValueError, r"metadata\[0\]\['a'\] is '.ud800', expected a string that UTF-8 can"),
         ([{3: 1}, {}], TypeError, "keys must be strings, got 3"),
         ([{"#id": 1}, {}], ValueError, "'#id' cannot be a key"),
         ([{"": 1}, {}], ValueError, "'' cannot be a key"),
@@ -224,6 +241,47 @@ def test_wrong_metadata_change_nothing(index: Flat, metadata: Any, kind: type, s
         index.add_documents(["x", "y"], documents_of([1, 1]), metadata=metadata)
     assert index.documents_ids == IDS
     assert index.add_documents(["x"], documents_of([1]), metadata=[{"new": 1}]).verify().documents == 7
+
+
+def test_metadata_may_be_of_subclasses(tmp_path: Path) -> None:
+    class Language(str, enum.Enum):
+        GERMAN = "de"
+
+    class Year(enum.IntEnum):
+        LAST = 2020
+
+    metadata = [{np.str_("lang"): np.str_("en"), "year": 2019}, {"lang": Language.GERMAN, "year": Year.LAST}]
+    index = Flat(tmp_path, "index", device="cpu").add_documents(["a", "b"], documents_of([1, 2]), metadata=metadata)
+    assert index.verify().documents == 2
+    assert kept(index, "lang = 'de' and year = 2020") == "b"
+
+
+def test_names_are_quoted_as_sqlite_quotes_them(tmp_path: Path) -> None:
+    metadata = [{"it's": 1, "ä": 1, 'say "so"': 1}]
+    index = Flat(tmp_path, "index", device="cpu").add_documents(["a"], documents_of([1]), metadata=metadata)
+    for where in ('"it\'s" = 1 and "it\'s" < 2', '"ä" = 1 -- a (remark', '"IT\'S" /* ( */ = 1', '"say ""so""" = 1'):
+        assert kept(index, where) == "a"
+    # SQLite would take it for a string.
+    with pytest.raises(ValueError, match="where: no document has the key 'Ä'; keys are"):
+        kept(index, '"Ä" = 1')
+
+
+def test_an_index_that_starts_again_has_no_keys_and_other_numbers(tmp_path: Path) -> None:
+    """A reader that still holds the previous documents must not take the new ones for them."""
+    index = Flat(tmp_path, "index", device="cpu")
+    index.add_documents(["a", "b"], documents_of([1, 2]), metadata=[{"lang": 1}, {"lang": 2}])
+    reader = Flat(tmp_path, "index", device="cpu")
+    index = Flat(tmp_path, "index", device="cpu", override=True)
+    index.add_documents(["c", "d"], documents_of([1, 2]), metadata=[{"Lang": 2}, {"Lang": 1}])
+    assert kept(reader, "lang = 1") == ""
+    assert kept(index, "lang = 1") == "d"
+    assert index.verify().documents == 2
+
+
+def test_metadata_of_an_iterator_are_in_its_batches(index: Flat) -> None:
+    with pytest.raises(TypeError, match="metadata must be in the batches of an iterator"):
+        index.add_documents(iter([(["x"], documents_of([1]))]), metadata=[{"year": 1}])
+    assert index.documents_ids == IDS
 
 
 def test_verify_finds_metadata_that_have_changed(tmp_path: Path) -> None:

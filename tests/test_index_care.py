@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pylate_flash.index import checksums
+from pylate_flash.index import catalog, checksums
 from pylate_flash.index.catalog import Catalog
 from pylate_flash.indexes import Flat
 from tests.recorded import recorded
@@ -43,6 +46,83 @@ def test_a_refused_addition_changes_nothing(tmp_path: Path, ids, documents, erro
         index.add_documents(ids, documents)
     assert index.documents_ids == ["a", "b"]
     assert sorted(index.index_path.iterdir()) == files
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_threads_search_what_another_one_changes(tmp_path: Path, memory: bool) -> None:
+    """Every score belongs to its id, and an addition is found by the next search."""
+    index = small(None if memory else tmp_path)
+
+    def document(number: int) -> torch.Tensor:
+        return torch.tensor([[float(number), 1.0]])
+
+    index.add_documents(["0"], [document(0)])
+    failures: list[object] = []
+    done = threading.Event()
+
+    def search() -> None:
+        while not done.is_set():
+            try:
+                results = index([torch.tensor([[1.0, 0.0]])], k=50)[0]
+                failures.extend(result for result in results if result["score"] != float(result["id"]))
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=search) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 60):
+        index.add_documents([str(number)], [document(number)])
+        best = index([torch.tensor([[1.0, 0.0]])], k=1)[0][0]["id"]
+        failures.extend([best] if best != str(number) else [])
+        if number % 3 == 0:
+            index.remove_documents([str(number - 2)])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_a_removal_that_took_effect_is_no_error(tmp_path: Path) -> None:
+    """What is left of it is removed from the disk later: here a segment is damaged, which the rewriting reads."""
+    index = flat(tmp_path, list("abcdefgh"), documents_of([2] * 8))
+    index._store.close()
+    (segment,) = index.index_path.glob("segment*")
+    content = bytearray(segment.read_bytes())
+    content[-5] ^= 64
+    segment.write_bytes(content)
+    index = small(tmp_path)
+    index.remove_documents(["a", "b", "c"])
+    assert len(index) == len(small(tmp_path)) == 5
+
+
+def test_an_index_that_was_deleted_takes_no_documents(tmp_path: Path) -> None:
+    index = flat(tmp_path, ["a"], documents_of([1]))
+    shutil.rmtree(index.index_path)
+    with pytest.raises(OSError, match=r"cannot write to the index in .*catalog.sqlite was deleted or replaced"):
+        index.add_documents(["b"], documents_of([1]))
+    assert flat(tmp_path, ["c"], documents_of([1])).documents_ids == ["c"]
+    with pytest.raises(OSError, match=r"catalog.sqlite was deleted or replaced since it was opened here"):
+        index.remove_documents(["a"])
+
+
+def test_an_interrupt_while_a_transaction_begins_ends_it() -> None:
+    class Interrupted:
+        def __init__(self, connection: sqlite3.Connection) -> None:
+            self.connection = connection
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.connection, name)
+
+        def execute(self, statement: str) -> None:
+            self.connection.execute(statement)
+            if statement.startswith("BEGIN"):
+                raise KeyboardInterrupt
+
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        with pytest.raises(KeyboardInterrupt), catalog._transaction(Interrupted(connection), "IMMEDIATE"):
+            pass
+        assert not connection.in_transaction
 
 
 def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,14 @@ def test_values_of_all_sizes_reach_all_ranks(tmp_path: Path) -> None:
     run_ranks(exchange, (3, tmp_path), 3)
 
 
+def test_queries_without_tokens_reach_other_ranks() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        queries = Queries([torch.zeros(0, 8), torch.zeros(0, 8)], torch.device("cpu"), dtype)
+        copy = pickle.loads(pickle.dumps(queries))
+        assert [sequence.shape for sequence in copy.sequences] == [(0, 8), (0, 8)]
+        assert copy.packed().values.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_are_pickled_once(dtype: torch.dtype) -> None:
     """They are views of one tensor, of which each view would pickle the full storage."""

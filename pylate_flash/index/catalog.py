@@ -34,7 +34,7 @@ import torch
 from .codes import Codec
 from .documents import Documents
 from .files import FULL, open_regular, write_all
-from .filters import DOCUMENTS, matching, metadata_crc
+from .filters import DOCUMENTS, columns_of, matching, metadata_crc
 from .parts import COLUMNS, SEGMENT_NAME, Part, Segment
 from .state import State
 
@@ -77,6 +77,7 @@ class Catalog:
         self.written: set[Segment] = set()  # segments whose end may not be on the disk
         self._connection: sqlite3.Connection | None = None
         self._process = 0
+        self._file: tuple[int, int] | None = None  # identity of the file that is written to
         self._sound = False  # whether SQLite has checked its integrity
         self._flush_due = 0.0
         self._flushed = 0, 0  # generation, and number of the next document
@@ -91,7 +92,12 @@ class Catalog:
     @property
     def nbytes(self) -> int:
         """Bytes of the catalog and of its write-ahead log."""
-        return sum(file.stat().st_size for file in self.path.parent.glob(_NAME + "*"))
+        total = 0
+        for file in self.path.parent.glob(_NAME + "*"):
+            # SQLite may delete its log meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                total += file.stat().st_size
+        return total
 
     # Reading
 
@@ -197,6 +203,11 @@ class Catalog:
                     return False
         return True
 
+    def metadata_keys(self) -> list[str]:
+        """The metadata keys of all documents."""
+        with self._explained(), self._reading() as connection:
+            return columns_of(connection)
+
     def numbers_where(self, expression: str, parameters: tuple | dict) -> np.ndarray:
         """The numbers of the current documents whose metadata satisfy an expression: `filters.matching`."""
         with self._explained(), self._reading(fresh=True) as connection:
@@ -247,9 +258,14 @@ class Catalog:
     def clear(self, dtype: str) -> list[Path]:
         """Empty the catalog, set another dtype, and return the segments that it no longer names."""
         with self.turn() as connection:
-            for table in ("parts", "removed", "documents", "codec"):
+            for table in ("parts", "removed", "codec"):
                 connection.execute(f"DELETE FROM {table}")
-            self.state = State(dtype=dtype, generation=self.state.generation + 1)
+            # With its columns, the metadata keys.
+            connection.execute("DROP TABLE documents")
+            connection.execute(DOCUMENTS)
+            state = self.state
+            # Another process may still hold the documents of previous numbers.
+            self.state = State(dtype=dtype, generation=state.generation + 1, next_number=state.next_number)
             # List them under the write lock: later, another process may be creating one.
             return list(self.path.parent.glob(SEGMENT_NAME))
 
@@ -322,8 +338,9 @@ class Catalog:
             if self._in_memory:
                 # After a fork, the child process has its own copy of the database.
                 if self._connection is None:
-                    self._connection = self._connect("", 0)
-                    self._create(self._connection)
+                    connection = self._connect("", 0)
+                    self._create(connection)
+                    self._connection = connection
                 return self._connection
             self.close()
             self._refuse_links(_NAME, *_BESIDE)
@@ -343,6 +360,10 @@ class Catalog:
                 self._closed()
                 raise
             self._connection, self._process, self.flushes = connection, os.getpid(), False
+            self._file = _identity(self.path)
+        elif not self._in_memory and _identity(self.path) != self._file:
+            # What is written to a deleted file is lost.
+            raise OSError(errno.ENOENT, f"{_NAME} was deleted or replaced since it was opened here", str(self.path))
         return self._connection
 
     def _create(self, connection: sqlite3.Connection) -> None:
@@ -429,10 +450,19 @@ class Catalog:
             if "readonly" in message or "unable to open" in message or "I/O" in message:
                 raise OSError(errno.EIO if "I/O" in message else errno.EACCES, message, str(self.path)) from None
             raise ValueError(f"{self.path} is damaged: {message}") from None
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if isinstance(error, sqlite3.IntegrityError):
                 raise
             raise ValueError(f"{self.path} is damaged: {error}") from None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None if it does not exist."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _close(connection: sqlite3.Connection, descriptor: int, written: set[Segment], process: int) -> None:
@@ -473,8 +503,9 @@ def _has_tables(connection: sqlite3.Connection) -> bool:
 
 @contextlib.contextmanager
 def _transaction(connection: sqlite3.Connection, kind: str) -> Iterator[None]:
-    connection.execute(f"BEGIN {kind}")
     try:
+        # Inside, as an interrupt may arrive once the transaction has begun.
+        connection.execute(f"BEGIN {kind}")
         yield
         connection.execute("COMMIT")
     except BaseException:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 import sqlite3
 import sys
 import time
@@ -16,7 +17,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DOCUMENTS", "Metadata", "Where", "checked_metadata", "checked_where", "insert", "matching", "metadata_crc"]
+__all__ = [
+    "DOCUMENTS", "Metadata", "Where", "checked_metadata", "checked_where", "columns_of", "insert", "matching",
+    "metadata_crc",
+]  # fmt: skip
 
 DOCUMENTS = 'CREATE TABLE documents ("#number" INTEGER PRIMARY KEY, "#id" BLOB NOT NULL UNIQUE, "#crc" INTEGER)'
 _Value = str | int | float | bool | None
@@ -29,7 +33,13 @@ _LONGEST_EXPRESSION = 10_000
 # the time between its steps only, and one step, such as `instr`, may take minutes for long strings.
 FILTER_SECONDS = 10.0
 _LONGEST_STRING = 256 << 10
-_STEPS_BETWEEN_LOOKS = 1000
+_LONGEST_PATTERN = 1000
+_STEPS_BETWEEN_LOOKS = 100
+# Strings, quoted names (SQLite takes three kinds of quotes), comments and parentheses; the first group is the content
+# of double quotes.
+_TOKENS = re.compile(
+    r"""'(?:[^']|'')*'|"((?:[^"]|"")*)"|\[[^\]]*\]|`(?:[^`]|``)*`|--[^\n]*|/\*.*?(?:\*/|$)|[()]""", re.DOTALL
+)
 _NOTHING_ELSE = "it may read metadata and call plain functions, and nothing else"
 _FUNCTIONS = {
     "abs", "coalesce", "date", "datetime", "glob", "ifnull", "iif", "instr", "julianday", "length", "like", "lower",
@@ -57,7 +67,10 @@ def checked_metadata(metadata: object, documents: int) -> list[dict[str, Any]] |
     for i, entry in enumerate(metadata):
         if entry is not None and not isinstance(entry, Mapping):
             raise TypeError(f"metadata[{i}] must be a dictionary, got {type(entry).__name__}")
-        entries = {key: _checked_value(f"metadata[{i}][{key!r:.100}]", value) for key, value in (entry or {}).items()}
+        entries = {
+            str.__str__(key) if isinstance(key, str) else key: _checked_value(f"metadata[{i}][{key!r:.100}]", value)
+            for key, value in (entry or {}).items()
+        }
         checked.append(entries)
         names.update(entries)
     for name in names:
@@ -69,17 +82,35 @@ def checked_metadata(metadata: object, documents: int) -> list[dict[str, Any]] |
 
 
 def _checked_value(name: str, value: object) -> str | int | float | None:
-    if isinstance(value, (bool, np.bool_)):
-        return int(value)
-    if isinstance(value, (np.integer, np.floating)):
-        value = value.item()
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name} is {value:.3g}, expected an integer of at most 64 bits")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} is {value}, expected a finite number or None")
-    if value is not None and not isinstance(value, (str, int, float)):
+    """The value as one of the types that SQLite returns, which subclasses such as `numpy.str_` are not."""
+    if isinstance(value, str):
+        text = str.__str__(value)
+        if not _is_utf_8(text):
+            raise ValueError(f"{name} is {text!r:.100}, expected a string that UTF-8 can encode")
+        return text
+    if isinstance(value, (int, np.bool_, np.integer)):
+        number = int(value)
+        if not -(2**63) <= number < 2**63:
+            raise ValueError(
+                f"{name} is an integer of {number.bit_length()} bits and a sign, expected an integer of at most 64 bits"
+            )
+        return number
+    if isinstance(value, (float, np.floating)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, expected a finite number or None")
+        return float(value)
+    if value is not None:
         raise TypeError(f"{name} must be a string, a number, a truth value or None, got {type(value).__name__}")
-    return value
+    return None
+
+
+def _is_utf_8(text: str) -> bool:
+    """Whether UTF-8 can encode a text, which a lone surrogate prevents."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def checked_where(where: object) -> tuple[str, tuple | dict]:
@@ -94,6 +125,10 @@ def checked_where(where: object) -> tuple[str, tuple | dict]:
         )
     if len(expression) > _LONGEST_EXPRESSION:
         raise ValueError(f"where: {len(expression)} characters are too many, expected at most {_LONGEST_EXPRESSION}")
+    if not expression.strip():
+        raise ValueError('where: the expression is empty, expected one such as "year >= 2020"')
+    if not _is_utf_8(expression):
+        raise ValueError(f"where: {expression!r:.200} cannot be encoded in UTF-8")
     if isinstance(parameters, Mapping):
         return expression, {k: _checked_value(f"where: parameter {k!r:.100}", value) for k, value in parameters.items()}
     return expression, tuple(_checked_value(f"where: parameter {i}", value) for i, value in enumerate(parameters))
@@ -151,37 +186,48 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
     # Read a snapshot: if tables change meanwhile, SQLite prepares the statement again and calls the authorizer again.
     connection.execute("BEGIN")
     names = columns_of(connection)
-    selects = 0
+    _check_form(expression, names)
+    # A function that only the statement around the expression calls, as its name cannot be guessed.
+    mark = f"mark_{secrets.token_hex(16)}"
+    connection.create_function(mark, 0, lambda: -1)
+    selects = marks = 0
 
     def allow(action: int, first: str | None, second: str | None, *rest: object) -> int:
-        nonlocal selects
-        # Only one SELECT is allowed: the one around the expression.
+        nonlocal selects, marks
         selects += action == sqlite3.SQLITE_SELECT
+        marks += action == sqlite3.SQLITE_FUNCTION and second == mark
         allowed = (
-            (action == sqlite3.SQLITE_SELECT and selects == 1)
+            action == sqlite3.SQLITE_SELECT
             # SQLite passes "" for no column, as when the expression is a constant.
             or (action == sqlite3.SQLITE_READ and first == "documents" and second in ("", "#number", *names))
-            or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS)
+            or (action == sqlite3.SQLITE_FUNCTION and second in (*_FUNCTIONS, mark))
         )
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
 
-    # SQLite takes an unknown name in double quotes for a string, so refuse it here.
-    for name in re.findall(r'"((?:[^"]|"")*)"', re.sub(r"'(?:[^']|'')*'", "", expression)):
-        if name.replace('""', '"').lower() not in map(str.lower, names):
-            raise ValueError(f"where: no document has the key {name!r:.100}; {_known(names)}")
     end = time.monotonic() + FILTER_SECONDS
     connection.set_authorizer(allow)
     if sys.version_info >= (3, 11):
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_STRING)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, _LONGEST_PATTERN)
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS_BETWEEN_LOOKS)
     try:
-        # On a line of its own, so that a comment in it ends there.
-        rows = connection.execute(f'SELECT "#number" FROM documents WHERE (\n{expression}\n)', parameters)
-        return np.fromiter((number for (number,) in rows), dtype=np.int64)
+        # On a line of its own, so that a comment in it ends there. A limit of -1 is none.
+        rows = connection.execute(
+            f'SELECT "#number" FROM documents WHERE (\n{expression}\n) LIMIT {mark}()', parameters
+        )
+        numbers = np.fromiter((number for (number,) in rows), dtype=np.int64)
+        # SQLite may prepare a statement twice, as for a pattern that is a parameter; a SELECT beyond its own is not
+        # allowed.
+        if selects != marks:
+            raise ValueError(_NOTHING_ELSE)
+        return numbers
     except (sqlite3.OperationalError, sqlite3.ProgrammingError, sqlite3.Warning, ValueError) as error:
         reason = str(error)
         if "interrupted" in reason:
             reason = f"it takes longer than {FILTER_SECONDS:g} s"
+        elif reason.startswith('near ")"'):
+            # The parenthesis after the expression, whose own ones are balanced.
+            reason = "it is incomplete"
         elif reason == "not authorized":
             # Which error SQLite raises for a denied action depends on its version.
             reason = _NOTHING_ELSE
@@ -196,6 +242,29 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple 
         raise ValueError(
             f"where: {expression!r:.200} is not a valid filter: {_NOTHING_ELSE}; {_known(names)}"
         ) from None
+
+
+def _check_form(expression: str, names: list[str]) -> None:
+    """Raise a ValueError unless parentheses are balanced, and names in double quotes known.
+
+    A parenthesis too many would end the one around the expression, and SQLite takes an unknown name in double quotes
+    for a string.
+    """
+    known, depth = {_folded(name) for name in names}, 0
+    for token in _TOKENS.finditer(expression):
+        name = token.group(1)
+        if name is not None and _folded(name.replace('""', '"')) not in known:
+            raise ValueError(f"where: no document has the key {name!r:.100}; {_known(names)}")
+        depth += {"(": 1, ")": -1}.get(token.group(), 0)
+        if depth < 0:
+            break
+    if depth:
+        raise ValueError(f"where: {expression!r:.200} is not a valid filter: its parentheses are not balanced")
+
+
+def _folded(name: str) -> str:
+    """A name as SQLite compares it: it ignores the case of ASCII letters alone."""
+    return "".join(character.lower() if character.isascii() else character for character in name)
 
 
 def _known(names: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -156,7 +156,8 @@ class Queries:
     def __reduce__(self) -> tuple[Callable[..., Queries], tuple[Any, ...]]:
         # A pickled view would bring its whole storage. Pickling bytes takes a fifth of the time of a tensor.
         values = self.packed().values.cpu().contiguous()
-        return _unpickled, (values.view(torch.uint8).numpy(), self.lengths.tolist(), self.device, self.dtype)
+        content, size = values.flatten().view(torch.uint8).numpy(), values.shape[1]
+        return _unpickled, (content, size, self.lengths.tolist(), self.device, self.dtype)
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -165,25 +166,26 @@ class Queries:
 
     def packed(self) -> Packed:
         """Pack all queries on the device: a call with an operand on the host would be planned anew."""
-        sequences = self.sequences
+        # Each by itself, as not all types have a common one.
+        sequences = [sequence.to(self.dtype) for sequence in self.sequences]
         if len(sequences) == 1:
             # Fast path: with one query, the GPU waits for every step of the host.
-            values = on_device(sequences[0].to(self.dtype), self.device)
+            values = on_device(sequences[0], self.device)
             return Packed(values, bounds_of_one(len(values), values.device), len(values))
         bounds = np.concatenate([[0], self.lengths.cumsum()])
         if self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
             # Concatenate directly into pinned memory.
-            dtype = reduce(torch.promote_types, {sequence.dtype for sequence in sequences})
-            values = torch.empty(int(bounds[-1]), sequences[0].shape[1], dtype=dtype, pin_memory=True)
+            values = torch.empty(int(bounds[-1]), sequences[0].shape[1], dtype=self.dtype, pin_memory=True)
             torch.cat(sequences, out=values)
         else:
             values = torch.cat([sequence.to(self.device) for sequence in sequences])
-        values = on_device(values, self.device).to(self.dtype)
+        values = on_device(values, self.device)
         return Packed(values, on_device(bounds.astype(np.int32), self.device), int(self.lengths.max()))
 
 
-def _unpickled(values: np.ndarray, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Queries:
-    return Queries(list(torch.from_numpy(values).view(dtype).split(lengths)), device, dtype)
+def _unpickled(content: np.ndarray, size: int, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Queries:
+    values = torch.from_numpy(content).view(dtype).view(sum(lengths), size)
+    return Queries(list(values.split(lengths)), device, dtype)
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,7 @@ from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
 from .codes import Codec, trained
 from .documents import Documents, blocks, cuts, read, runs_of
-from .files import FULL, check_folder, hold_reserve, without_room
+from .files import check_folder, hold_reserve, without_room
 from .filters import Where, checked_where
 from .ids import encoded_id
 from .layout import DTYPES, Layout
@@ -87,6 +88,8 @@ class PackedStore:
         self.in_memory, self._device = path is None, torch.device("cpu" if path is not None else device)
         self._encodes_on = torch.device(device)
         self.path = Path("memory") if path is None else Path(path).absolute()
+        # Held by a thread while it changes what this object holds, or searches it.
+        self.lock = threading.RLock()
         self._catalog = Catalog(self.path, dtype or "float32", self.in_memory)
         self._swept = self.in_memory  # whether this object has deleted the leftovers of killed writers
         self._lost: list[Part] = []  # parts in the catalog whose rows did not reach the disk
@@ -344,9 +347,11 @@ class PackedStore:
             try:
                 with self._changing(flush=True) as change:
                     change.move(parts, fresh=True)
-            except OSError as error:
-                if erase or error.errno not in FULL:
+            except (OSError, ValueError, ConcurrentWriteError):
+                # The removal is committed; a later change reclaims the space.
+                if erase:
                     raise
+                return
 
     def compact(self) -> None:
         """Rewrite the documents into as few segments as their size allows, one at a time; full segments stay."""
@@ -386,6 +391,11 @@ class PackedStore:
     @contextlib.contextmanager
     def _changing(self, flush: bool = False, **changes: Any) -> Iterator[Change]:
         """Change the index, and its state by `changes`. On an error, such as those of `turn`, nothing changes."""
+        with self.lock, self._changing_alone(flush, **changes) as change:
+            yield change
+
+    @contextlib.contextmanager
+    def _changing_alone(self, flush: bool, **changes: Any) -> Iterator[Change]:
         if self._generation != self.state.generation:
             # The last change was committed, but interrupted before this object was updated.
             self._open()
