@@ -15,8 +15,8 @@ import typer
 from pylate_flash.bench import SUITES, load_suite, plot, report, results
 from pylate_flash.bench import suite as suites
 from pylate_flash.bench.protocol import QUICK, Rounds
-from pylate_flash.cli.common import UserError
-from pylate_flash.cli.files import writable_folder
+from pylate_flash.cli.common import UserError, command, explained
+from pylate_flash.cli.files import check_file, writable_folder
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -62,17 +62,17 @@ def bench(
     picture: Annotated[Path | None, typer.Option("--plot", help="Plot the result here (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Measure this package, its peers and plain torch on this machine, next to the hardware floor."""
-    try:
+    with explained(kinds=(ValueError,)):
         loaded_suite = load_suite(suite)
-        torch_device = _device(device, loaded_suite)
-        names = [name for item in rows or [] for name in item.split(",") if name] or rows or []
+    torch_device = _device(device, loaded_suite)
+    names = [name for item in rows or [] for name in item.split(",") if name] or rows or []
+    # Its errors begin with "rows: ".
+    with explained("--", kinds=(ValueError,)):
         chosen = suites.choose(loaded_suite, names)
-        _check_measurable(picture, memory, torch_device)
-        _check_writable("json", json, json is not None and json.suffix == ".json")
-        _check_writable("plot", picture, True)
-        earlier = _earlier(add, json)
-    except (ValueError, UserError) as error:
-        raise typer.BadParameter(str(error)) from None
+    _check_measurable(picture, memory, torch_device)
+    _check_writable("--json", json, json is not None and json.suffix == ".json")
+    _check_writable("--plot", picture, True)
+    earlier = _earlier(add, json)
     torch_dtype = getattr(torch, dtype) if dtype else (torch.bfloat16 if torch_device.type == "cuda" else torch.float32)
     console = report.make_console()
     options: dict[str, Any] = {"with_peers": peers, "with_compiled": compiled, "with_memory": memory, "quick": quick}
@@ -95,13 +95,13 @@ def bench(
 
 
 def _check_measurable(picture: Path | None, memory: bool, device: torch.device) -> None:
-    """Raise a ValueError, before anything is measured, if memory could not be measured or the picture not drawn."""
+    """Raise, before anything is measured, if memory could not be measured or the picture not drawn."""
     if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"plot: {picture} must end in .png, .svg or .pdf")
+        raise UserError(f"--plot: {picture} must end in .png, .svg or .pdf")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot: needs matplotlib; pip install 'pylate-flash[bench]'")
+        raise UserError("--plot: needs matplotlib; pip install 'pylate-flash[bench]'")
     if memory and device.type == "cpu" and sys.platform != "linux":
-        raise ValueError(f"memory: on a CPU, it can be measured on Linux only, not on {sys.platform}")
+        raise UserError(f"--memory: on a CPU, it can be measured on Linux only, not on {sys.platform}")
 
 
 def _check_writable(option: str, path: Path | None, is_file: bool) -> None:
@@ -109,27 +109,25 @@ def _check_writable(option: str, path: Path | None, is_file: bool) -> None:
     if path is None:
         return
     if is_file and path.is_dir():
-        raise ValueError(f"{option}: {path} is a folder")
+        raise UserError(f"{option}: {path} is a folder; expected a file")
     with writable_folder(path.parent if is_file else path, option):
         pass
 
 
 def _earlier(add: Path | None, json: Path | None) -> dict[str, Any] | None:
-    """Return the result to which rows are added, or None; raise a ValueError if the file is not a result."""
+    """Return the result to which rows are added, or None; raise a UserError if the file is not a result."""
     if add is None:
         return None
     if json is None:
-        raise ValueError(f"add: {add} needs --json, to which its rows are written")
-    if not add.is_file():
-        raise ValueError(f"add: there is no file {add}")
-    return results.load(add)
+        raise UserError(f"--add: {add} needs --json, to which its rows are written")
+    check_file(add, "--add: ")
+    with explained("--add: "):
+        return results.load(add)
 
 
 def _check_alike(earlier: dict[str, Any], result: dict[str, Any]) -> None:
-    try:
+    with explained("--add: "):
         results.check_alike(earlier, result)
-    except ValueError as error:
-        raise typer.BadParameter(f"add: {error}") from None
 
 
 def _keep(path: Path, earlier: dict[str, Any] | None, rows: list[str], result: dict[str, Any]) -> None:
@@ -139,21 +137,21 @@ def _keep(path: Path, earlier: dict[str, Any] | None, rows: list[str], result: d
 
 
 def _device(name: str, suite: suites.Suite) -> torch.device:
-    """Return the device of that name; raise a ValueError if it does not exist or the suite does not measure it."""
+    """Return the device of that name; raise a UserError if it does not exist or the suite does not measure it."""
     if name == "auto":
         name = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", name):
-        raise ValueError(f"device: {name!r} is not auto, cpu, cuda or cuda:N")
+        raise UserError(f"--device: {name!r} is not auto, cpu, cuda or cuda:N")
     device = torch.device(name)
     if suite.device not in (None, device.type):
-        raise ValueError(f"device: the suite {suite.name!r} measures {suite.device} only, got {name!r}")
+        raise UserError(f"--device: the suite {suite.name!r} measures {suite.device} only, got {name!r}")
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
-        raise ValueError(f"device: {name!r} is not available: torch finds no CUDA GPU")
+        raise UserError(f"--device: {name!r} is not available: torch finds no CUDA GPU")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise ValueError(f"device: {name!r} is not available: there are {torch.cuda.device_count()} GPUs")
+        raise UserError(f"--device: {name!r} is not available: there are {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
 
 
@@ -183,5 +181,5 @@ def main(arguments: list[str] | None = None, name: str = "python -m pylate_flash
         help=_HELP,
         epilog=f"Examples: `{name} --quick` (a quick look, in minutes), `{name} training --memory --json results/`, "
         f"`{name} losses --rows batch-256,batch-1024 --no-peers`.",
-    )(bench)
+    )(command(bench))
     application(arguments, prog_name=name)

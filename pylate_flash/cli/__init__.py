@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Score, train and retrieve with PyLate or sentence-transformers through fused, exact MaxSim.",
     epilog="Start with `pylate-flash demo`. Every command has its own help: `pylate-flash train --help`. Exit codes: "
     "0 success, 1 a check of the results failed, 2 a user error, explained in one sentence, 70 a bug in the program "
-    "(PYLATE_FLASH_TRACEBACK=1 shows where), 130 interrupted.",
+    "(PYLATE_FLASH_TRACEBACK=1 shows where), 130 interrupted, 141 the output was not read to its end, as by `head`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from .._extras import check_installed
 from .collections import Collection
 from .common import UserError, console, explained
+from .files import check_file
 from .indexing import check_codec
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def check_systems(against: str, collections: Sequence[Collection]) -> dict[str, 
         if name == PLAID:
             check_installed("pylate", "--against plaid", "pylate", title="PyLate")
         elif os.path.exists(name) or os.sep in name or "." in name:
-            if not os.path.isfile(name):
-                raise UserError(f"--against: there is no file {name}")
+            check_file(Path(name), "--against: ")
             if len(collections) > 1:
                 raise UserError(f"--against {name} is a run of one collection, but --data names {len(collections)}")
             with explained(f"--against {name}: "):

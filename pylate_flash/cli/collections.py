@@ -89,5 +89,6 @@ def _load_nano_beir(name: str) -> list[Collection]:
             collections.append(Collection(split, f"nanobeir:{split.removeprefix('Nano')}", documents, queries, qrels))
     # The hub client raises many types, without a network or for an unknown name.
     except Exception as error:
-        raise UserError(f"--data nanobeir could not be downloaded: {cause(error, named=True)}") from error
+        given = f"nanobeir:{name}" if name else "nanobeir"
+        raise UserError(f"--data {given} could not be downloaded: {cause(error, named=True)}") from error
     return collections

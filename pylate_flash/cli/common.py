@@ -29,6 +29,8 @@ notes = Console(stderr=True)
 TRACEBACK_VARIABLE = "PYLATE_FLASH_TRACEBACK"
 UNEXPECTED = 70
 """Exit code of an unexpected error: a bug in the program, not a mistake of the user."""
+READER_GONE = 141
+"""Exit code if the reader of standard output has closed it, as `head` does: what a shell reports for SIGPIPE."""
 _LONGEST_CAUSE = 300
 
 
@@ -79,8 +81,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """Turn exceptions of a command into one line on standard error and an exit code.
 
     A `UserError` and a missing extra exit with 2, Ctrl-C with 130, and any other exception with `UNEXPECTED`; a GPU out
-    of memory, and a disk that is full or fails (standard output included), with 2. If the environment variable
-    `PYLATE_FLASH_TRACEBACK` is set, the traceback is printed before that line.
+    of memory, and a disk that is full or fails (standard output included), with 2. A broken pipe exits with
+    `READER_GONE`, without a line. If the environment variable `PYLATE_FLASH_TRACEBACK` is set, the traceback is printed
+    before that line.
     """
 
     @functools.wraps(function)
@@ -95,7 +98,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             note("pylate-flash: interrupted")
             raise typer.Exit(130) from None
-        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError, SystemExit, GeneratorExit):
+        except (BrokenPipeError, SystemExit) as error:
+            # click and rich handle a broken pipe by exiting with 1.
+            if not any(isinstance(one, BrokenPipeError) for one in (error, error.__context__)):
+                raise
+            _discard_output()
+            raise typer.Exit(READER_GONE) from None
+        except (typer.Exit, typer.Abort, typer.BadParameter, GeneratorExit):
             raise
         # Not only Exception: panics of Rust libraries, such as tokenizers, derive from BaseException.
         except BaseException as error:
@@ -103,14 +112,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 try:
                     print(end="", flush=True)
                 except OSError:
-                    # Otherwise the interpreter would flush again at exit, and change the exit code.
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                    _discard_output()
                 _fail(f"reading or writing failed: {cause(error)}", 2)
             if type(error).__name__ == "OutOfMemoryError":  # torch's, matched by name without importing torch
                 _fail(f"a GPU is out of memory: {cause(error)}; try a smaller --batch-size or --device cpu", 2)
             _fail(f"unexpected {cause(error, named=True)}; {TRACEBACK_VARIABLE}=1 shows where", UNEXPECTED)
 
     return wrapped
+
+
+def _discard_output() -> None:
+    """Discard buffered output, which the interpreter would flush at exit, and then change the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(sentence: str, code: int) -> NoReturn:

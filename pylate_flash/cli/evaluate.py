@@ -22,8 +22,8 @@ from . import options
 from .against import Run, check_run_ids, check_systems, compare_systems
 from .collections import Collection, load_collections
 from .common import UserError, check_device, explained, loading, note, notes
-from .evaluated import Evaluated, show, size_of, write
-from .files import check_new_file, write_file
+from .evaluated import Evaluated, run_path, show, size_of, write
+from .files import check_new_file, is_standard_output, write_file
 from .indexing import INDEX_ERRORS, check_new_index, check_place, holds_index, record_corpus
 from .models import (
     check_encoding_host,
@@ -86,7 +86,7 @@ def evaluate(
     index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="Write the results as a TREC run; for several collections, one file each."),
+        typer.Option(help="Write the results as a TREC run; for several collections or seeds, one file each."),
     ] = None,
     per_query: Annotated[Path | None, typer.Option(help="Write the metrics of every query, separated by tabs.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write metrics and timings to this file.")] = None,
@@ -119,7 +119,7 @@ def evaluate(
         raise UserError("--overwrite replaces the index in --index, but --index is missing")
     files_of_beir = ("corpus.jsonl", "queries.jsonl", f"qrels/{split}.tsv")
     used_files = [("--data", Path(folder) / name) for folder in data for name in files_of_beir]
-    used_files += [("--against", Path(name)) for name in (against or "").split(",") if name]
+    used_files += [("--against", Path(name.strip())) for name in (against or "").split(",") if name.strip()]
     for option, file in (("--run", run), ("--per-query", per_query), ("--json", json_file), ("--picture", picture)):
         if file is not None:
             check_new_file(file, option, *used_files)
@@ -138,6 +138,7 @@ def evaluate(
     collections = load_collections(data, split)
     if run is not None:
         check_run_ids(collections)
+        _check_run_files(run, collections, seeds, used_files)
     systems = {} if against is None else check_systems(against, collections)
     check_device(device)
     evaluated: list[Evaluated] = []
@@ -182,6 +183,23 @@ def _seeds(repeat: str | None, model: str) -> list[int | None]:
     if _SEED not in model:
         raise UserError(f"--repeat evaluates one model per seed: --model {model} must contain {_SEED}")
     return [int(seed) for seed in seeds]
+
+
+def _check_run_files(
+    run: Path, collections: list[Collection], seeds: list[int | None], used_files: list[tuple[str, Path]]
+) -> None:
+    """Check the files of several evaluations, which are named after collections and seeds; `run` itself was checked."""
+    evaluations = len(collections) * len(seeds)
+    if evaluations == 1:
+        return
+    if is_standard_output(run) or (os.path.exists(run) and not os.path.isfile(run)):
+        raise UserError(f"--run writes one file per collection and seed, so it must be a file name, got {run}")
+    files = list(used_files)
+    for seed in seeds:
+        for collection in collections:
+            path = run_path(run, collection.name, seed, evaluations)
+            check_new_file(path, "--run", *files)
+            files.append(("--run", path))
 
 
 def _load(name: str, **kwargs: Any) -> Model:

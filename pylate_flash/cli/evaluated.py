@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..beir import RetrievalEvaluation
     from ..demo.agreement import Agreement
 
-__all__ = ["Evaluated", "show", "size_of", "write"]
+__all__ = ["Evaluated", "run_path", "show", "size_of", "write"]
 
 
 @dataclass
@@ -57,6 +57,15 @@ class Evaluated:
         if self.compared:
             about["against"] = [row.record() for row in self.compared]
         return about
+
+
+def run_path(run: Path, collection: str, seed: int | None, evaluations: int) -> Path:
+    """The run file of an evaluation: `run` itself if there is only one, otherwise one named after the evaluation."""
+    return run if evaluations == 1 else run.with_name(f"{run.stem}-{_label(collection, seed)}{run.suffix}")
+
+
+def _label(collection: str, seed: int | None) -> str:
+    return collection if seed is None else f"{collection}-{seed}"
 
 
 def size_of(collection: Collection) -> str:
@@ -107,20 +116,16 @@ def write(
     evaluated: list[Evaluated], split: str, run: Path | None, per_query: Path | None, json_file: Path | None
 ) -> None:
     """Write the requested files."""
-
-    def named(one: Evaluated) -> str:
-        return one.collection.name if one.seed is None else f"{one.collection.name}-{one.seed}"
-
     if run is not None:
         for one in evaluated:
-            path = run if len(evaluated) == 1 else run.with_name(f"{run.stem}-{named(one)}{run.suffix}")
+            path = run_path(run, one.collection.name, one.seed, len(evaluated))
             write_file(path, run_text(one.result.run), "--run")
     if per_query is not None:
         lines = ["\t".join(["collection", "query", *METRICS])]
         for one in evaluated:
-            values = one.result.per_query
+            name, values = _label(one.collection.name, one.seed), one.result.per_query
             lines += [
-                "\t".join([named(one), query_id, *(f"{values[metric][query_id]:.6f}" for metric in METRICS)])
+                "\t".join([name, query_id, *(f"{values[metric][query_id]:.6f}" for metric in METRICS)])
                 for query_id in one.collection.qrels
             ]
         write_file(per_query, "\n".join(lines) + "\n", "--per-query")

@@ -18,14 +18,14 @@ from .common import UserError, explained
 _NO_CONTENT = re.compile(r"\..*|lost\+found")
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, prefix: str = "") -> None:
     """Check that there is a readable file, or a pipe such as /dev/fd/63, which can be read only once."""
     if os.path.isdir(path):
-        raise UserError(f"{path} is a folder; expected a file")
+        raise UserError(f"{prefix}{path} is a folder; expected a file")
     if not os.path.exists(path):
-        raise UserError(f"there is no file {path}")
+        raise UserError(f"{prefix}there is no file {path}")
     if not os.access(path, os.R_OK):
-        raise UserError(f"{path} cannot be read: permission denied")
+        raise UserError(f"{prefix}{path} cannot be read: permission denied")
 
 
 def check_new_file(path: Path, option: str, *others: tuple[str, Path | None], overwrite: bool = True) -> None:
@@ -78,13 +78,20 @@ def writable_folder(path: Path, option: str) -> Iterator[None]:
             for folder in reversed(missing):
                 folder.mkdir()
                 created.append(folder)
-            with tempfile.NamedTemporaryFile(dir=path, prefix=".pylate-flash-"):
-                pass
+            _check_writable(path, option)
         yield
     finally:
         for folder in reversed(created):
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def _check_writable(folder: Path, option: str) -> None:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pylate-flash-"):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: {folder} cannot be written to: {error.strerror}") from error
 
 
 def other_files(folder: Path, *known: str) -> list[str]:

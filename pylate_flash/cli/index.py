@@ -128,7 +128,7 @@ def build(
         if dtype is not None and (overwrite or not holds_index(path)):
             check_codec(dtype, "--dtype")
         corpus = open_corpus(data)
-        ids = read_ids(corpus)
+        ids = read_ids(corpus, None if overwrite else path)
         if overwrite:
             check_place(path)
         else:
@@ -207,7 +207,7 @@ def add(
     path = index_path(index)
     check_index(path)
     corpus = open_corpus(data)
-    ids = read_ids(corpus)
+    ids = read_ids(corpus, path)
     flat = open_flat(path, device)
     n_new = sum(id_ not in flat for id_ in ids)
     n_present = len(ids) - n_new

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+import sqlite3
 import sys
 import time
 import warnings
@@ -96,20 +97,46 @@ def open_corpus(data: Path) -> Corpus:
         return Corpus(data)
 
 
-def read_ids(corpus: Corpus) -> list[str]:
-    """Ids of all documents; also checks every line, before a model is loaded."""
-    from ..index.filters import checked_metadata
+def read_ids(corpus: Corpus, index: Path | None = None) -> list[str]:
+    """Ids of all documents; also checks every line, before a model is loaded.
 
-    ids = []
-    with explained(kinds=(ValueError, OSError, TypeError)), notes.status(f"Reading {corpus.path}"):
+    Metadata keys are checked with those of all documents, and of an existing index to which they are added.
+    """
+    from ..index.filters import DOCUMENTS, checked_metadata, insert
+
+    ids: list[str] = []
+    known = set() if index is None else _metadata_keys(index)
+    with (
+        explained(kinds=(ValueError, OSError, TypeError)),
+        notes.status(f"Reading {corpus.path}"),
+        contextlib.closing(sqlite3.connect(":memory:")) as table,
+    ):
+        # Holds no documents, but those that bring new keys, without values.
+        table.execute(DOCUMENTS)
+        insert(table, [0], [b"0"], [dict.fromkeys(known)])
         for document in corpus:
             ids.append(document.id)
             if document.metadata:
                 try:
                     checked_metadata([document.metadata], 1)
+                    new = document.metadata.keys() - known
+                    if new:
+                        insert(table, [len(ids)], [b"%d" % len(ids)], [dict.fromkeys(new)])
+                        known |= new
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"{corpus.path}: the document {ascii(document.id):.100}: {error}") from None
     return ids
+
+
+def _metadata_keys(index: Path) -> set[str]:
+    """The metadata keys of an index; none if there is no index, or it cannot be read, which opening it reports."""
+    from ..index.catalog import Catalog
+
+    catalog = Catalog(index.absolute(), "float32")
+    if catalog.exists:
+        with contextlib.suppress(*INDEX_ERRORS):
+            return set(catalog.metadata_keys())
+    return set()
 
 
 def record_corpus(flat: Flat, data: Path) -> None:

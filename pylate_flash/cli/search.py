@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -139,7 +140,7 @@ def search(
     flat = open_flat(path, device)
     if where is not None or rescore is not None:
         # An empty search reports errors in them before the model is loaded, and caches the filter for the search.
-        with explained():
+        with _options_named():
             flat([], k=k, where=where, rescore=rescore)
     if data is None:
         corpora = _known_corpora(flat)
@@ -150,7 +151,7 @@ def search(
     for start in range(0, len(all_queries), _QUERIES_AT_A_TIME):
         chunk = all_queries[start : start + _QUERIES_AT_A_TIME]
         words = [text for _, text in chunk]
-        with explained():
+        with _options_named():
             results = flat(encode(encoder, words, is_query=True), k=k, where=where, matches=explain, rescore=rescore)
         try:
             texts = _texts(corpora, {result["id"] for documents in results for result in documents})
@@ -167,6 +168,17 @@ def search(
             else:
                 for line in _lines(query_text, hits, with_text=bool(corpora)):
                     print(line)
+
+
+@contextmanager
+def _options_named() -> Iterator[None]:
+    """Convert errors of a search to a `UserError`; those about an argument name the option of that name."""
+    with explained():
+        try:
+            yield
+        except ValueError as error:
+            dashes = "--" if str(error).startswith(("where: ", "rescore: ", "rescore must ")) else ""
+            raise ValueError(f"{dashes}{error}") from error
 
 
 def show(console: Console, documents: Sequence[Hit], query: str | None = None) -> None:

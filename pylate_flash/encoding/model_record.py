@@ -117,14 +117,12 @@ class ModelRecord:
             raise ValueError(f"the index in {index_path} does not record where its model is: name the model")
         if self.relative is None:
             return self.name
-        paths = places_of(self.name, self.relative, index_path)
+        paths = list(dict.fromkeys(places_of(self.name, self.relative, index_path)))
         for path in paths:
             if os.path.isdir(path):
                 return path
-        raise ValueError(
-            f"the model of the index in {index_path} no longer exists, neither in {paths[0]} nor in {paths[1]}: name "
-            "the model"
-        )
+        where = f" in {paths[0]}" if len(paths) == 1 else f", neither in {paths[0]} nor in {paths[1]}"
+        raise ValueError(f"the model of the index in {index_path} no longer exists{where}: name the model")
 
     def differences(self, other: ModelRecord) -> list[str]:
         """Descriptions of how `other` differs from this model; empty if it is the same. Names do not count."""

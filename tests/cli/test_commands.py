@@ -16,7 +16,7 @@ from pylate_flash import __version__, indexes
 from pylate_flash.cli import doctor
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.common import command as tidily
-from pylate_flash.cli.files import check_file
+from pylate_flash.cli.files import check_file, writable_folder
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
 COMMANDS = ("demo", "train", "mine", "evaluate", "index", "search", "bench", "doctor")
@@ -101,6 +101,29 @@ def test_a_full_disk_behind_help_and_version_is_one_sentence(arguments):
         process = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert process.returncode == 2
     assert process.stderr.splitlines() == ["pylate-flash: reading or writing failed: No space left on device"]
+
+
+@pytest.mark.parametrize("printing", ["print('x')", "Console().print('x')"], ids=["print", "rich"])
+def test_output_that_is_not_read_to_its_end_has_an_exit_code_of_its_own(printing):
+    """As by `head`: not the code of a failed check, and without a word on standard error."""
+    code = (
+        "from rich.console import Console; from pylate_flash import cli; "
+        f"cli.app.command('write')(cli.command(lambda: [{printing} for _ in range(100_000)] and None)); cli.main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, "write"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"x\n"
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(120) == 141
+
+
+def test_help_that_nobody_reads_has_the_same_exit_code():
+    reading, writing = os.pipe()
+    os.close(reading)
+    call = [sys.executable, "-m", "pylate_flash", "train", "--help"]
+    process = subprocess.run(call, stdout=writing, stderr=subprocess.PIPE, timeout=120)
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (141, b"")
 
 
 def test_version():
@@ -383,3 +406,11 @@ def test_a_pipe_is_a_file_to_read(tmp_path):
         check_file(tmp_path)
     with pytest.raises(UserError, match="there is no file"):
         check_file(tmp_path / ("a" * 300))
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    error = PermissionError(13, "Permission denied", str(tmp_path / ".a-temporary-file"))
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", fail(error))
+    with pytest.raises(UserError) as caught, writable_folder(tmp_path, "--index"):
+        pass
+    assert str(caught.value) == f"--index: {tmp_path} cannot be written to: Permission denied"

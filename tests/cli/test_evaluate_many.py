@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import statistics
@@ -179,6 +180,7 @@ def test_models_of_several_seeds(collections, pylate_checkpoint, tmp_path):
         (("--index", "index", "--data", "second"), "--index keeps the index of one model and one --data"),
         (("--against", "int7"), "--against int7: expected plaid, a run file, or a storage type of our index"),
         (("--against", "no/run.trec"), "--against: there is no file no/run.trec"),
+        (("--against", "beir"), "--against: beir is a folder; expected a file"),
         (("--run", "no/run.trec"), "--run: there is no folder no"),
         (("--picture", "a.doc"), "--picture a.doc must end in .png, .svg or .pdf"),
         (("--data", "beir/../beir"), "two collections are named 'beir'; give each one once"),
@@ -221,6 +223,38 @@ def test_what_is_written_replaces_neither_what_is_read_nor_each_other(beir, tmp_
     ):
         assert_one_clear_sentence(invoke("evaluate", "--data", "beir", "--model", "m", *options), message)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--run", "all.trec"), "--run: all-second.trec is a folder; expected a file"),
+        (("--run", "r.trec", "--json", "r-first.trec"), "--run r-first.trec is the file of --json"),
+        (("--run", "pipe"), "--run writes one file per collection and seed, so it must be a file name, got pipe"),
+    ],
+)
+def test_the_run_of_every_collection_is_checked_before_any_work(
+    options, message, collections, pylate_checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pylate_flash.cli.evaluate.load_model", None)
+    Path("all-second.trec").mkdir()
+    os.mkfifo("pipe")
+    sources = ("--data", collections[0], "--data", collections[1])
+    result = invoke("evaluate", *sources, "--model", pylate_checkpoint, *options)
+    assert_one_clear_sentence(result, message)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all-second.trec", "pipe"]
+
+
+def test_the_run_of_a_seed_does_not_replace_what_is_compared(collections, pylate_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pylate_flash.cli.evaluate.load_model", None)
+    for seed in (1, 2):
+        Path(f"seed-{seed}").symlink_to(pylate_checkpoint)
+    Path("r-first-2.trec").write_text("q1 Q0 d1 1 2.5 name\n")
+    options = ("--repeat", "1,2", "--against", "int8, r-first-2.trec", "--run", "r.trec")
+    result = invoke("evaluate", "--data", collections[0], "--model", "seed-{seed}", *options)
+    assert_one_clear_sentence(result, "--run r-first-2.trec is the file of --against; choose another one")
 
 
 def test_a_run_cannot_hold_ids_with_blanks(beir, pylate_checkpoint, tmp_path):
@@ -335,5 +369,5 @@ def test_nanobeir_is_all_of_its_collections_or_one(pylate_checkpoint, tmp_path, 
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError, match="--data nanobeir could not be downloaded: ConnectionError: offline"):
+    with pytest.raises(UserError, match="--data nanobeir:SciFact could not be downloaded: ConnectionError: offline"):
         load_collections(["nanobeir:SciFact"], "test")

@@ -15,7 +15,7 @@ from pylate_flash import indexes, models
 from pylate_flash.cli import indexing
 from pylate_flash.cli.index import DTYPES
 from pylate_flash.index import store
-from tests.cli.commands import CPU, assert_one_clear_sentence, ids_in, invoke, succeed, write_corpus
+from tests.cli.commands import CPU, assert_one_clear_sentence, ids_in, invoke, succeed, write_corpus, write_lines
 from tests.stores import written_by_another
 
 
@@ -217,8 +217,10 @@ def test_a_build_keeps_16_bits_by_which_a_search_scores_again(corpus, tmp_path, 
     expected = json.loads(succeed(*args, tmp_path / "float16"))["results"]
     assert [hit["id"] for hit in result] == [hit["id"] for hit in expected]
     assert [hit["score"] for hit in result] == pytest.approx([hit["score"] for hit in expected], rel=1e-5)
-    assert_one_clear_sentence(invoke(*args, tmp_path / "int8+float16", "--rescore", 1), "rescore", "k = 2")
-    assert_one_clear_sentence(invoke(*args, tmp_path / "float16", "--rescore", 3), "rescore", "stores only 'float16'")
+    result = invoke(*args, tmp_path / "int8+float16", "--rescore", 1)
+    assert_one_clear_sentence(result, "pylate-flash: --rescore must be an integer of at least k = 2")
+    result = invoke(*args, tmp_path / "float16", "--rescore", 3)
+    assert_one_clear_sentence(result, "pylate-flash: --rescore: ", "stores only 'float16'")
 
 
 @pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
@@ -244,6 +246,47 @@ def test_what_cannot_be_built_leaves_nothing_behind(what, corpus, tmp_path, tiny
     assert_one_clear_sentence(result, *parts)
     assert files_in(tmp_path) == before
     assert not (tmp_path / "index").exists()
+
+
+def write_metadata(path, **documents):
+    rows = ({"_id": id_, "text": f"the text of {id_}", "metadata": keys} for id_, keys in documents.items())
+    return write_lines(path, *rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"Year": 2021}, "metadata: 'Year' and 'year' are the same key: keys are case-insensitive"),
+        ({f"k{i}": i for i in range(1000)}, "metadata: all documents together have more than 1000 keys"),
+    ],
+    ids=["case", "number"],
+)
+@pytest.mark.parametrize("form", ["one corpus", "resumed", "add", "replace"])
+def test_keys_that_no_index_holds_together_are_refused_before_any_work(
+    keys, part, form, build, tmp_path, tiny_colbert_path, monkeypatch
+):
+    path, index = tmp_path / "keys.jsonl", tmp_path / "index"
+    if form == "one corpus":
+        write_metadata(path, a={"year": 2020}, z=keys)
+    else:
+        done(build(data=write_metadata(path, a={"year": 2020})))
+        write_metadata(path, a={}, z=keys)
+    monkeypatch.setattr("pylate_flash.cli.index.load_model", None)
+    monkeypatch.setattr("pylate_flash.cli.index.load_model_of", None)
+    if form in ("add", "replace"):
+        options = ("--replace",) if form == "replace" else ()
+        result = invoke("index", "add", "--data", path, "--index", index, *CPU, *options)
+    else:
+        result = build(data=path)
+    assert_one_clear_sentence(result, f"pylate-flash: {path}: the document 'z': {part}")
+
+
+def test_keys_of_an_index_that_is_overwritten_do_not_count(build, tmp_path):
+    path = write_metadata(tmp_path / "keys.jsonl", a={"year": 2020})
+    done(build(data=path))
+    write_metadata(path, a={"Year": 2020, "month": None}, b={"Year": 2021})
+    done(build("--overwrite", data=path))
+    assert ids_in(tmp_path / "index") == ["a", "b"]
 
 
 def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(build, index):

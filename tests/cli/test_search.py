@@ -208,7 +208,7 @@ def test_an_index_of_hidden_states_is_refused(tmp_path, tiny_colbert_path):
 def test_a_model_that_has_moved_is_named(corpus_index, tmp_path):
     (tmp_path / "model").rename(tmp_path / "moved")
     result = invoke("search", "x", "--index", corpus_index)
-    assert_one_clear_sentence(result, tmp_path / "model", "no longer exists", "--model")
+    assert_one_clear_sentence(result, f"no longer exists in {tmp_path / 'model'}: name the model with --model")
     succeed("search", "x", "--index", corpus_index, "--model", tmp_path / "moved")
 
 
@@ -340,7 +340,7 @@ def test_metadata_of_a_corpus_filter_a_search(tmp_path, tiny_colbert_path):
     assert results("year is null") == ["c"]
     assert results("tags like '%\"y\"%'") == ["a"]
     result = invoke("search", "cats", "--where", "yeer > 2000", "--index", index, "--device", "cpu")
-    assert_one_clear_sentence(result, "no such column: yeer", "keys are", "year")
+    assert_one_clear_sentence(result, "pylate-flash: --where: ", "no such column: yeer", "keys are", "year")
     assert "Loading the model" not in result.stderr, "a wrong filter costs the seconds that loading a model takes"
 
 
