@@ -329,3 +329,11 @@ def check_ranges(queries: int, k: int, tokens: int, sizes: list[int], dtype: str
     ranges = search.Search._ranges(index, batch, k)
     assert [stop - start for start, stop in ranges] == sizes
     assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()
+
+
+@pytest.mark.parametrize("other", [torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_queries_may_be_of_several_types(other: torch.dtype) -> None:
+    index = small(None).add_documents(["a", "b"], integers_of([3, 2]))
+    queries = integers_of([2, 4], seed=1)
+    mixed = [queries[0], queries[1].to(other)]
+    assert index(mixed) == [index([query])[0] for query in mixed]

@@ -166,20 +166,23 @@ class Queries:
 
     def packed(self) -> Packed:
         """Pack all queries on the device: a call with an operand on the host would be planned anew."""
-        # Each by itself, as not all types have a common one.
-        sequences = [sequence.to(self.dtype) for sequence in self.sequences]
+        sequences = self.sequences
         if len(sequences) == 1:
             # Fast path: with one query, the GPU waits for every step of the host.
-            values = on_device(sequences[0], self.device)
+            values = on_device(sequences[0].to(self.dtype), self.device)
             return Packed(values, bounds_of_one(len(values), values.device), len(values))
         bounds = np.concatenate([[0], self.lengths.cumsum()])
+        if len({sequence.dtype for sequence in sequences}) > 1:
+            # Each by itself, as not all types have a common one.
+            sequences = [sequence.to(self.dtype) for sequence in sequences]
         if self.device.type == "cuda" and all(sequence.device.type == "cpu" for sequence in sequences):
             # Concatenate directly into pinned memory.
-            values = torch.empty(int(bounds[-1]), sequences[0].shape[1], dtype=self.dtype, pin_memory=True)
+            first = sequences[0]
+            values = torch.empty(int(bounds[-1]), first.shape[1], dtype=first.dtype, pin_memory=True)
             torch.cat(sequences, out=values)
         else:
             values = torch.cat([sequence.to(self.device) for sequence in sequences])
-        values = on_device(values, self.device)
+        values = on_device(values, self.device).to(self.dtype)
         return Packed(values, on_device(bounds.astype(np.int32), self.device), int(self.lengths.max()))
 
 
