@@ -53,7 +53,8 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
 
     Embeddings are stored packed (no padding) in flat files on the disk; see `pylate_flash.index` for the files and for
     what happens when a write is interrupted. A search scores the collection block by block and keeps the best `k`, so
-    its memory does not grow with the collection. On a CUDA device, as many embeddings as fit stay in its memory.
+    its memory does not grow with the collection. On a CUDA device, as many embeddings as fit stay in its memory. Threads
+    may share an index: those that search or change it take turns.
 
     With a `projection`, an index stores hidden states of an encoder instead of embeddings, and projects and normalises
     them during the search: the files are larger, but another projection needs no new encoding.
@@ -395,8 +396,9 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             Search only documents whose metadata satisfy an SQLite expression, such as
             "year >= 2020 and lang = 'en'", or with parameters ("year >= ?", [2020]) or ("year >= :year",
             {"year": 2020}). It may be untrusted: it can only read metadata and call plain functions, such as `lower`
-            and `date`, sees strings of at most 256 KiB, and is stopped after ten seconds. A key that a document lacks
-            is NULL. Documents that another process has removed meanwhile are left out.
+            and `date`, sees strings of at most 256 KiB and patterns of at most 1000 bytes (from Python 3.11 on), and is
+            stopped after ten seconds. A key that a document lacks is NULL. Documents that another process has removed
+            meanwhile are left out.
         rescore
             Number of best documents of each query, at least `k`, to score again from their 16-bit copies. The best `k`
             by the new scores are returned, with these scores.
