@@ -53,8 +53,8 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
 
     Embeddings are stored packed (no padding) in flat files on the disk; see `pylate_flash.index` for the files and for
     what happens when a write is interrupted. A search scores the collection block by block and keeps the best `k`, so
-    its memory does not grow with the collection. On a CUDA device, as many embeddings as fit stay in its memory. Threads
-    may share an index: those that search or change it take turns.
+    its memory does not grow with the collection. On a CUDA device, as many embeddings as fit stay in its memory.
+    Threads may share an index: those that search or change it take turns.
 
     With a `projection`, an index stores hidden states of an encoder instead of embeddings, and projects and normalises
     them during the search: the files are larger, but another projection needs no new encoding.

@@ -23,6 +23,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ..ops.tensor_files import permissions_of
+
 __all__ = ["Corpus", "Document", "Text", "json_object", "read_lines", "read_queries", "read_records", "replace_file"]
 
 _SUFFIXES = (".txt", ".md")
@@ -252,9 +254,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
         # A temporary file is readable by its owner only.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~mask)
+        os.chmod(temporary, permissions_of(target))
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

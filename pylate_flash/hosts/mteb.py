@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ __all__ = ["ExactSearch", "search"]
 
 # Constructed from values: a type checker for Python 3.10 takes the enum's members for strings.
 _QUERY, _DOCUMENT = PromptType("query"), PromptType("document")
+
+# Arguments of `encode` that change how embeddings are computed or returned, but not which.
+_WITHOUT_EFFECT = {"batch_size", "show_progress_bar", "device", "chunk_size", "convert_to_numpy", "convert_to_tensor"}
+_PLAIN = bool, int, float, str, type(None)
 
 
 def search(
@@ -155,7 +160,7 @@ class ExactSearch:
         ids = list(corpus["id"])
         record = self._record()
         model = _digest([json.dumps(record.to_json(), sort_keys=True)])
-        name = _digest([self.dtype or "", prompt or "", *ids, *texts])
+        name = _digest([self.dtype or "", prompt or "", *_texts_of(encode_kwargs), *ids, *texts])
         if self._flat is None or self._name != f"{model}/{name}":
             self._flat = None  # Free its memory before the next index is filled.
             folder = None if self.folder is None else self.folder / model
@@ -202,7 +207,13 @@ class ExactSearch:
         embeddings = self._encoder(_QUERY, prompt, encode_kwargs)(texts)
         subset = None if top_ranked is None else [list(top_ranked.get(id_, ())) for id_ in ids]
         results = self._flat(embeddings, k=top_k, subset=subset)
-        return {id_: {hit["id"]: hit["score"] for hit in hits} for id_, hits in zip(ids, results, strict=True)}
+        # An index sums over the tokens of a query.
+        is_mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
+        divisors = [max(1, len(tokens)) if is_mean else 1 for tokens in embeddings]
+        return {
+            id_: {hit["id"]: hit["score"] / divisor for hit in hits}
+            for id_, hits, divisor in zip(ids, results, divisors, strict=True)
+        }
 
     def _record(self) -> ModelRecord:
         return ModelRecord.of(self.model, None, Path())
@@ -228,6 +239,15 @@ class ExactSearch:
         self, kind: PromptType, prompt: str | None, encode_kwargs: Mapping[str, Any]
     ) -> Callable[[list[str]], list[Any]]:
         return functools.partial(encoder_of(self.model, kind == _QUERY), prompt=prompt, **encode_kwargs)
+
+
+def _texts_of(encode_kwargs: Mapping[str, Any]) -> list[str]:
+    """Texts that differ where arguments of `encode` do, which may change the embeddings of documents."""
+    return [
+        f"{name}={value!r}" if isinstance(value, _PLAIN) else f"{name}={pickle.dumps(value).hex()}"
+        for name, value in sorted(encode_kwargs.items())
+        if name not in _WITHOUT_EFFECT
+    ]
 
 
 def _digest(parts: Iterable[str]) -> str:

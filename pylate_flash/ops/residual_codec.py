@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._extras import check_installed
-from .checks import check_beside, check_boundaries, check_embeddings, check_integer, check_same, check_tensor
+from .checks import (
+    check_beside,
+    check_boundaries,
+    check_embeddings,
+    check_integer,
+    check_same,
+    check_tensor,
+    is_readable,
+)
 from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
 
 # Residual elements sampled for the quantiles.
@@ -43,14 +52,15 @@ class ResidualCodec:
     centroids
         [C, d], float16, bfloat16 or float32; d is a multiple of 8.
     bucket_cutoffs
-        [3] or [15], of that dtype: an element's bucket is the number of cutoffs below its residual.
+        [3] or [15], of that dtype, ascending: an element's bucket is the number of cutoffs below its residual.
     bucket_weights
         [4] or [16], of that dtype.
 
     Raises
     ------
     TypeError, ValueError
-        If one is not a tensor of these dtypes, shapes or devices do not match, or there is no centroid.
+        If one is not a tensor of these dtypes, shapes or devices do not match, or there is no centroid. Values of CPU
+        tensors are checked, too: they must be finite.
     """
 
     centroids: Tensor
@@ -69,6 +79,12 @@ class ResidualCodec:
                 f"got {list(self.bucket_cutoffs.shape)}"
             )
         check_beside("bucket_cutoffs", self.bucket_cutoffs, "centroids", self.centroids)
+        for name in ("centroids", "bucket_cutoffs", "bucket_weights"):
+            values = getattr(self, name)
+            if is_readable(values) and not values.isfinite().all():
+                raise ValueError(f"{name} must be finite, got NaN or infinity")
+        if is_readable(self.bucket_cutoffs) and (self.bucket_cutoffs.diff() < 0).any():
+            raise ValueError(f"bucket_cutoffs must ascend, got {self.bucket_cutoffs.tolist()}")
         # Creating codes without tokens runs the remaining checks.
         self._codes(*self._empty_codes(0), torch.zeros(1, dtype=torch.int32, device=self.centroids.device))
 
@@ -179,6 +195,8 @@ def train_residual_codec(
     if num_centroids > n_tokens:
         raise ValueError(f"num_centroids must be from 1 to the number of tokens, {n_tokens}, got {num_centroids}")
     tokens = embeddings.detach().float()
+    if not tokens.isfinite().all():
+        raise ValueError("embeddings must be finite in float32, got larger ones")
     centroids = F.normalize(_kmeans(tokens, num_centroids), dim=-1).to(dtype)
     generator = torch.Generator().manual_seed(_SEED)
     sample = torch.randperm(n_tokens, generator=generator)[: max(1, _MOST_ELEMENTS // size)].to(tokens.device)
@@ -187,6 +205,8 @@ def train_residual_codec(
     buckets = 1 << nbits
     cutoffs = _quantiles(values, torch.arange(1, buckets) / buckets)
     weights = _quantiles(values, (torch.arange(buckets) + 0.5) / buckets)
+    if not weights.to(dtype).isfinite().all():
+        raise ValueError(f"embeddings must be of norm 1, got larger ones, whose residuals {dtype} does not hold")
     return ResidualCodec(centroids, cutoffs.to(dtype), weights.to(dtype))
 
 
@@ -216,31 +236,64 @@ def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu
     root = Path(folder)
     path = root / "metadata.json"
     metadata = _read_json(path)
+    counts = metadata if isinstance(metadata, dict) else {}
+    nbits, n_chunks = counts.get("nbits"), counts.get("num_chunks")
+    if nbits not in NBITS or not _is_count(nbits):
+        raise ValueError(f"{path} must have nbits of 2 or 4, got {nbits!r:.100}")
+    if not _is_count(n_chunks) or not n_chunks:
+        raise ValueError(f"{path} must have a num_chunks of at least 1, got {n_chunks!r:.100}")
+    centroids, weights = (_read_floats(root / f"{name}.npy") for name in ("centroids", "bucket_weights"))
+    if len(weights) != 1 << nbits:
+        raise ValueError(f"{root / 'bucket_weights.npy'} must hold {1 << nbits} weights, got {len(weights)}")
+    chunks = [_read_chunk(root, chunk) for chunk in range(n_chunks)]
+    codes, residuals, lengths = (np.concatenate(arrays) for arrays in zip(*chunks, strict=True))
+    for name, actual in (("num_documents", len(lengths)), ("num_embeddings", len(codes))):
+        if counts.get(name, actual) != actual:
+            raise ValueError(f"{path} must have a {name} of {actual}, as its files have, got {counts[name]!r:.100}")
     try:
-        nbits, n_chunks = int(metadata["nbits"]), int(metadata["num_chunks"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} must have nbits and num_chunks: {error!r}") from error
-    if nbits not in NBITS:
-        raise ValueError(f"{path} must have nbits of 2 or 4, got {nbits}")
-    centroids, weights = (_read_array(root / f"{name}.npy", "f") for name in ("centroids", "bucket_weights"))
-    chunks = range(n_chunks)
-    codes = [_read_array(root / f"{chunk}.codes.npy", "iu") for chunk in chunks]
-    residuals = [_read_array(root / f"{chunk}.residuals.npy", "u") for chunk in chunks]
-    lengths = [_read_json(root / f"doclens.{chunk}.json") for chunk in chunks]
-    try:
-        bounds = np.cumsum([0, *(length for chunk_lengths in lengths for length in chunk_lengths)], dtype=np.int64)
         codes_ = ResidualCodes(
             # Clipping keeps out-of-range codes invalid, so that they are rejected.
-            torch.from_numpy(np.concatenate(codes).clip(-1, _LARGEST_CODE).astype(np.int32)),
-            torch.from_numpy(np.concatenate(residuals)),
-            torch.from_numpy(centroids).half(),
+            torch.from_numpy(codes.clip(-1, _LARGEST_CODE).astype(np.int32)),
+            torch.from_numpy(residuals),
+            centroids,
             # fast-plaid writes the bits of a bucket index from lowest to highest.
-            torch.from_numpy(weights).half()[_with_reversed_bits(nbits)],
-            torch.from_numpy(bounds),
+            weights[_with_reversed_bits(nbits)],
+            torch.from_numpy(np.concatenate([[0], lengths.cumsum()])),
         )
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{root} holds no index of fast-plaid: {error}") from error
     return codes_.to(device)
+
+
+def _read_chunk(root: Path, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes [T] and residuals [T, bytes] of a chunk of documents, and their lengths, int64."""
+    path = root / f"doclens.{chunk}.json"
+    lengths = _read_json(path)
+    if not isinstance(lengths, list) or not all(map(_is_count, lengths)):
+        raise ValueError(f"{path} must be a list of numbers of tokens")
+    arrays = []
+    for name, kinds, dimensions in (("codes", "iu", 1), ("residuals", "u", 2)):
+        file, n_tokens = root / f"{chunk}.{name}.npy", sum(lengths)
+        array = _read_array(file, kinds)
+        if array.ndim != dimensions or len(array) != n_tokens:
+            raise ValueError(
+                f"{file} must have {dimensions} dimensions, the first of {n_tokens} tokens as in {path.name}, got "
+                f"shape {list(array.shape)}"
+            )
+        arrays.append(array)
+    return arrays[0], arrays[1], np.array(lengths, dtype=np.int64)
+
+
+def _read_floats(path: Path) -> Tensor:
+    """The numbers in a .npy file, in float16."""
+    values = torch.from_numpy(_read_array(path, "f")).half()
+    if values.dim() == 0 or not values.isfinite().all():
+        raise ValueError(f"{path} must hold numbers that are finite in float16")
+    return values
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST_CODE
 
 
 def _with_reversed_bits(nbits: int) -> Tensor:
@@ -253,8 +306,11 @@ def _read_array(path: Path, kinds: str) -> np.ndarray:
     """The array in a .npy file; its dtype must be one of these numpy `kinds`."""
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    # numpy parses the header of the file as Python.
+    except (ValueError, EOFError, SyntaxError, OverflowError, TypeError, tokenize.TokenError) as error:
         raise ValueError(f"{path} holds no array: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path} holds no array, but an archive of several")
     if array.dtype.kind not in kinds:
         raise ValueError(f"{path} must hold numbers of kind {' or '.join(kinds)}, got {array.dtype}")
     return array
@@ -263,7 +319,7 @@ def _read_array(path: Path, kinds: str) -> np.ndarray:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} holds no JSON: {error}") from error
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -59,13 +60,13 @@ class TensorContainer:
         OSError
             If it cannot be written.
         """
-        target = Path(path)
+        # A link stays one.
+        target = Path(path).resolve()
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.")
         os.close(handle)
         try:
             save_file(_apart(self._tensors()), temporary, metadata=self._metadata())
-            # mkstemp creates a file that only its owner can read.
-            os.chmod(temporary, 0o644)
+            os.chmod(temporary, permissions_of(target))
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
@@ -82,10 +83,14 @@ class TensorContainer:
         Raises
         ------
         ValueError
-            If the file is damaged or of another kind, or its tensors do not match. The message names it.
+            If the file is cut short or of another kind, or its tensors do not match. The message names it. Values have
+            no checksum.
         OSError
             If it cannot be read.
         """
+        # Opening a pipe would wait for a writer.
+        if stat.S_ISFIFO(os.stat(path).st_mode):
+            raise ValueError(f"{path} holds no {cls._what}: it is a pipe")
         # Raises OSError for a folder or an unreadable file, for which safetensors has its own error.
         with open(path, "rb"):
             pass
@@ -95,6 +100,10 @@ class TensorContainer:
                 if metadata != cls._metadata():
                     raise ValueError(f"its metadata are {metadata}, expected {cls._metadata()}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            known = {field.name: field.default is MISSING for field in fields(cls)}  # type: ignore[arg-type]
+            needed = {name for name, is_needed in known.items() if is_needed}
+            if not needed <= set(tensors) <= set(known):
+                raise ValueError(f"its tensors are {', '.join(sorted(tensors))}, expected {', '.join(known)}")
             container = cls(**tensors)
         except (SafetensorError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no {cls._what}: {error}") from error
@@ -108,6 +117,15 @@ class TensorContainer:
         """The tensors by name, without fields that are None."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def permissions_of(target: Path) -> int:
+    """The permissions of a file that replaces `target`: those that it has, or those of a new file."""
+    if target.exists():
+        return target.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def wide_dtype(dtype: object) -> torch.dtype:

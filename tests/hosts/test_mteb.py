@@ -8,14 +8,15 @@ from collections import Counter
 import mteb
 import pytest
 import torch
+from datasets import Dataset
 from mteb.models import ModelMeta, MultiVectorSearchEncoderWrapper, MultiVectorWrapper
 from mteb.models.model_implementations.pylate_models import MultiVectorModel, PylateSearchEncoder
 
 import pylate_flash
 from pylate_flash.beir import load_beir_folder
-from pylate_flash.encoding.texts import encode
+from pylate_flash.encoding.texts import encode, is_multi_vector_encoder
 from pylate_flash.hosts import HOSTS
-from pylate_flash.hosts.mteb import search
+from pylate_flash.hosts.mteb import _texts_of, search
 from pylate_flash.indexes import Flat
 from tests.mteb_tasks import local_task
 from tests.pylate_checkpoint import WORDS, write_checkpoint
@@ -243,6 +244,32 @@ def test_what_makes_other_embeddings_has_an_index_of_its_own(change, model, call
     assert Flat(ours.index_path.parent, ours.index_path.name).info().dtype == (
         "float16" if change == "kept" else "float32"
     )
+
+
+def test_scores_of_meanmaxsim_are_means(model, monkeypatch):
+    if not is_multi_vector_encoder(model):
+        pytest.skip("PyLate has no such models")
+    documents, queries, _ = small_collection()
+    arguments = {
+        "task_metadata": local_task({"default": small_collection()}).metadata, "hf_split": "test",
+        "hf_subset": "default", "encode_kwargs": {},
+    }  # fmt: skip
+    rows = Dataset.from_list([{"id": id_, "text": text} for id_, text in queries.items()])
+    ours, scores = search(model), []
+    ours.index(Dataset.from_list([{"title": "", **document} for document in documents]), **arguments)
+    for name in ("maxsim", "meanmaxsim"):
+        monkeypatch.setattr(model, "similarity_fn_name", name, raising=False)
+        scores.append(ours.search(rows, top_k=3, **arguments))
+    sums, means = scores
+    for id_, text in queries.items():
+        (tokens,) = encode(model, [text], is_query=True)
+        assert means[id_] == pytest.approx({document: score / len(tokens) for document, score in sums[id_].items()})
+
+
+def test_options_that_change_embeddings_name_another_index():
+    assert _texts_of({"batch_size": 8, "show_progress_bar": False}) == []
+    named = [_texts_of({"normalize_embeddings": value}) for value in (True, False, torch.nn.Linear(1, 1))]
+    assert len({text for (text,) in named}) == 3
 
 
 def test_in_memory_a_model_that_learns_encodes_anew(model, calls):

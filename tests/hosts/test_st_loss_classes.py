@@ -240,8 +240,10 @@ def test_options_are_those_of_the_definition(name, options, tiny_encoder, texts,
     assert {name: loss.get_config_dict()[name] for name in named} == {name: options[name] for name in named}
 
 
-def test_duplicates(tiny_encoder):
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_duplicates(tiny_encoder, side, monkeypatch):
     """Also in another column, padded to another length."""
+    monkeypatch.setattr(tiny_encoder.tokenizer, "padding_side", side)
     batch = [["sea", "cat", "old"], ["a cat", "a dog", "a cat"], ["the big red fish", "a dog", "new"]]
     features = [tiny_encoder.preprocess(column) for column in batch]
     assert losses.duplicates(features).nonzero().tolist() == [[0, 2], [1, 4], [2, 0]]

@@ -147,19 +147,32 @@ FILES = {
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metadata.json", {"nbits": 4}, "metadata.json must have nbits and num_chunks"),
+        ("metadata.json", {"nbits": 4}, "metadata.json must have a num_chunks of at least 1, got None"),
+        ("metadata.json", [4, 1], "metadata.json must have nbits of 2 or 4, got None"),
+        ("metadata.json", {"nbits": 4.7, "num_chunks": 1}, "metadata.json must have nbits of 2 or 4, got 4.7"),
+        ("metadata.json", {"nbits": 4, "num_chunks": 1.9}, "a num_chunks of at least 1, got 1.9"),
+        ("metadata.json", {"nbits": 4, "num_chunks": 1, "num_documents": 3}, "a num_documents of 2, .* got 3"),
+        ("metadata.json", {"nbits": 4, "num_chunks": 1, "num_embeddings": 12}, "a num_embeddings of 3, .* got 12"),
         ("metadata.json", {"nbits": 8, "num_chunks": 1}, "metadata.json must have nbits of 2 or 4, got 8"),
-        ("metadata.json", {"nbits": 4, "num_chunks": 0}, "holds no index of fast-plaid"),
+        ("metadata.json", {"nbits": 4, "num_chunks": 0}, "a num_chunks of at least 1, got 0"),
+        ("metadata.json", b"[" * 100_000, "metadata.json holds no JSON"),
         ("metadata.json", b"{", "metadata.json holds no JSON"),
-        ("doclens.0.json", [2, 2], "cu_seqlens must rise from 0 to the number of codes, 3"),
-        ("doclens.0.json", ["2", "1"], "holds no index of fast-plaid"),
+        ("doclens.0.json", [2, 2], r"0.codes.npy must have 1 dimensions, the first of 4 tokens .*, got shape \[3\]"),
+        *(
+            ("doclens.0.json", lengths, "doclens.0.json must be a list of numbers of tokens")
+            for lengths in (["2", "1"], [2.9, 0.9], [True, 2], [4, -1], {"2": 1}, [2, 2**70])
+        ),
         ("0.codes.npy", np.array([0, 7, 3]), "codes must be from 0 to 6"),
         # Truncated to 32 bits, it would be 0.
         ("0.codes.npy", np.array([0, 1 << 32, 3]), "codes must be from 0 to 6"),
         ("0.codes.npy", np.array([0.0, 1.0, 2.0]), "0.codes.npy must hold numbers of kind i or u, got float64"),
         ("0.residuals.npy", np.zeros((3, 2), dtype=np.uint8), r"residuals must have shape \[3, 4\], got \[3, 2\]"),
         ("centroids.npy", b"", "centroids.npy holds no array"),
-        ("bucket_weights.npy", np.zeros(4, dtype=np.float32), "holds no index of fast-plaid"),
+        ("centroids.npy", np.full((7, 8), 1e6, dtype=np.float32), "centroids.npy must hold numbers that are finite"),
+        ("bucket_weights.npy", np.zeros(4, dtype=np.float32), "bucket_weights.npy must hold 16 weights, got 4"),
+        ("bucket_weights.npy", np.full(16, np.nan, dtype=np.float32), "bucket_weights.npy must hold numbers that are"),
+        # A header that is no Python.
+        ("0.codes.npy", b"\x93NUMPY\x01\x00\x10\x00{'shape': *7,)   ", "0.codes.npy holds no array"),
         # An object array, which numpy would pickle.
         ("bucket_weights.npy", np.array([{}]), "bucket_weights.npy holds no array: Object arrays cannot be loaded"),
     ],
@@ -202,3 +215,39 @@ test_one_error_for_each_mistake = mistakes(
     wrong(ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
           ResidualCodec, torch.eye(8), torch.zeros(7), torch.zeros(8)),
 )  # fmt: skip
+
+
+def test_chunks_that_disagree_are_no_index(tmp_path: Path) -> None:
+    """Their tokens would move to documents of the next chunk."""
+    for file in ("centroids.npy", "bucket_weights.npy"):
+        np.save(tmp_path / file, FILES[file])
+    (tmp_path / "metadata.json").write_text(json.dumps({"nbits": 4, "num_chunks": 2}))
+    for chunk, (lengths, n_tokens) in enumerate((([2, 1], 4), ([3], 2))):
+        (tmp_path / f"doclens.{chunk}.json").write_text(json.dumps(lengths))
+        np.save(tmp_path / f"{chunk}.codes.npy", np.zeros(n_tokens, dtype=np.int64))
+        np.save(tmp_path / f"{chunk}.residuals.npy", np.zeros((n_tokens, 4), dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"0.codes.npy must have 1 dimensions, the first of 3 tokens .* \[4\]"):
+        read_fast_plaid(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["centroids", "bucket_cutoffs", "bucket_weights"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_codec_of_what_is_not_finite_is_refused(name: str, value: float) -> None:
+    tensors = {"centroids": torch.ones(2, 8), "bucket_cutoffs": torch.arange(3.0), "bucket_weights": torch.arange(4.0)}
+    ResidualCodec(**tensors)
+    tensors[name].view(-1)[-1] = value
+    with pytest.raises(ValueError, match=f"{name} must be finite, got NaN or infinity"):
+        ResidualCodec(**tensors)
+
+
+def test_cutoffs_ascend() -> None:
+    with pytest.raises(ValueError, match=r"bucket_cutoffs must ascend, got \[1.0, 0.0, 2.0\]"):
+        ResidualCodec(torch.ones(2, 8), torch.tensor([1.0, 0.0, 2.0]), torch.arange(4.0))
+
+
+def test_embeddings_too_large_for_a_codec_are_refused() -> None:
+    drawn = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="embeddings must be finite in float32"):
+        train_residual_codec(drawn.double() * 1e300, 2)
+    with pytest.raises(ValueError, match="embeddings must be of norm 1, got larger ones"):
+        train_residual_codec(drawn * 1e6, 2)

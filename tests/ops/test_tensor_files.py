@@ -93,3 +93,28 @@ def test_codes_without_a_centroid_are_refused(path: Path) -> None:
     documents.save(path)
     with pytest.raises(ValueError, match="holds no residual codes: codes must be from 0 to 6"):
         ResidualCodes.load(path)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe holds no .*: it is a pipe"):
+        QuantizedEmbeddings.load(tmp_path / "pipe")
+
+
+def test_permissions_and_links_are_those_of_before(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    quantized = quantize(torch.ones(1, 2, 4))
+    quantized.save(link)
+    target.chmod(0o640)
+    quantized.save(link)
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_tensors_of_other_names_are_named(tmp_path: Path) -> None:
+    quantized = quantize(torch.ones(1, 2, 4))
+    for tensors in ({"values": quantized.values}, {**quantized._tensors(), "more": torch.ones(1)}):
+        save_file(tensors, tmp_path / "file", metadata=QuantizedEmbeddings._metadata())
+        with pytest.raises(ValueError, match="its tensors are .*, expected values, scales, offsets, cu_seqlens"):
+            QuantizedEmbeddings.load(tmp_path / "file")

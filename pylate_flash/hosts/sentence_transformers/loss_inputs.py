@@ -202,8 +202,12 @@ def duplicates(columns: Columns) -> Tensor:
     """
     documents = columns[1:]
     longest = max(features["input_ids"].shape[1] for features in documents)
-    # Padding becomes -1, whatever its token is.
-    ids = [features["input_ids"].masked_fill(~features["attention_mask"].bool(), -1) for features in documents]
+    ids = []
+    for features in documents:
+        # Padding becomes -1, whatever its token is, and comes last, on whichever side it was.
+        padding = ~features["attention_mask"].bool()
+        order = padding.to(torch.uint8).argsort(dim=1, stable=True)
+        ids.append(features["input_ids"].masked_fill(padding, -1).gather(1, order))
     texts = torch.cat([F.pad(tokens, (0, longest - tokens.shape[1]), value=-1) for tokens in ids])
     group = texts.unique(dim=0, return_inverse=True)[1]
     positives = group[: len(ids[0])]
