@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def load_beir_folder(
     with files[1].open("rb") as lines:
         texts = {query_id: record["text"] for query_id, record in read_records(lines, files[1])}
     qrels: dict[str, dict[str, int]] = {}
-    for where, query_id, document_id, relevance in _read_qrels(files[2]):
+    for where, query_id, document_id, relevance in _read_qrels(files[2], texts, ids):
         if query_id not in texts:
             raise ValueError(f"{where}: query {query_id!r} is not in {files[1].name}")
         if document_id not in ids:
@@ -328,7 +329,7 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
             f"writable folders ({error})"
         ) from error
 
-    if isinstance(metrics, str) or not metrics:
+    if isinstance(metrics, str) or not metrics or not all(isinstance(metric, str) for metric in metrics):
         raise ValueError(f"metrics must be a list of at least one name, got {metrics!r}")
     for metric in metrics:
         name, has_cutoff, cutoff = metric.partition("-l")[0].partition("@")
@@ -347,12 +348,20 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
 def _check_judgements(ids: set[str], queries: Mapping[str, str], qrels: Qrels) -> None:
     if not ids or not qrels:
         raise ValueError(f"there is nothing to evaluate: {len(ids)} documents, {len(qrels)} judged queries")
+    _check_relevances(qrels)
     for query_id, judged in qrels.items():
         if query_id not in queries:
             raise ValueError(f"qrels: query {query_id!r} is not in queries")
         for document_id in judged:
             if document_id not in ids:
                 raise ValueError(f"qrels: document {document_id!r} of query {query_id!r} is not in documents")
+
+
+def _check_relevances(qrels: Qrels) -> None:
+    for query_id, judged in qrels.items():
+        for id_, value in judged.items():
+            if not isinstance(value, Real):
+                raise ValueError(f"qrels[{query_id!r}][{id_!r}] must be a number, got {value!r:.100}")
 
 
 @functools.cache
@@ -393,7 +402,8 @@ def evaluate_run(
     Raises
     ------
     ValueError
-        If a metric is unknown, `qrels` is empty, `run` lacks one of its queries, or a document repeats in a query.
+        If a metric is unknown, `qrels` is empty or has a relevance that is not a number, `run` lacks one of its
+        queries, or a document repeats in a query.
     RuntimeError
         If `ranx` cannot write its cache. The message says what to set.
     MissingExtraError
@@ -402,6 +412,7 @@ def evaluate_run(
     _check_metrics(metrics, "evaluate_run")
     if not qrels:
         raise ValueError("qrels must hold at least one query, got none")
+    _check_relevances(qrels)
     for query_id in qrels:
         if query_id not in run:
             raise ValueError(f"run has no list for query {query_id!r} of qrels; expected one, [] if it found none")
@@ -451,13 +462,14 @@ def recall_of(results: Sequence[Sequence[SearchResult]], exact: Sequence[Sequenc
     Raises
     ------
     ValueError
-        If the lists differ in length or are empty, or an exact list has fewer than `k` documents.
+        If the lists differ in length or are empty, or `k` is not an integer from 1 to the shortest exact list's length.
     """
     if len(results) != len(exact) or not exact:
         raise ValueError(f"results and exact must be lists of the same queries, got {len(results)} and {len(exact)}")
-    if k < 1 or min(map(len, exact)) < k:
+    shortest = min(map(len, exact))
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= shortest:
         raise ValueError(
-            f"k must be at least 1 and at most {min(map(len, exact))}, the length of a list of exact, got {k}"
+            f"k must be an integer of at least 1 and at most {shortest}, the length of a list of exact, got {k!r:.100}"
         )
     shares = [
         len({hit["id"] for hit in hits[:k]} & {hit["id"] for hit in exact_hits[:k]}) / k
@@ -466,7 +478,7 @@ def recall_of(results: Sequence[Sequence[SearchResult]], exact: Sequence[Sequenc
     return float(np.mean(shares))
 
 
-def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:
+def _read_qrels(file: Path, queries: Container[str], ids: Container[str]) -> Iterator[tuple[str, str, str, int]]:
     """Yield the location in the file, query id, document id and relevance of every judgement."""
     first, judgements = True, 0
     with file.open("rb") as lines:
@@ -480,7 +492,7 @@ def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:
             if _INTEGER.fullmatch(relevance):
                 judgements += 1
                 yield where, fields[0], fields[1], int(relevance)
-            elif not first or _NUMBER.match(relevance):
+            elif not (first and relevance) or _NUMBER.match(relevance) or (fields[0] in queries and fields[1] in ids):
                 digits = " of at most 9 digits" if relevance.lstrip("+-").isdigit() else ""
                 raise ValueError(f"{where}: the relevance must be an integer{digits}, got {reprlib.repr(fields[2])}")
             first = False

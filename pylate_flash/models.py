@@ -78,9 +78,10 @@ class ColBERT(pylate.models.ColBERT):
         masking = masking if masking is not None else self._model_config.get("masking")
         if masking is not None:
             self.masking = masking
-        fuse_projection = fuse_projection if fuse_projection is not None else self.fuse_projection
+        # The saved value as it is, for the setter to check.
+        saved: Any = self._model_config.get("fuse_projection", False)
         if fuse_projection or "fuse_projection" in self._model_config:
-            self.fuse_projection = fuse_projection
+            self.fuse_projection = saved if fuse_projection is None else fuse_projection
 
     # The flags live in `_model_config`, which sentence-transformers reads from config_sentence_transformers.json and
     # writes back with every key it read: they also survive loading and saving with plain PyLate.

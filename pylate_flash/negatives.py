@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from .encoding.texts import encode
 from .hosts.sentence_transformers.scoring import EMPTY_DOCUMENT_SCORE
 from .ops import maxsim_varlen, pack
+from .ops.checks import check_integer
 
 __all__ = ["mine_hard_negatives"]
 
@@ -60,7 +62,8 @@ def mine_hard_negatives(
     absolute_margin
         Minimum by which a negative scores less than the positive of the pair.
     relative_margin
-        The same as a fraction of the positive's score: 0.05 allows at most 95 % of it. That score must be positive.
+        The same as a fraction of the absolute value of the positive's score: 0.05 allows at most 95 % of a score above
+        0, and at most 105 % of one below.
     batch_size
         Texts that are encoded at a time.
     show_progress_bar
@@ -76,6 +79,8 @@ def mine_hard_negatives(
     ------
     ValueError
         If there are not as many positives as anchors, or a number is out of range.
+    TypeError
+        If an argument is not a list of texts where one is expected, or `batch_size` is not an integer.
 
     Examples
     --------
@@ -83,21 +88,28 @@ def mine_hard_negatives(
     >>> datasets.Dataset.from_list(rows).column_names  # doctest: +SKIP
     ['anchor', 'positive', 'negative_1', 'negative_2', 'negative_3']
     """
+    anchors, positives = _texts("anchors", anchors), _texts("positives", positives)
+    corpus = positives if corpus is None else _texts("corpus", corpus)
+    other_forms = {key: _texts(f"other_forms[{key!r:.100}]", forms) for key, forms in (other_forms or {}).items()}
     if len(anchors) != len(positives):
         raise ValueError(f"positives must have one text per anchor, {len(anchors)}, got {len(positives)}")
     for name, number, minimum in (("num_negatives", num_negatives, 1), ("range_min", range_min, 0)):
         if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
             raise ValueError(f"{name} must be an integer of at least {minimum}, got {number!r}")
+    check_integer("batch_size", batch_size, minimum=1)
+    bounds_of_scores = {"max_score": max_score, "absolute_margin": absolute_margin, "relative_margin": relative_margin}
+    for name, value in bounds_of_scores.items():
+        _check_bound(name, value)
     if relative_margin is not None and not 0 <= relative_margin < 1:
         raise ValueError(f"relative_margin must be at least 0 and less than 1, got {relative_margin}")
     if not anchors:
         return []
     texts: list[str] = []
     position_of: dict[str, int] = {}
-    n_candidates = _add(positives if corpus is None else corpus, texts, position_of)
+    n_candidates = _add(corpus, texts, position_of)
     _add(positives, texts, position_of)
     forms_of = {positive.strip(): {positive.strip()} for positive in positives}
-    for positive, forms in (other_forms or {}).items():
+    for positive, forms in other_forms.items():
         forms_of.setdefault(positive.strip(), set()).update(form.strip() for form in forms)
     queries: list[str] = []
     query_of: dict[str, int] = {}
@@ -137,6 +149,25 @@ def mine_hard_negatives(
     return [row for row in mined if row is not None]
 
 
+def _texts(name: str, texts: Iterable[str]) -> list[str]:
+    """Return texts as a list; TypeError if they are a single string, or one of them is not a string."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise TypeError(f"{name} must be a list of strings, got {texts!r:.100} of type {type(texts).__name__}")
+    texts = list(texts)
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}[{i}] must be a string, got {text!r:.100} of type {type(text).__name__}")
+    return texts
+
+
+def _check_bound(name: str, value: object) -> None:
+    """Raise ValueError unless a bound of scores is None or a real number."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
+        raise ValueError(f"{name} must be None or a number other than NaN, got {value!r:.100}")
+
+
 def _add(new_texts: Sequence[str], texts: list[str], position_of: dict[str, int]) -> int:
     """Append new texts, record the index of each stripped text, and return the number of texts."""
     for text in new_texts:
@@ -163,7 +194,7 @@ def _bound(
     if absolute_margin is not None:
         bounds.append(score - absolute_margin)
     if relative_margin is not None:
-        bounds.append(score * (1 - relative_margin))
+        bounds.append(score - relative_margin * abs(score))
     return min(bounds)
 
 

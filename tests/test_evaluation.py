@@ -77,6 +77,9 @@ def test_load_beir_folder_takes_what_editors_leave(tmp_path: Path) -> None:
         ("qrels/test.tsv", 2, "q1\td1\t" + "1" * 23, "the relevance must be an integer of at most 9 digits, got '1"),
         ("qrels/test.tsv", 1, "q1\td1\t" + "1" * 23, "the relevance must be an integer of at most 9 digits, got '1"),
         ("qrels/test.tsv", 1, "q1\td1\t0.5", "the relevance must be an integer, got '0.5'"),
+        ("qrels/test.tsv", 1, "q1\td1\t", "the relevance must be an integer, got ''"),
+        ("qrels/test.tsv", 1, "query-id\tcorpus-id\t ", "the relevance must be an integer, got ' '"),
+        ("qrels/test.tsv", 1, "q1\td1\thigh", "the relevance must be an integer, got 'high'"),
         ("qrels/test.tsv", 3, "q9\td1\t1", r"query 'q9' is not in queries\.jsonl"),
         ("qrels/test.tsv", 3, "q1\td9\t1", r"document 'd9' is not in corpus\.jsonl"),
         ("qrels/test.tsv", 4, "q1\td3\t1", "document 'd3' is judged 1 for query 'q1', but was judged 2 before"),
@@ -242,6 +245,8 @@ def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureF
         ({"q": ["d"]}, {}, ["map"], "qrels must hold at least one query"),
         ({"q": ["d"]}, {"q": {"d": 1}}, "map", "metrics must be a list of at least one name, got 'map'"),
         ({"q": ["d"]}, {"q": {"d": 1}}, [], "metrics must be a list of at least one name"),
+        ({"q": ["d"]}, {"q": {"d": 1}}, [1], r"metrics must be a list of at least one name, got \[1\]"),
+        ({"q": ["d"]}, {"q": {"d": "1"}}, ["map"], r"qrels\['q'\]\['d'\] must be a number, got '1'"),
         ({"q": ["d"]}, {"q": {"d": 1}}, ["accuracy"], "'accuracy' is not a metric of ranx"),
     ],
 )
@@ -249,6 +254,12 @@ def test_a_run_that_cannot_be_evaluated_is_an_error(run, qrels, metrics, message
     results = {query_id: [{"id": id_, "score": 1.0} for id_ in ids] for query_id, ids in run.items()}
     with pytest.raises(ValueError, match=message):
         evaluation.evaluate_run(results, qrels, metrics)
+
+
+def test_recall_is_of_a_whole_number_of_documents() -> None:
+    exact = [[{"id": "d", "score": 1.0}]]
+    with pytest.raises(ValueError, match=r"k must be an integer of at least 1 and at most 1, .* got 1\.0"):
+        evaluation.recall_of(exact, exact, k=1.0)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +320,7 @@ def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.Mo
         ({"documents": []}, "nothing to evaluate: 0 documents, 2 judged queries"),
         ({"qrels": {"q9": {"a": 1}}}, "query 'q9' is not in queries"),
         ({"qrels": {"q1": {"z": 1}}}, "document 'z' of query 'q1' is not in documents"),
+        ({"qrels": {"q1": {"a": "1"}}}, r"qrels\['q1'\]\['a'\] must be a number, got '1'"),
         ({"scorer": "fast"}, "scorer must be one of .* got 'fast'"),
     ],
 )

@@ -144,13 +144,23 @@ def test_a_sentence_transformers_folder_loads(minilm_path: str) -> None:
     assert model.encode("a query").shape == (32, 128)
 
 
-def test_an_unknown_saved_flag_is_an_error(model: ColBERT, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "saved", "message", "valid"),
+    [
+        ("scorer", "warp", "scorer must be one of .* got 'warp'", "auto"),
+        ("fuse_projection", "no", "fuse_projection must be True or False, got 'no'", False),
+        ("fuse_projection", 0, "fuse_projection must be True or False, got 0", True),
+    ],
+)
+def test_an_unknown_saved_flag_is_an_error(
+    model: ColBERT, name: str, saved: object, message: str, valid: object, tmp_path: Path
+) -> None:
     model.save_pretrained(str(tmp_path), create_model_card=False)
-    config = saved_config(tmp_path) | {"scorer": "warp"}
+    config = saved_config(tmp_path) | {name: saved}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="scorer must be one of .* got 'warp'"):
+    with pytest.raises(ValueError, match=message):
         ColBERT(str(tmp_path), device="cpu")
-    assert ColBERT(str(tmp_path), device="cpu", scorer="auto").scorer == "auto"
+    assert getattr(ColBERT(str(tmp_path), device="cpu", **{name: valid}), name) == valid
 
 
 def test_similarity_follows_the_flags(model: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:

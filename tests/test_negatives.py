@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from pylate_flash.cli.models import load_model
 from pylate_flash.encoding.texts import encode, is_multi_vector_encoder
-from pylate_flash.negatives import mine_hard_negatives
+from pylate_flash.negatives import _bound, mine_hard_negatives
 from tests.pylate_checkpoint import WORDS
 
 
@@ -133,6 +135,11 @@ def test_too_few_negatives_leave_a_pair_out(model: Any) -> None:
     assert mine_hard_negatives(model, [], []) == []
 
 
+def test_a_relative_margin_holds_for_a_score_below_zero() -> None:
+    assert _bound(torch.tensor(-4.0), None, None, 0.25) == -5.0
+    assert _bound(torch.tensor(4.0), None, None, 0.25) == 3.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -140,8 +147,31 @@ def test_too_few_negatives_leave_a_pair_out(model: Any) -> None:
         ({"num_negatives": 0}, "num_negatives must be an integer of at least 1, got 0"),
         ({"range_min": -1}, "range_min must be an integer of at least 0, got -1"),
         ({"relative_margin": 1.5}, "relative_margin must be at least 0 and less than 1, got 1.5"),
+        ({"relative_margin": math.nan}, "relative_margin must be None or a number other than NaN, got nan"),
+        ({"absolute_margin": math.nan}, "absolute_margin must be None or a number other than NaN, got nan"),
+        ({"max_score": math.nan}, "max_score must be None or a number other than NaN, got nan"),
+        ({"max_score": "3"}, "max_score must be None or a number other than NaN, got '3'"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": -1}, "batch_size must be at least 1, got -1"),
     ],
 )
-def test_bad_arguments(options: dict, message: str, model: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        mine_hard_negatives(model, **{"anchors": ["a", "b"], "positives": ["c", "d"]} | options)
+def test_bad_arguments(options: dict, message: str) -> None:
+    # Raised before anything is encoded, so no model is needed.
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mine_hard_negatives(None, **{"anchors": ["a", "b"], "positives": ["c", "d"]} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"anchors": "ab"}, "anchors must be a list of strings, got 'ab' of type str"),
+        ({"positives": "cd"}, "positives must be a list of strings, got 'cd' of type str"),
+        ({"corpus": "cats"}, "corpus must be a list of strings, got 'cats' of type str"),
+        ({"other_forms": {"c": "cats"}}, "other_forms['c'] must be a list of strings, got 'cats' of type str"),
+        ({"anchors": ["a", 2]}, "anchors[1] must be a string, got 2 of type int"),
+        ({"batch_size": 1.5}, "batch_size must be an integer, got float"),
+    ],
+)
+def test_arguments_of_a_wrong_type(options: dict, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        mine_hard_negatives(None, **{"anchors": ["a", "b"], "positives": ["c", "d"]} | options)

@@ -20,10 +20,12 @@ from tqdm import tqdm
 from ..encoding.model_record import ModelRecord, places_of, relative_to
 from ..index.layout import Layout
 from ..index.store import PackedStore
+from ..ops.quantization import PRECISIONS
 
 __all__ = ["convert"]
 
 _FORMAT, _VERSIONS = "pylate_flash.packed", range(1, 5)
+_DTYPES = ("float32", "float16", "bfloat16", *PRECISIONS)
 # A journal begins with two heads, of which the latest valid one counts: a sequence number, the end of the journal, how
 # many of its bytes were flushed, and the sha256 of its last record.
 _HEAD, _HEAD_BYTES = struct.Struct("<8sQQQ32s"), 128
@@ -45,7 +47,13 @@ def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
     unfinished = new.with_name(f"{new.name}.unfinished")
     store = PackedStore(unfinished, layout.kept_as, override=True)
     for entry in tqdm(manifest["shards"], desc="Converting", unit="file", disable=not show_progress):
-        _append(store, layout, _shard(old / entry["file"], entry, layout), removed.get(entry["file"], []))
+        documents, removed_indices = _shard(old / entry["file"], entry, layout), removed.get(entry["file"], [])
+        if max(removed_indices, default=-1) >= len(documents[0]):
+            raise ValueError(
+                f"{old / 'manifest.json'} is damaged: of the {len(documents[0])} documents in {entry['file']} it "
+                f"removes number {max(removed_indices)}"
+            )
+        _append(store, layout, documents, removed_indices)
     if manifest.get("journal"):
         for documents, removed_indices in _journal(
             old / manifest["journal"], layout, removed.get(manifest["journal"], [])
@@ -78,9 +86,34 @@ def _manifest(path: Path) -> dict:
         for name in (*(entry["file"] for entry in record["shards"]), record.get("journal") or "journal-00000-00000000"):
             if not re.fullmatch(r"(shard-\d{5,}-[0-9a-f]{8}\.safetensors|journal-\d{5,}-[0-9a-f]{8})", name):
                 raise ValueError(f"invalid file name {name!r:.100}")
-    except (ValueError, KeyError, TypeError) as error:
+        _check_types(record)
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged, or is not an index manifest: {error} is missing") from None
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged, or is not an index manifest: {error}") from None
     return record
+
+
+def _check_types(record: dict) -> None:
+    """Raise unless the fields of a manifest that describe its files have the types and ranges that a writer gives."""
+    if record["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {record['dtype']!r:.100}")
+    size = record["embedding_size"]
+    # An index without documents has no size.
+    if not _is_count(size, minimum=1) and (size is not None or record["shards"]):
+        raise ValueError(f"embedding_size must be an integer of at least 1, got {size!r:.100}")
+    for entry in record["shards"]:
+        if not _is_count(entry["bytes"]):
+            raise ValueError(f"the bytes of {entry['file']} must be an integer, got {entry['bytes']!r:.100}")
+    removed = record.get("removed", {})
+    if not isinstance(removed, dict) or not all(
+        isinstance(indices, list) and all(map(_is_count, indices)) for indices in removed.values()
+    ):
+        raise ValueError(f"removed must map files to lists of integers, got {removed!r:.100}")
+
+
+def _is_count(value: object, minimum: int = 0) -> bool:
+    return type(value) is int and value >= minimum
 
 
 def _append(store: PackedStore, layout: Layout, documents: _Documents, removed: list[int]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops.checks import check_integer
 from .texts import encoder_of
 
 # Keys that `hidden_states` adds to the features returned by the model.
@@ -287,8 +288,13 @@ def encode_hidden_states(
     Raises
     ------
     ValueError
-        As `dense_layers`.
+        As `dense_layers`, or if `batch_size` is below 1.
+    TypeError
+        If `documents` is a single text, or `batch_size` is not an integer.
     """
+    if isinstance(documents, str):
+        raise TypeError(f"documents must be a list of texts, got the text {documents!r:.100}")
+    check_integer("batch_size", batch_size, minimum=1)
     with hidden_states(model):
         if not documents:
             return []

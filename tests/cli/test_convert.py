@@ -16,6 +16,7 @@ from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 from tests.stores import content, documents_of
 
 OLD = Path(__file__).parents[1] / "old_indexes"
+SHARD = "shard-00000-de8e86ea.safetensors"
 # Version 1 has neither checksums nor a journal, 2 has a journal, 3 8-bit embeddings, 4 documents marked as removed.
 EXPECTED = {
     1: ("float16", ["a", "b", "c\ud800"], [*documents_of([2, 0]), *documents_of([3], seed=1)]),
@@ -100,6 +101,33 @@ def test_a_flipped_bit_is_one_error_and_makes_no_index(old, tmp_path):
                 assert store.ids == EXPECTED[4][1]
                 shutil.rmtree(new)
         (old / name).write_bytes(original)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"embedding_size": ...}, "'embedding_size' is missing"),
+        ({"embedding_size": "4"}, "embedding_size must be an integer of at least 1, got '4'"),
+        ({"embedding_size": None}, "embedding_size must be an integer of at least 1, got None"),
+        ({"dtype": ...}, "'dtype' is missing"),
+        ({"dtype": "residual4"}, "dtype must be one of .* got 'residual4'"),
+        ({"shards": [{"bytes": 282}]}, "'file' is missing"),
+        ({"shards": [{"file": SHARD}]}, "'bytes' is missing"),
+        ({"shards": [{"file": SHARD, "bytes": "282"}]}, f"the bytes of {SHARD} must be an integer, got '282'"),
+        ({"removed": [1]}, r"removed must map files to lists of integers, got \[1\]"),
+        ({"removed": {SHARD: [-1]}}, "removed must map files to lists of integers, got {.*-1"),
+        ({"removed": {SHARD: [99]}}, f"of the 2 documents in {SHARD} it removes number 99"),
+    ],
+)
+@pytest.mark.parametrize("old", [1], indirect=True)
+def test_a_damaged_manifest_without_a_checksum_is_named(old, change, message, tmp_path):
+    manifest = old / "manifest.json"
+    record = json.loads(manifest.read_text()) | change
+    manifest.write_text(json.dumps({name: value for name, value in record.items() if value is not ...}))
+    with pytest.raises(ValueError, match=f"manifest.json is damaged.*{message}"):
+        old_index.convert(old, tmp_path / "new")
+    assert_one_clear_sentence(invoke("index", "convert", "--index", old, "--to", tmp_path / "new"), "manifest.json")
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_cannot_be_converted(tmp_path):

@@ -253,6 +253,13 @@ def test_encoded_hidden_states_are_those_of_the_embeddings(model: ColBERT, capsy
     assert encode_hidden_states(model, []) == []
 
 
+def test_hidden_states_of_what_is_no_list_of_texts_or_has_no_batches(bert: ColBERT) -> None:
+    with pytest.raises(TypeError, match="documents must be a list of texts, got the text 'cats'"):
+        encode_hidden_states(bert, "cats")
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        encode_hidden_states(bert, ["cats"], batch_size=0)
+
+
 def test_retrieval_from_kept_hidden_states(model: ColBERT, tmp_path: Path) -> None:
     """What users call: an index with the model's projection, PyLate's retriever, and reranking of its results."""
     texts, ids = [*DOCUMENTS, *NEGATIVES], [f"d{i}" for i in range(10)]
