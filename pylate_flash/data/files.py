@@ -23,8 +23,6 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..ops.tensor_files import permissions_of
-
 __all__ = ["Corpus", "Document", "Text", "json_object", "read_lines", "read_queries", "read_records", "replace_file"]
 
 _SUFFIXES = (".txt", ".md")
@@ -248,6 +246,9 @@ def _raise(error: OSError) -> None:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: it always holds its old or its full new content; existing permissions are kept."""
+    # Imported here, as it imports torch, which takes seconds.
+    from ..ops.tensor_files import permissions_of
+
     target = path.resolve()
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}-")
     try:

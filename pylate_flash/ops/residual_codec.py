@@ -79,14 +79,14 @@ class ResidualCodec:
                 f"got {list(self.bucket_cutoffs.shape)}"
             )
         check_beside("bucket_cutoffs", self.bucket_cutoffs, "centroids", self.centroids)
+        # Creating codes without tokens runs the remaining checks.
+        self._codes(*self._empty_codes(0), torch.zeros(1, dtype=torch.int32, device=self.centroids.device))
         for name in ("centroids", "bucket_cutoffs", "bucket_weights"):
             values = getattr(self, name)
             if is_readable(values) and not values.isfinite().all():
                 raise ValueError(f"{name} must be finite, got NaN or infinity")
         if is_readable(self.bucket_cutoffs) and (self.bucket_cutoffs.diff() < 0).any():
             raise ValueError(f"bucket_cutoffs must ascend, got {self.bucket_cutoffs.tolist()}")
-        # Creating codes without tokens runs the remaining checks.
-        self._codes(*self._empty_codes(0), torch.zeros(1, dtype=torch.int32, device=self.centroids.device))
 
     @property
     def nbits(self) -> int:
