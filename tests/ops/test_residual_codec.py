@@ -246,6 +246,7 @@ def test_cutoffs_ascend() -> None:
 
 
 def test_embeddings_too_large_for_a_codec_are_refused() -> None:
+    pytest.importorskip("fastkmeans")
     drawn = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="embeddings must be finite in float32"):
         train_residual_codec(drawn.double() * 1e300, 2)
