@@ -42,7 +42,9 @@ __all__ = ["ExactSearch", "search"]
 _QUERY, _DOCUMENT = PromptType("query"), PromptType("document")
 
 # Arguments of `encode` that change how embeddings are computed or returned, but not which.
-_WITHOUT_EFFECT = {"batch_size", "show_progress_bar", "device", "chunk_size", "convert_to_numpy", "convert_to_tensor"}
+_WITHOUT_EFFECT = {
+    "batch_size", "show_progress_bar", "device", "pool", "chunk_size", "convert_to_numpy", "convert_to_tensor",
+}  # fmt: skip
 _PLAIN = bool, int, float, str, type(None)
 
 
@@ -243,11 +245,19 @@ class ExactSearch:
 
 def _texts_of(encode_kwargs: Mapping[str, Any]) -> list[str]:
     """Texts that differ where arguments of `encode` do, which may change the embeddings of documents."""
-    return [
-        f"{name}={value!r}" if isinstance(value, _PLAIN) else f"{name}={pickle.dumps(value).hex()}"
-        for name, value in sorted(encode_kwargs.items())
-        if name not in _WITHOUT_EFFECT
-    ]
+    return [f"{name}={_text_of(name, encode_kwargs[name])}" for name in sorted(encode_kwargs.keys() - _WITHOUT_EFFECT)]
+
+
+def _text_of(name: str, value: object) -> str:
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    try:
+        return pickle.dumps(value).hex()
+    except Exception as error:
+        raise TypeError(
+            f"encode_kwargs[{name!r}] must be a value that pickle takes, which tells its index from others, got "
+            f"{type(value).__name__}: {error}"
+        ) from error
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ import torch
 
 from .codes import Codec
 from .documents import Documents
-from .files import FULL, open_regular, write_all
+from .files import FULL, identity_of, open_regular, write_all
 from .filters import DOCUMENTS, columns_of, matching, metadata_crc
 from .parts import COLUMNS, SEGMENT_NAME, Part, Segment
 from .state import State
@@ -360,8 +360,8 @@ class Catalog:
                 self._closed()
                 raise
             self._connection, self._process, self.flushes = connection, os.getpid(), False
-            self._file = _identity(self.path)
-        elif not self._in_memory and _identity(self.path) != self._file:
+            self._file = identity_of(self.path)
+        elif not self._in_memory and identity_of(self.path) != self._file:
             # What is written to a deleted file is lost.
             raise OSError(errno.ENOENT, f"{_NAME} was deleted or replaced since it was opened here", str(self.path))
         return self._connection
@@ -454,15 +454,6 @@ class Catalog:
             if isinstance(error, sqlite3.IntegrityError):
                 raise
             raise ValueError(f"{self.path} is damaged: {error}") from None
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of a file; None if it does not exist."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _close(connection: sqlite3.Connection, descriptor: int, written: set[Segment], process: int) -> None:

@@ -127,3 +127,12 @@ def _raise_limit(least: float = math.inf) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None if it does not exist."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +21,7 @@ from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
 from .codes import Codec, trained
 from .documents import Documents, blocks, cuts, read, runs_of
-from .files import check_folder, hold_reserve, without_room
+from .files import FULL, check_folder, hold_reserve, without_room
 from .filters import Where, checked_where
 from .ids import encoded_id
 from .layout import DTYPES, Layout
@@ -347,10 +348,12 @@ class PackedStore:
             try:
                 with self._changing(flush=True) as change:
                     change.move(parts, fresh=True)
-            except (OSError, ValueError, ConcurrentWriteError):
-                # The removal is committed; a later change reclaims the space.
+            except (OSError, ValueError, ConcurrentWriteError) as error:
                 if erase:
                     raise
+                # The removal is committed; a later change reclaims the space.
+                if not (isinstance(error, OSError) and error.errno in FULL):
+                    warnings.warn(f"documents were removed, but their space is not reclaimed: {error}", stacklevel=4)
                 return
 
     def compact(self) -> None:

@@ -123,11 +123,10 @@ def with_lengths(
 def most_candidates(candidates: Tensor, n_documents: int) -> int:
     """The most candidates of a query, or fewer if one query has far more than the rest; checks boundaries on the host.
 
-    Elsewhere it is the mean.
     Every query gets programs for as many, within a launch's limit of 2**31 - 1; they loop over any further candidates.
+    So the mean will do where reading the boundaries would synchronize, or there is nothing to read.
     """
     if not is_readable(candidates):
-        # The mean, as reading the boundaries would synchronize, or has nothing to read.
         return n_documents // candidates.shape[0] + 1
     max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
     return min(max_candidates, max(_MOST_CANDIDATES, n_documents) // max(1, candidates.shape[0] - 1) + 1)

@@ -267,7 +267,9 @@ def test_scores_of_meanmaxsim_are_means(model, monkeypatch):
 
 
 def test_options_that_change_embeddings_name_another_index():
-    assert _texts_of({"batch_size": 8, "show_progress_bar": False}) == []
+    assert _texts_of({"batch_size": 8, "show_progress_bar": False, "pool": object()}) == []
+    with pytest.raises(TypeError, match=r"encode_kwargs\['token_pooling'\] must be a value that pickle takes"):
+        _texts_of({"token_pooling": lambda tokens: tokens})
     named = [_texts_of({"normalize_embeddings": value}) for value in (True, False, torch.nn.Linear(1, 1))]
     assert len({text for (text,) in named}) == 3
 
