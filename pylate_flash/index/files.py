@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 __all__ = [
-    "FULL", "check_folder", "fsync_folder", "hold_reserve", "open_regular", "read_exactly",
+    "FULL", "check_folder", "fsync_folder", "hold_reserve", "identity_of", "open_regular", "read_exactly",
     "without_room", "write_all",
 ]  # fmt: skip
 
