@@ -5,7 +5,7 @@ from __future__ import annotations
 from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from ._config import backend_in_force
 from .encoding.projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .hosts.pylate.operands import cu_seqlens, left_to_pylate, of_one_type, tokens_of
 from .ops import maxsim_from_hidden, maxsim_varlen
+from .ops.checks import check_integer, checked_flag
 from .ops.staging import concatenate
 from .ops.tiles import sequence_blocks
 from .problem import accumulation_dtype
@@ -89,10 +90,11 @@ def rerank(
     Raises
     ------
     ValueError, TypeError
-        If the arguments do not have one entry per query, or the ids of a query not one per document; if embeddings are
-        not [tokens, d] with the same d everywhere, lie on several devices, or are not floating; if there are texts
-        without a model, or a mixture of texts and embeddings; if `fuse_projection` is True and there are no texts, the
-        scorer or the masking is another one, or the model is not an encoder followed by linear Dense layers.
+        If the arguments are no lists, do not have one entry per query, or the ids of a query not one per document; if
+        embeddings are not [tokens, d] with the same d everywhere, lie on several devices, or are not floating; if there
+        are texts without a model, or a mixture of texts and embeddings; if `fuse_projection` is True and there are no
+        texts, the scorer or the masking is another one, or the model is not an encoder followed by linear Dense layers;
+        if `fuse_projection` is neither None nor a bool, or `batch_size` is not an integer of at least 1.
 
     Examples
     --------
@@ -107,6 +109,14 @@ def rerank(
     model = unwrapped(model)
     scorer, masking = scorer_of(model)
     backend = backend_in_force(backend if backend is not None or scorer == "auto" else scorer)
+    check_integer("batch_size", batch_size, minimum=1)
+    if fuse_projection is not None:
+        fuse_projection = checked_flag("fuse_projection", fuse_projection)
+    _check_list("queries_embeddings", queries_embeddings)
+    for name, lists in (("documents_ids", documents_ids), ("documents_embeddings", documents_embeddings)):
+        _check_list(name, lists)
+        for i, items in enumerate(lists):
+            _check_list(name, items, i)
     if isinstance(queries_embeddings, (np.ndarray, Tensor)) and queries_embeddings.ndim == 2:
         queries_embeddings = queries_embeddings[None]
     texts = _are_texts(queries_embeddings, documents_embeddings)
@@ -291,6 +301,15 @@ def _blocks(
     lengths = np.fromiter((tokens.shape[0] for tokens in documents), dtype=np.int64, count=len(documents))
     bounds = np.concatenate([[0], lengths.cumsum()])[first_document]
     return sequence_blocks(bounds, _BLOCK_BYTES // (first.element_size() * max(1, first.shape[-1])))
+
+
+def _check_list(name: str, value: Any, *index: int) -> None:
+    """Raise TypeError unless `name[index]` is a list, or an array; texts have errors of their own."""
+    is_text = isinstance(value, str) and name == "documents_ids"
+    if is_text or not isinstance(value, Collection) or getattr(value, "ndim", 1) == 0:
+        items = ("ids" if name == "documents_ids" else "documents") if index else "one entry per query"
+        place = "".join(f"[{i}]" for i in index)
+        raise TypeError(f"{name}{place} must be a list of {items}, got {type(value).__name__}")
 
 
 def _check_lengths(documents_ids: Any, queries_embeddings: Any, documents_embeddings: Any) -> None:

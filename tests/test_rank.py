@@ -276,11 +276,29 @@ TOKENS = torch.ones(2, 4)
         (([["a"]], [TOKENS], [[torch.ones(2, 3)]]), ValueError, "embedding size of queries_embeddings, 4, got 3"),
         (([["a", "b"]], [TOKENS], [[TOKENS, torch.ones(2, 3)]]), ValueError, "one embedding size, got 3 and 4"),
         (([["a", "b"]], [TOKENS], [[TOKENS, TOKENS.to("meta")]]), ValueError, "one device, got cpu and meta"),
+        ((None, [TOKENS], [[TOKENS]]), TypeError, "documents_ids must be a list of one entry per query, got NoneType"),
+        ((["ab"], [TOKENS], [[TOKENS] * 2]), TypeError, r"documents_ids\[0\] must be a list of ids, got str"),
+        (([["a"]], TOKENS[0, 0], [[TOKENS]]), TypeError, "queries_embeddings must be a list .* got Tensor"),
+        (([["a"]], [TOKENS], iter([[TOKENS]])), TypeError, "documents_embeddings must be a list .* got list_iterator"),
+        (([["a"]], [TOKENS], [None]), TypeError, r"documents_embeddings\[0\] must be a list of docu.* got NoneType"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(arguments: tuple, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         rerank(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 1.5}, TypeError, "batch_size must be an integer, got float"),
+        ({"fuse_projection": "no"}, TypeError, "fuse_projection must be True or False, got str"),
+    ],
+)
+def test_options_are_checked_before_texts_are_encoded(option: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rerank([["a"]], ["text"], [["text"]], model=SimpleNamespace(encode=None), **option)
 
 
 def test_unequal_lengths_are_an_error_for_pylates_backends_too() -> None:
