@@ -266,6 +266,18 @@ class XTRScores(pylate_scores.XTRScores):
     tensor([[0.9000, 0.8000, 0.3000, 0.0000]])
     """
 
+    def __call__(
+        self,
+        queries_embeddings: Embeddings,
+        documents_embeddings: Embeddings,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Scores [Nq, G * N] of queries [Nq, Lq, d] and documents [G, N, Ld, d], as of `ColBERTScores`."""
+        queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
+        documents = tensor_of("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
+        return super().__call__(queries, documents, queries_mask, documents_mask)
+
     def _score(
         self,
         queries_embeddings: Tensor,
@@ -295,6 +307,22 @@ class XTRKDScores(pylate_scores.XTRKDScores, XTRScores):
 
     A query token retrieves from the candidates of all queries. The parameters are those of `XTRScores`.
     """
+
+    def __call__(
+        self,
+        queries_embeddings: Embeddings,
+        documents_embeddings: Embeddings,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Scores [Nq, K] of queries [Nq, Lq, d] and their candidates [Nq, K, Ld, d]."""
+        queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
+        documents = tensor_of("documents_embeddings", documents_embeddings, "[Nq, K, Ld, d]")
+        if len(documents) != len(queries):
+            raise ValueError(
+                f"documents_embeddings must hold the candidates of each query, {len(queries)}, got {len(documents)}"
+            )
+        return super().__call__(queries, documents, queries_mask, documents_mask)
 
 
 # Instances, as PyLate defines under these names.

@@ -123,6 +123,14 @@ def test_errors_name_the_argument() -> None:
         scores.XTRScores(2)(**call | {"documents_mask": call["documents_mask"][0]})
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         scores.XTRScores(0)(**call)
+    queries, documents = call["queries_embeddings"], call["documents_embeddings"]
+    for metric, shape in ((scores.XTRScores(2), r"\[G, N, Ld, d\]"), (scores.XTRKDScores(2), r"\[Nq, K, Ld, d\]")):
+        with pytest.raises(TypeError, match=f"documents_embeddings must be .* of shape {shape}, got NoneType"):
+            metric(queries, None)
+        with pytest.raises(ValueError, match=r"queries_embeddings must be \[Nq, Lq, d\], .* do not stack"):
+            metric([queries[0], queries[0, :1]], documents)
+    with pytest.raises(ValueError, match="documents_embeddings must hold the candidates of each query, 2, got 1"):
+        scores.XTRKDScores(2)(queries, documents[:1])
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive", "Distillation"])

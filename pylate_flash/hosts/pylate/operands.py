@@ -36,8 +36,11 @@ def _log_left_to_pylate(dtype: torch.dtype) -> None:
 
 def tensor_of(name: str, value: Any, shape: str) -> Tensor:
     """Convert `value` to a tensor as PyLate does, and check that it has as many dimensions as `shape`."""
+    value = _numbers(name, value)
     try:
-        tensor = convert_to_tensor(_numbers(name, value))
+        tensor = convert_to_tensor(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"{name} must be {shape}, and the items of the list do not stack into that ({error}); pad them, for "
@@ -54,7 +57,13 @@ def mask_of(name: str, value: Any) -> Tensor | None:
     """Convert a mask to a tensor; the op checks its shape."""
     if value is None:
         return None
-    tensor = convert_to_tensor(_numbers(name, value))
+    value = _numbers(name, value)
+    try:
+        tensor = convert_to_tensor(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{name} must be one tensor, and the items do not stack into it ({error})") from error
     if tensor is None:
         raise TypeError(f"{name} must be a tensor, an array, a nested list or None, got {_kind(value)}")
     return tensor
@@ -90,6 +99,8 @@ def _numbers(name: str, value: Any) -> Any:
 
 def listed(value: Any, name: str) -> Tensor | np.ndarray | list:
     """Convert an iterable that is neither a tensor nor a padded array, such as a tuple or an iterator, to a list."""
+    if isinstance(value, Tensor) and value.dim() == 0:
+        raise ValueError(f"{name} must have one entry per pair, got shape []")
     if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.ndim == 3):
         return value
     try:
