@@ -248,6 +248,9 @@ def _blocked_backward(
             if grad_rows is not None:
                 grad_rows[part.of] += grad_products.T @ scaled
         if grad is not None:
+            if block.mask is not None:
+                # 0 times an infinite query is NaN.
+                grad.masked_fill_(~block.mask.flatten().unsqueeze(1), 0.0)
             grad = unscaled(grad, values, block.scale)
             if len(grad) == operands.documents.shape[:-1].numel():
                 grad_documents = grad.view(operands.documents.shape)
@@ -259,6 +262,8 @@ def _blocked_backward(
     if need_documents and grad_documents is None:
         grad_documents = zeros()
     if grad_rows is not None:
+        if operands.weights is not None:
+            grad_rows.masked_fill_((operands.weights == 0).unsqueeze(1), 0.0)
         grad_rows = unscaled(grad_rows, operands.queries, operands.queries_scale)
     return (slope / beta.double().square()).to(beta.dtype) if need_beta else None, grad_rows, grad_documents
 

@@ -57,6 +57,18 @@ def test_nan_and_infinity_behave_as_in_torch() -> None:
     assert gradient[3].isfinite().all()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_masked_tokens_have_no_gradient_beside_what_is_not_finite(value: float) -> None:
+    queries, documents = torch.rand(2, 3, 4), torch.rand(2, 3, 4)
+    queries[0, 0], documents[1, 0] = value, value
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    leaves = queries.requires_grad_(), documents.requires_grad_()
+    scores = soft_maxsim(*leaves, 2.0, queries_mask=mask, documents_mask=mask)
+    for gradient in torch.autograd.grad(scores.sum(), leaves):
+        assert gradient.isnan().any()
+        assert (gradient[mask == 0] == 0).all()
+
+
 def test_a_learned_beta_of_one_element_keeps_its_shape_and_type() -> None:
     queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
     for beta in (torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16)):
