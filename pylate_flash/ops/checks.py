@@ -350,7 +350,7 @@ def _tensor(name: str, value: object) -> Tensor:
     """A list item, a tensor or an array [L, d], as a tensor; `name` is the item's."""
     if isinstance(value, np.ndarray):
         try:
-            value = torch.as_tensor(value)
+            value = torch.from_numpy(value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name} must be an array that torch can take as it is: {error}") from error
     check_tensor(name, value, {2: "[L, d]"}, otherwise=" or a numpy.ndarray")

@@ -94,6 +94,13 @@ def test_arrays_tuples_and_rows_that_are_not_contiguous_are_sequences() -> None:
         assert torch.equal(maxsim_ragged([t.numpy() for t in queries], variant).detach(), expected)
 
 
+def test_arrays_stay_on_the_host_whatever_the_default_device() -> None:
+    queries, documents = ragged(2), ragged(3)
+    with torch.device("meta"):
+        mixed = maxsim_ragged([t.numpy() for t in queries], [documents[0].numpy(), *documents[1:]])
+    assert torch.equal(mixed, maxsim_ragged(queries, documents))
+
+
 def test_without_data_lists_have_candidates_and_pairs() -> None:
     with FakeTensorMode():
         queries, documents = [torch.zeros(n, 8) for n in (3, 2)], [torch.zeros(n, 8) for n in (5, 1)]
