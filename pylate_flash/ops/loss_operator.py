@@ -201,8 +201,8 @@ class _MaxsimLoss(torch.autograd.Function):
         gradients, eager = ctx.gradients, ctx.plain and is_plain(grad_loss)
         if eager:
             ctx.gradients = None
-            if gradients is None:
-                gradients = _computed(_call_of(ctx.saved_tensors, ctx.options), ctx.needs)[2:]
+        if gradients is None:
+            gradients = _computed(_call_of(ctx.saved_tensors, ctx.options), ctx.needs)[2:]
         if eager and not torch.is_grad_enabled():
             # `ctx.saved_tensors` is not unpacked: that would take as long as the rest of this function.
             grads = _scaled(grad_loss, gradients, ctx.specs, ctx.by_kernels)

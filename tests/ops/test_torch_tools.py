@@ -110,14 +110,19 @@ def test_results_and_gradients_are_bitwise_reproducible(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_retained_graph_can_be_differentiated_again(name: str) -> None:
-    """The first gradients, those that a loss saved included, belong to the caller, who may have changed them."""
+    """Also under a mode. The first gradients, those that a loss saved included, belong to the caller, who may have
+    changed them.
+    """
     leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
     total = CALLS[name](*leaves).sum()
     first = torch.autograd.grad(total, leaves, retain_graph=True)
     saved = [gradient.clone() for gradient in first]
     for gradient in first:
         gradient.zero_()
-    again = torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)
+    again = [torch.autograd.grad(total, leaves, retain_graph=True)]
+    with Operators():
+        again.append(torch.autograd.grad(total, leaves, retain_graph=True))
+    again.append(torch.autograd.grad(total, leaves))
     assert all(torch.equal(*pair) for result in again for pair in zip(result, saved, strict=True))
 
 
