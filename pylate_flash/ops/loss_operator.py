@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from ..kernels.choice import choose
 from ..problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Options, Targets, Tensors, accumulation_dtype
@@ -198,7 +199,8 @@ class _MaxsimLoss(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
             return (None,) * len(ctx.needs_input_grad)
-        gradients, eager = ctx.gradients, ctx.plain and is_plain(grad_loss)
+        gradients = ctx.gradients
+        eager = ctx.plain and is_plain(grad_loss) and not is_legacy_batchedtensor(grad_loss)
         if eager:
             ctx.gradients = None
         if gradients is None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
@@ -392,7 +392,9 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             # The only reference to what is lent, so that the computation can free it.
             inputs = [grad_scores, *saved, *ctx.lent]
             ctx.lent = []
-            key = signature(operation.function, tuple(inputs), (*options, *needs, *specs))
+            # Several gradients at once (is_grads_batched) are for the operator, which torch calls for each.
+            batched = is_legacy_batchedtensor(grad_scores)
+            key = NOT_PLAIN if batched else signature(operation.function, tuple(inputs), (*options, *needs, *specs))
             if is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
                 # The backward itself is traced or differentiated: the autograd formula of its operator raises, as there
                 # is no second derivative.

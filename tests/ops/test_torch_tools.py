@@ -127,6 +127,19 @@ def test_a_retained_graph_can_be_differentiated_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_can_be_batched(name: str) -> None:
+    """As `torch.autograd.functional.jacobian` batches them with vectorize=True."""
+    leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
+    results = CALLS[name](*leaves)
+    outer = torch.stack([torch.ones_like(results), torch.full_like(results, -2.0)])
+    batched = torch.autograd.grad(results, leaves, outer, retain_graph=True, is_grads_batched=True)
+    for index, grad in enumerate(outer):
+        expected = torch.autograd.grad(results, leaves, grad, retain_graph=True)
+        torch.testing.assert_close(tuple(gradients[index] for gradients in batched), expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_second_derivative_is_refused(name: str) -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in CALLS[name].tensors]
     for leaf in leaves:
