@@ -202,6 +202,8 @@ def _retrieve(rows: Tensor, documents: Tensor, active: Tensor | None, rule: Rule
     highest = similarities.topk(rule.k, dim=1, sorted=False).values
     thresholds = highest.masked_fill_(highest.isnan(), torch.inf).amin(dim=1, keepdim=True)
     best, argmax = similarities.unflatten(1, (n_documents, length)).max(dim=2)
+    # A masked token may be the first of those at -inf.
+    argmax.masked_fill_(best == -torch.inf, -1)
     nan = best.isnan()
     counts = ((best >= thresholds) | nan) & (n_active > 0)
     # A token that was not retrieved counts as 0, and wins over negative similarities.

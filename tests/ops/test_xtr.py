@@ -100,6 +100,14 @@ def test_nan_and_infinity() -> None:
     assert xtr_scores(torch.ones(1, 1, 1), lines, k=3).tolist() == [[torch.inf, 1.0, -torch.inf]]
 
 
+@pytest.mark.parametrize("mask", [[True, True], [False, True]])
+def test_no_gradient_flows_where_the_best_is_minus_infinity(mask: list[bool]) -> None:
+    leaves = torch.tensor([[[-torch.inf, 0.0]]], requires_grad=True), torch.ones(1, 2, 2, requires_grad=True)
+    scores = xtr_scores(*leaves, k=2, documents_mask=torch.tensor([mask]), normalizer="retrieved")
+    assert scores.item() == -torch.inf
+    assert not any(gradient.any() for gradient in torch.autograd.grad(scores, leaves))
+
+
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("shapes", [((0, 3), (2, 5)), ((2, 0), (2, 5)), ((2, 3), (0, 5)), ((2, 3), (4, 0))])
 def test_without_tokens(shapes: tuple, normalizer: str) -> None:
