@@ -158,7 +158,12 @@ def explain(
     ValueError
         If `results` has no matches, or another number of queries, or the length of a text shows that it is not the one
         that was encoded.
+    TypeError
+        If `queries` is a single text, or `texts` is no mapping.
     """
+    _check_texts("queries", queries)
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"texts must be a mapping of the documents' texts by id, got {type(texts).__name__}")
     if len(results) != len(queries):
         raise ValueError(f"results must be those of {len(queries)} queries, got those of {len(results)}")
     ids = list(dict.fromkeys(hit["id"] for hits in results for hit in hits if hit["id"] in texts))
@@ -201,7 +206,10 @@ def tokens_of(model: Any, texts: Sequence[str], *, is_query: bool) -> list[list[
     ------
     ValueError
         If the model's tokenizer does not return the offsets of tokens.
+    TypeError
+        If `texts` is a single text.
     """
+    _check_texts("texts", texts)
     if not texts:
         return []
     tokenizer = model.tokenizer
@@ -231,3 +239,10 @@ def tokens_of(model: Any, texts: Sequence[str], *, is_query: bool) -> list[list[
                 of_text.append(token)
         tokens.append(of_text)
     return tokens
+
+
+def _check_texts(name: str, texts: Sequence[str]) -> None:
+    """Raise TypeError for a single text, whose characters would each count as one."""
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        got = f"the text {texts!r:.100}" if isinstance(texts, str) else type(texts).__name__
+        raise TypeError(f"{name} must be a list of texts, got {got}")

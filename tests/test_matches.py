@@ -99,6 +99,12 @@ def test_what_cannot_be_explained_is_said(model):
     short = [[{**hit, "matches": hit["matches"][:3]} for hit in result] for result in hits]
     with pytest.raises(ValueError, match="model: it encodes a query as 8 tokens, expected 3, one per match"):
         explain(model, QUERIES, short, TEXTS)
+    with pytest.raises(TypeError, match=f"queries must be a list of texts, got the text '{QUERIES[0]}'"):
+        explain(model, QUERIES[0], hits[:1], TEXTS)
+    with pytest.raises(TypeError, match="texts must be a mapping of the documents' texts by id, got list"):
+        explain(model, QUERIES, hits, list(TEXTS))
+    with pytest.raises(TypeError, match="texts must be a list of texts, got the text 'x'"):
+        tokens_of(model, "x", is_query=True)
 
 
 def test_a_document_without_tokens_has_no_choices():
