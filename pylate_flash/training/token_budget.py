@@ -10,6 +10,7 @@ import torch
 
 from ..encoding.projection import unwrapped
 from ..encoding.texts import is_multi_vector_encoder, read_lengths
+from ..ops.checks import check_integer
 from .mini_batches import scored_tokens
 
 __all__ = ["largest_token_budget"]
@@ -49,14 +50,21 @@ def largest_token_budget(loss: Any, documents: int, dtype: torch.dtype | None = 
     torch.OutOfMemoryError
         If not even one document fits.
     ValueError
-        If nothing limits the length of a document, or the texts of a `MultiVectorEncoder` cannot be sorted by length,
-        so that a number of tokens would not limit the memory.
+        If `documents` is below 1 or `dtype` no half precision, if nothing limits the length of a document, or if the
+        texts of a `MultiVectorEncoder` cannot be sorted by length, so that a number of tokens would not limit the
+        memory.
+    TypeError
+        If `documents` is not an integer.
 
     Examples
     --------
-    >>> loss = losses.CachedContrastive(model.cuda())  # doctest: +SKIP
+    >>> # Not `mini_batch_size`, which would limit the texts too, by default to 32.
+    >>> loss = losses.CachedContrastive(model.cuda(), mini_batch_num_tokens=1)  # doctest: +SKIP
     >>> loss.mini_batch_num_tokens = largest_token_budget(loss, 4096, torch.bfloat16)  # doctest: +SKIP
     """
+    check_integer("documents", documents, minimum=1)
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or None, got {dtype!r}")
     model = unwrapped(loss.model)
     is_encoder, training, device = is_multi_vector_encoder(model), model.training, model.device
     length = read_lengths(model)[1] if is_encoder else model.document_length

@@ -69,6 +69,16 @@ def test_not_even_one_document(model: models.ColBERT, monkeypatch: pytest.Monkey
         largest_token_budget(losses.CachedContrastive(model), 4)
 
 
+def test_wrong_arguments(model: models.ColBERT) -> None:
+    loss = losses.CachedContrastive(model)
+    with pytest.raises(TypeError, match="documents must be an integer, got float"):
+        largest_token_budget(loss, 1.5)
+    with pytest.raises(ValueError, match="documents must be at least 1, got 0"):
+        largest_token_budget(loss, 0)
+    with pytest.raises(ValueError, match="dtype must be torch.bfloat16, torch.float16 or None, got torch.int8"):
+        largest_token_budget(loss, 2, torch.int8)
+
+
 def test_what_a_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free memory and what the process has reserved, up to its limit."""
     gpu = torch.device("cuda", 0)
