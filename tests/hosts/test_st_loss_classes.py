@@ -20,6 +20,7 @@ from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder import losses as host
 from sentence_transformers.multi_vector_encoder import scoring
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 from torch import Tensor, nn
 
 from pylate_flash.hosts import sentence_transformers as ours
@@ -469,3 +470,22 @@ def test_the_hosts_trainer(tiny_encoder, texts, tmp_path):
     step = (weights[0] - before).norm()
     assert step > 0.01
     assert (weights[1] - weights[0]).norm() <= 1e-4 * step
+
+
+def test_a_wrapper_of_the_cached_loss_takes_effect(tiny_encoder, texts):
+    """MatryoshkaLoss replaces a method that only the host's code calls; it calls the own one once per size."""
+    features = columns(tiny_encoder, texts, 2)
+
+    def result(module, dims, **arguments):
+        loss = getattr(module, CACHED)(tiny_encoder, mini_batch_size=2, **arguments)
+        wrapped = MatryoshkaLoss(tiny_encoder, loss, dims)
+        return value_and_gradients(wrapped, tiny_encoder, features, None)
+
+    assert_close(result(losses, [16, 8, 4]), result(host, [16, 8, 4]))
+    excluded = torch.zeros(5, 10, dtype=torch.bool)
+    excluded[:, 5:] = True
+    value, gradient = result(losses, [16], exclude=lambda columns: excluded)
+    assert value < result(losses, [16])[0]
+    assert_close(result(losses, [16, 16], exclude=lambda columns: excluded), (2 * value, 2 * gradient))
+    with pytest.raises(ValueError, match="fuse_projection: set on a loss whose calculate_loss"):
+        result(losses, [16], fuse_projection=True)

@@ -197,9 +197,10 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
     kept. Value and gradient equal those of :class:`MultiVectorMultipleNegativesRankingLoss` up to rounding. Under
     DistributedDataParallel, the ranks exchange gradients once per step, and may have different numbers of mini-batches.
 
-    Inputs that cannot be sorted (images, texts flattened for flash attention), and those of a model with modules that
-    change the tokens, such as pooling, are encoded by the host's code in the order of the batch;
-    `mini_batch_num_tokens` counts no padding then.
+    Inputs that cannot be sorted (images, texts flattened for flash attention), those of a model with modules that
+    change the tokens, such as pooling, and all inputs where a wrapper (`MatryoshkaLoss`) or a subclass has replaced
+    `calculate_loss` are encoded by the host's code in the order of the batch; `mini_batch_num_tokens` counts no padding
+    then.
 
     Parameters
     ----------
@@ -236,7 +237,10 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
             return super().forward(columns, labels)
         excluded = checked_exclude(self.exclude, columns)
         keep_masks = [mask for features in columns if (mask := scored_tokens(self.model, features)) is not None]
-        if len(keep_masks) == len(columns):
+        # A wrapper, such as MatryoshkaLoss, or a subclass replaces the method that the host's code calls.
+        calculate_loss = getattr(self.calculate_loss, "__func__", None)
+        replaced = calculate_loss is not CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss
+        if len(keep_masks) == len(columns) and not replaced:
             tokens = self.mini_batch_num_tokens
             tasks = [{"task": features.pop("task")} for features in columns]
             return cached_cross_entropy(
@@ -253,9 +257,15 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
             raise ValueError(
                 "fuse_projection: needs padded texts, and a model whose modules leave their tokens as they are; got "
                 f"columns with {[sorted(features) for features in columns]}"
+                if not replaced
+                else "fuse_projection: set on a loss whose calculate_loss a wrapper or a subclass has replaced, which "
+                "needs embeddings"
             )
         self._out = excluded
-        return super().forward(columns, labels)
+        try:
+            return super().forward(columns, labels)
+        finally:
+            self._out = None
 
     def calculate_loss(
         self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
@@ -264,8 +274,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiV
         options = options_of(self)
         if options is None:
             return super().calculate_loss(reps, masks_chunks, with_backward=with_backward)
-        excluded, self._out = self._out, None
-        return _loss_of_columns(options, _columns(reps, masks_chunks), None, excluded, with_backward)
+        return _loss_of_columns(options, _columns(reps, masks_chunks), None, self._out, with_backward)
 
 
 class MultiVectorDistillKLDivLoss(_Fusing, host.MultiVectorDistillKLDivLoss):
