@@ -373,6 +373,16 @@ def test_evaluation_without_gradients(model: ColBERT) -> None:
             assert_same_value(getattr(losses, name)(model)(features), expected)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", PYLATE)
+def test_columns_are_not_changed(model: ColBERT, name: str, fused: bool) -> None:
+    features, labels = batch_for(name, model)
+    before = [dict(column) for column in features]
+    getattr(losses, name)(model, fuse_projection=fused)(features, labels)
+    assert [list(column) for column in features] == [list(column) for column in before]
+    assert all(column[key] is old[key] for column, old in zip(features, before, strict=True) for key in old)
+
+
 @pytest.mark.parametrize("name", PYLATE)
 def test_wrong_arguments(model: ColBERT, name: str) -> None:
     loss = getattr(losses, name)

@@ -168,7 +168,8 @@ def options_of(loss: Any) -> LossOptions | None:
 def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:
     """Run the model on tokenized columns, the queries first, and collect its outputs in a batch."""
     with hidden_states(loss.model) if options.fuse_projection else nullcontext():
-        outputs = [loss.model(features) for features in columns]
+        # The model writes into its inputs.
+        outputs = [loss.model(dict(features)) for features in columns]
     queries, *documents = [output["token_embeddings"] for output in outputs]
     queries_mask, masks = masks_of(loss, columns)
     projection = (outputs[-1][WEIGHT], outputs[-1].get(BIAS)) if options.fuse_projection else None
