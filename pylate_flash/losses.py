@@ -169,6 +169,8 @@ class CachedContrastive(PyLateCachedContrastive):
     the queries even with ``size_average``: larger by the number of queries in the batch. While ``register()`` is on,
     ``pylate.losses.CachedContrastive`` keeps that. Adam is invariant to it, clipping by gradient norm is not.)
 
+    PyLate's code computes the loss of a subclass that overrides `calculate_loss`, with the scorer of the flags.
+
     Under DistributedDataParallel, the ranks exchange gradients once per step, after the last mini-batch, and may have
     different numbers of mini-batches. If ranks exchange weights in every forward (FSDP, ZeRO 3), all need the same
     number: do not set ``mini_batch_num_tokens`` there, and use equal batch sizes.
@@ -255,7 +257,8 @@ class CachedContrastive(PyLateCachedContrastive):
         columns = document_columns(self, sentence_features)
         options = options_of(self)
         self._autocast = autocast_in_force(columns[0]["input_ids"].device.type)
-        if options is None:
+        calculate_loss = getattr(self.calculate_loss, "__func__", None)
+        if options is None or calculate_loss is not PyLateCachedContrastive.calculate_loss:
             return super().forward(for_pylate(self, columns), labels)
         queries_mask, masks = masks_of(self, columns)
         if queries_mask is None:

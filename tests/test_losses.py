@@ -383,6 +383,19 @@ def test_columns_are_not_changed(model: ColBERT, name: str, fused: bool) -> None
     assert all(column[key] is old[key] for column, old in zip(features, before, strict=True) for key in old)
 
 
+class Halved(losses.CachedContrastive):
+    def calculate_loss(self, *args, **kwargs) -> torch.Tensor:
+        return super().calculate_loss(*args, **kwargs) / 2
+
+
+def test_an_overridden_method_of_the_cached_loss_is_called(model: ColBERT) -> None:
+    features = contrastive_batch(model)
+    whole, half = (kind(model)(features) for kind in (losses.CachedContrastive, Halved))
+    torch.testing.assert_close(half, whole / 2)
+    with pytest.raises(ValueError, match="mini_batch_num_tokens=9: needs.* or a calculate_loss of its own"):
+        Halved(model, mini_batch_num_tokens=9)(features)
+
+
 @pytest.mark.parametrize("name", PYLATE)
 def test_wrong_arguments(model: ColBERT, name: str) -> None:
     loss = getattr(losses, name)

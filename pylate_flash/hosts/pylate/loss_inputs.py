@@ -127,8 +127,8 @@ def _check_pylates_way(loss: Any) -> None:
     unsupported += [f"{name}={value}" for name, value in extra.items() if value is not None]
     if unsupported:
         raise ValueError(
-            f'{", ".join(unsupported)}: needs the scorer "pylate_flash" or "auto", but the loss has another scorer or '
-            "a score_metric"
+            f'{", ".join(unsupported)}: needs the scorer "pylate_flash" or "auto", but the loss has another scorer, a '
+            "score_metric or a calculate_loss of its own"
         )
 
 
