@@ -133,7 +133,8 @@ class Contrastive(PyLateContrastive):
             score_mini_batch_size,
             size_average,
             gather_across_devices,
-            temperature,
+            # PyLate's code divides tensors by it, which a fraction cannot.
+            temperature if isinstance(temperature, Tensor) else float(temperature),
         )
         set_options(self, score_metric, scorer, masking, fuse_projection, gather=gather, smooth=smooth)
 
@@ -246,7 +247,8 @@ class CachedContrastive(PyLateCachedContrastive):
             size_average,
             gather_across_devices,
             show_progress_bar,
-            temperature,
+            # PyLate's code divides tensors by it, which a fraction cannot.
+            temperature if isinstance(temperature, Tensor) else float(temperature),
         )
         extra_options = {"gather": gather, "mini_batch_num_tokens": mini_batch_num_tokens}
         set_options(self, score_metric, scorer, masking, fuse_projection, **extra_options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from fractions import Fraction
 
 import pylate.losses
 import pytest
@@ -394,6 +395,14 @@ def test_an_overridden_method_of_the_cached_loss_is_called(model: ColBERT) -> No
     torch.testing.assert_close(half, whole / 2)
     with pytest.raises(ValueError, match="mini_batch_num_tokens=9: needs.* or a calculate_loss of its own"):
         Halved(model, mini_batch_num_tokens=9)(features)
+
+
+@pytest.mark.parametrize("scorer", ["torch", "pylate_flash"])
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_a_fraction_as_temperature(model: ColBERT, name: str, scorer: str) -> None:
+    loss, features = getattr(losses, name), contrastive_batch(model)
+    values = [loss(model, scorer=scorer, temperature=number)(features) for number in (Fraction(1, 4), 0.25)]
+    assert values[0] == values[1]
 
 
 @pytest.mark.parametrize("name", PYLATE)
