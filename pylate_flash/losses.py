@@ -101,7 +101,8 @@ class Contrastive(PyLateContrastive):
         ``fuse_projection`` is set and the model is not an encoder followed by linear Dense layers, or another scorer is
         requested. In the forward, on all ranks, if they gather embeddings of different sizes.
     TypeError
-        If ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` has another type.
+        If ``model``, ``score_metric``, ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` has another
+        type, and in the forward for columns that are not tokenized.
 
     Examples
     --------

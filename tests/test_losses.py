@@ -416,6 +416,10 @@ def test_wrong_arguments(model: ColBERT, name: str) -> None:
         loss(model, XTRScores(), scorer="torch")
     with pytest.raises(TypeError, match="positional"):
         loss(*[None] * 9, "torch")
+    with pytest.raises(TypeError, match="model: str; expected a ColBERT model"):
+        loss("bert-base-uncased")
+    with pytest.raises(TypeError, match="score_metric: str; expected a function"):
+        loss(model, "maxsim")
 
 
 def test_wrong_batches(model: ColBERT) -> None:
@@ -426,6 +430,17 @@ def test_wrong_batches(model: ColBERT) -> None:
             loss([query])
         with pytest.raises(ValueError, match=r"sentence_features: columns of \[5, 4\] texts"):
             loss([query, {key: value[:4] for key, value in documents.items()}])
+        with pytest.raises(ValueError, match="sentence_features: column 0 has no texts"):
+            loss([{key: value[:0] for key, value in column.items()} for column in (query, documents)])
+        with pytest.raises(ValueError, match="sentence_features: no columns"):
+            loss([])
+        for batch, message in (
+            (query, "dict; expected a list of tokenized columns"),
+            (QUERIES, "column 0 is a str; expected a dictionary of tensors"),
+            ([query, {"input_ids": documents["input_ids"]}], "attention_mask of column 1 is a NoneType"),
+        ):
+            with pytest.raises(TypeError, match=f"sentence_features: {message}"):
+                loss(batch)
     features, labels = distillation_batch(model)
     fewer = [features[0], {key: value[:14] for key, value in features[1].items()}]
     for arguments, message in (

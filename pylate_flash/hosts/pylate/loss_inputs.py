@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,6 +84,10 @@ def set_options(
     `extra` holds those of `gather`, `smooth` and `mini_batch_num_tokens` that the loss has, which PyLate does not.
     """
     smooth = extra.get("smooth")
+    if not isinstance(loss.model, torch.nn.Module):
+        raise TypeError(f"model: {type(loss.model).__name__}; expected a ColBERT model")
+    if score_metric is not None and not callable(score_metric):
+        raise TypeError(f"score_metric: {type(score_metric).__name__}; expected a function of embeddings, or None")
     if score_metric is not None and (scorer is not None or masking is not None):
         raise ValueError(
             f"score_metric: given together with scorer={scorer!r}, masking={masking!r}; a score_metric computes the "
@@ -199,9 +203,33 @@ def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
     return scored.to(device)
 
 
+def _checked(sentence_features: Iterable[dict[str, Tensor]]) -> Columns:
+    """Return the columns of a batch as a list; raise if there are none, or one is not tokenized or has no texts."""
+    if isinstance(sentence_features, Mapping | str) or not isinstance(sentence_features, Iterable):
+        raise TypeError(f"sentence_features: {type(sentence_features).__name__}; expected a list of tokenized columns")
+    columns = list(sentence_features)
+    if not columns:
+        raise ValueError("sentence_features: no columns; expected the queries, then documents")
+    for index, features in enumerate(columns):
+        if not isinstance(features, Mapping):
+            raise TypeError(
+                f"sentence_features: column {index} is a {type(features).__name__}; expected a dictionary of tensors, "
+                "such as model.tokenize returns"
+            )
+        for name in ("input_ids", "attention_mask"):
+            if not isinstance(features.get(name), Tensor):
+                raise TypeError(
+                    f"sentence_features: {name} of column {index} is a {type(features.get(name)).__name__}; expected a "
+                    "tensor"
+                )
+        if len(features["input_ids"]) == 0:
+            raise ValueError(f"sentence_features: column {index} has no texts; expected at least one")
+    return columns
+
+
 def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) -> Columns:
     """Check the columns of a contrastive batch, and pad its documents to a common length, see `_padded_to`."""
-    query, *documents = sentence_features
+    query, *documents = _checked(sentence_features)
     if not documents:
         raise ValueError("sentence_features: got only the queries; expected them and at least one column of documents")
     batch_sizes = [features["input_ids"].shape[0] for features in (query, *documents)]
@@ -266,7 +294,7 @@ def _padded_to(loss: Any, length: int, columns: Columns) -> Columns:
 
 def candidate_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]], labels: Any) -> tuple[Columns, Tensor]:
     """Check the columns of a distillation batch and the teacher's scores; the scores are returned as floats."""
-    columns = list(sentence_features)
+    columns = _checked(sentence_features)
     if len(columns) != 2:
         raise ValueError(
             f"sentence_features: {len(columns)} columns; distillation expects two, the queries and their candidates"
