@@ -11,8 +11,10 @@ from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 import copy
+import itertools
 import json
 import logging
+import numbers
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,6 +46,8 @@ _PYLATE = (*_CONTRASTIVE, PyLateDistillation)
 _FOLLOWING = (Contrastive, CachedContrastive, Distillation)
 # Training arguments that are also flags of the model.
 _FLAGS = ("scorer", "masking", "fuse_projection")
+# The arguments that a batch may come from.
+_DATASETS = "train_dataset or eval_dataset"
 
 
 class _Default(str):
@@ -111,25 +115,40 @@ class _Meter(Meter):
 
 
 class _Collator(ColBERTCollator):
-    """PyLate's collator, with a check that all candidate lists of a batch have the same length."""
+    """PyLate's collator, with checks that texts and scores are such, and as many in all lists of a batch."""
 
     def __call__(self, features: list[dict]) -> dict[str, Tensor]:
         """Collate rows into a batch."""
-        label = next((features[0][label] for label in self.valid_label_columns if label in features[0]), None)
+        label_name = next((label for label in self.valid_label_columns if label in features[0]), None)
+        label = None if label_name is None else features[0][label_name]
         for name, value in features[0].items():
             lengths = {len(row[name]) if isinstance(row[name], list) else None for row in features}
             if len(lengths) > 1:
                 listed = " and ".join(map(str, sorted(lengths, key=lambda length: length or 0)))
                 raise ValueError(
-                    f"train_dataset: the lists in the column {name!r} have {listed} elements; expected the same "
+                    f"{_DATASETS}: the lists in the column {name!r} have {listed} elements; expected the same "
                     "number in every row of a batch"
                 )
+            if lengths == {0}:
+                raise ValueError(f"{_DATASETS}: empty lists in the column {name!r}; expected at least one element")
+            # PyLate's collator skips the columns of ids.
+            if name != "dataset_name" and "_id" not in name:
+                self._check(name, [row[name] for row in features], name == label_name)
             if isinstance(value, list) and isinstance(label, list) and len(label) != len(value):
                 raise ValueError(
-                    f"train_dataset: {len(value)} elements in the column {name!r} and {len(label)} scores; expected "
+                    f"{_DATASETS}: {len(value)} elements in the column {name!r} and {len(label)} scores; expected "
                     "one score per element"
                 )
         return super().__call__(features)
+
+    @staticmethod
+    def _check(name: str, values: list[Any], are_scores: bool) -> None:
+        """Raise TypeError if a text or a score of a column is missing, or is the other of the two."""
+        wrong = type(None), str if are_scores else numbers.Number
+        for value in itertools.chain.from_iterable(v if isinstance(v, list) else [v] for v in values):
+            if isinstance(value, wrong):
+                expected = "scores, as numbers" if are_scores else "texts"
+                raise TypeError(f"{_DATASETS}: {value!r:.100} in the column {name!r}; expected {expected}")
 
 
 class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
@@ -181,10 +200,12 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
     ------
     ValueError
         If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it; if there are several ranks and the
-        losses of a dictionary gather documents differently. During training, if lists of candidates or scores differ in
-        length within a batch; when resuming, if the checkpoint lies beyond the first pass over an ``IterableDataset``,
-        lacks weights of the model (as LoRA checkpoints do, which transformers 5.3 cannot load), or holds parameters
-        that the losses do not have.
+        losses of a dictionary gather documents differently. During training, if lists of candidates or scores are empty
+        or differ in length within a batch; when resuming, if the checkpoint lies beyond the first pass over an
+        ``IterableDataset``, lacks weights of the model (as LoRA checkpoints do, which transformers 5.3 cannot load), or
+        holds parameters that the losses do not have.
+    TypeError
+        During training, if a text or score is missing, or of another type.
     FloatingPointError
         During training, if the loss is not finite.
     """

@@ -183,6 +183,7 @@ def test_a_loss_that_is_not_finite_ends_the_training(
     ("documents", "scores", "message"),
     [
         ([["a", "b", "c"], ["d"]], [[1.0, 2.0]] * 2, "lists in the column 'documents' have 1 and 3 elements"),
+        ([[], []], [[1.0, 2.0]] * 2, "empty lists in the column 'documents'"),
         ([["a", "b"]] * 2, [[1.0, 2.0], [1.0]], "lists in the column 'scores' have 1 and 2 elements"),
         ([["a", "b", "c"]] * 2, [[1.0, 2.0]] * 2, "3 elements in the column 'documents' and 2 scores"),
     ],
@@ -191,8 +192,26 @@ def test_ragged_candidates_are_an_error(
     trainer: Make, model: models.ColBERT, documents: list, scores: list, message: str
 ) -> None:
     lists = Dataset.from_dict({"query": ["q", "r"], "documents": documents, "scores": scores})
-    with pytest.raises(ValueError, match=f"train_dataset: .*{message}"):
+    with pytest.raises(ValueError, match=f"train_dataset or eval_dataset: .*{message}"):
         trainer(losses.Distillation(model), lists).train()
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("query", ["q", None], "None in the column 'query'; expected texts"),
+        ("documents", [["a", "b"], ["c", None]], "None in the column 'documents'; expected texts"),
+        ("documents", [[1, 2]] * 2, "1 in the column 'documents'; expected texts"),
+        ("scores", [[1.0, None]] * 2, "None in the column 'scores'; expected scores"),
+        ("scores", [["1", "2"]] * 2, "'1' in the column 'scores'; expected scores"),
+    ],
+)
+def test_missing_texts_and_scores_are_an_error(
+    trainer: Make, model: models.ColBERT, column: str, values: list, message: str
+) -> None:
+    rows = {"query": ["q", "r"], "documents": [["a", "b"]] * 2, "scores": [[1.0, 2.0]] * 2, column: values}
+    with pytest.raises(TypeError, match=f"train_dataset or eval_dataset: {message}"):
+        trainer(losses.Distillation(model), Dataset.from_dict(rows)).train()
 
 
 def test_an_iterable_dataset_is_read_in_its_order(trainer: Make, model: models.ColBERT, pairs: Dataset) -> None:
