@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import _needs  # noqa: F401
 
 # isort: split
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -101,10 +101,22 @@ def columns_of(sentence_features: Iterable[dict[str, Any]], least: int) -> Colum
 
     Raises
     ------
+    TypeError
+        If they are not a list of dictionaries of tensors.
     ValueError
-        If there are fewer than `least`, or they have different numbers of texts.
+        If there are fewer than `least`, or they have no texts or different numbers of texts.
     """
-    columns = [dict(features) for features in sentence_features]
+    if isinstance(sentence_features, Mapping | str) or not isinstance(sentence_features, Iterable):
+        raise TypeError(f"sentence_features: {type(sentence_features).__name__}; expected a list of tokenized columns")
+    columns = []
+    for index, features in enumerate(sentence_features):
+        values = features.values() if isinstance(features, Mapping) else []
+        if not any(isinstance(value, Tensor) and value.ndim > 0 for value in values):
+            raise TypeError(
+                f"sentence_features: column {index} is {features!r:.100}; expected a dictionary of tensors, such as "
+                "model.preprocess returns"
+            )
+        columns.append(dict(features))
     if len(columns) < least:
         raise ValueError(
             f"sentence_features: {len(columns)} columns; expected the queries and at least {least - 1} of documents"
@@ -116,6 +128,8 @@ def columns_of(sentence_features: Iterable[dict[str, Any]], least: int) -> Colum
         raise ValueError(
             f"sentence_features: columns of {sizes} texts; expected as many documents in each as there are queries"
         )
+    if sizes[0] == 0:
+        raise ValueError("sentence_features: columns without texts; expected at least one text in each")
     return columns
 
 

@@ -62,13 +62,26 @@ __all__ = [
 
 _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
 _SIZES = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size")
+# Those of one side may be None.
+_OVERRIDES = ("student_temperature", "teacher_temperature")
+_TEMPERATURES = ("scale", "temperature", *_OVERRIDES)
 
 
 class _Fusing:
     """Mixin of all losses that checks and stores the arguments beyond the host's."""
 
     def __init__(self, model: MultiVectorEncoder, *, fuse_projection: bool = False, **arguments: Any) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model: {type(model).__name__}; expected a MultiVectorEncoder")
+        scores = arguments.get("similarity_fct")
+        if scores is not None and not callable(scores):
+            raise TypeError(f"similarity_fct: {type(scores).__name__}; expected a function of embeddings, or None")
         check_sizes(**{name: size for name, size in arguments.items() if name in _SIZES})
+        for name, value in arguments.items():
+            if name in _TEMPERATURES and (value is not None or name not in _OVERRIDES):
+                check_temperature(value, name)
+                # The host's code multiplies tensors by it, which a fraction cannot.
+                arguments[name] = value if isinstance(value, Tensor) else float(value)
         super().__init__(model, **arguments)  # type: ignore[call-arg]
         set_fusion(self, fuse_projection)
 
@@ -86,7 +99,6 @@ class _Contrast(_Fusing):
         gather: str = "all_gather",
         **arguments: Any,
     ) -> None:
-        check_temperature(arguments.get("scale", 1.0), "scale")
         super().__init__(model, **arguments)
         loss: Any = self
         check_choice("gather", gather, GATHERINGS)
