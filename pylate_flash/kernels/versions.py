@@ -47,6 +47,25 @@ def lanes_go_to_the_last() -> bool:
     return triton_version() >= (3, 7)
 
 
+def better_ptxas() -> tuple[str, str] | None:
+    """Path and version of the ptxas that should compile for Hopper instead of the one that Triton chooses, if any.
+
+    Triton copies the register operand of a wgmma before each since 3.7. ptxas 13, which 3.9 chooses, keeps many of the
+    copies, and spills other registers; ptxas 12, which the wheel of 3.9 has too, removes all of them.
+    """
+    from triton import knobs
+
+    if triton_version() < (3, 9):
+        return None
+    try:
+        chosen, other = knobs.nvidia.ptxas_blackwell, knobs.nvidia.ptxas
+    except (AttributeError, RuntimeError):
+        # Triton means to remove the second one.
+        return None
+    chosen_major, other_major = (int(tool.version.split(".")[0]) for tool in (chosen, other))
+    return (other.path, other.version) if other_major < 13 <= chosen_major else None
+
+
 def launcher_is_known() -> bool:
     """Whether the arguments of Triton's C function that launches a compiled kernel, which is private, are known."""
     return TESTED[0] <= triton_version() <= TESTED[1]
