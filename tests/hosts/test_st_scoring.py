@@ -314,17 +314,63 @@ ITEMS = {"a": torch.ones(2, 3, 4), "b": torch.ones(2, 5, 4)}
     [
         ({"b_mask": torch.ones(2, 4)}, "b_mask covers 4 tokens, expected 5 as in b"),
         ({"a_mask": torch.ones(5, 3)}, r"a_mask must have shape \[2, 3\], got \[5, 3\]"),
-        ({"b": torch.ones(2, 5, 6)}, "the embedding size of queries, 4, got 6"),
+        ({"b": torch.ones(2, 5, 6)}, "b must have the embedding size of a, 4, got 6"),
         ({"a": torch.ones(4)}, r"a must have shape \[N, L, d\] or \[L, d\], got \[4\]"),
         ({"b": [torch.ones(3, 4), torch.ones(3, 5)]}, r"b\[1\] must have shape \[L, d\] with d = 4, got \[3, 5\]"),
         ({"b": [torch.ones(3, 4), torch.ones(3)]}, r"b\[1\] must have shape \[L, d\] with d = 4, got \[3\]"),
         ({"b": [torch.ones(3, 4), torch.tensor(1.0)]}, r"b\[1\] must have shape \[L, d\], got a single number"),
-        ({"a_mask": -torch.ones(2, 3)}, "positive weights, got -1"),
+        ({"a_mask": -torch.ones(2, 3)}, "^a_mask must .* positive weights, got -1"),
+        ({"a_mask": [[1, 1, 1], [[1]]]}, r"a_mask\[1\] must have shape \[L\], got \[1, 1\]"),
+        ({"a": [[[1.0, 2.0], [1.0]]]}, r"a\[0\] must be a tensor, .* of one shape"),
     ],
 )
 def test_bad_input_is_one_clear_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         ours.maxsim(**ITEMS | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"a": None}, "^a must be a tensor, .* got NoneType"),
+        ({"b": "text"}, "^b must be a tensor, .* got str"),
+        ({"b": [torch.ones(3, 4), None]}, r"^b\[1\] must be a tensor, .* got NoneType"),
+        ({"b": np.array([["text"]])}, "^b must be a tensor, .* of one shape"),
+        ({"b": torch.ones(2, 3, 4).to_sparse()}, "^b must be a dense"),
+        ({"a_mask": ["text", "text"]}, r"^a_mask\[0\] must be a tensor, .* got str"),
+    ],
+)
+def test_bad_types_are_one_clear_error(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        ours.maxsim(**ITEMS | arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "message"),
+    [
+        ("colbert_scores", {"documents_embeddings": None}, TypeError, "^documents_embeddings must be a tensor"),
+        ("colbert_scores", {"queries_mask": "text"}, TypeError, "^queries_mask must be a tensor"),
+        ("colbert_scores", {"queries_mask": torch.ones(2, 4)}, ValueError, "^queries_mask covers 4 tokens"),
+        (
+            "colbert_kd_scores",
+            {"documents_embeddings": torch.ones(2, 1, 3, 5)},
+            ValueError,
+            "^documents_embeddings must have the embedding size of queries_embeddings, 4, got 5",
+        ),
+        ("colbert_kd_scores", {"documents_embeddings": torch.ones(3, 1, 3, 4)}, ValueError, "as many groups .* 2, got"),
+        ("colbert_scores_pairwise", {"queries_mask": -torch.ones(2, 3)}, ValueError, "^queries_mask must hold"),
+        (
+            "colbert_scores_pairwise",
+            {"documents_mask": torch.ones(2, 4)},
+            ValueError,
+            "^documents_mask covers 4 tokens",
+        ),
+    ],
+)
+def test_errors_of_the_scores_of_losses_name_their_arguments(name, arguments, error, message):
+    documents = torch.ones(2, 3, 4) if name == "colbert_scores_pairwise" else torch.ones(2, 1, 3, 4)
+    with pytest.raises(error, match=message):
+        getattr(ours, name)(**{"queries_embeddings": ITEMS["a"], "documents_embeddings": documents} | arguments)
 
 
 def test_other_bad_input():

@@ -7,6 +7,7 @@ padded list.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ...ops.checks import check_tensor
 from ...ops.nonzero import nonzero_rows, nonzero_rows_of_both
 from ...ops.staging import concatenate
 from ...ops.tiles import sequence_blocks
@@ -109,17 +111,20 @@ class Side(NamedTuple):
 
 
 def side(name: str, embeddings: Any, mask: Any = None) -> Side:
-    """Build one side of a call from the argument `name` and its mask, the argument `name` with the suffix `_mask`.
+    """Build one side of a call from the argument `name` and its mask, whose name `mask_name` derives from it.
 
     The embeddings are [N, L, d] or [L, d], a tensor or an array, or a list of N [L_i, d]: tensors, arrays or nested
     lists. The mask is [N, L], [1, L] or [L], a tensor or an array, or a list of N [L_i], or None, as the module
     describes it; another type raises TypeError. A shape that does not fit raises ValueError.
     """
-    mask = _mask(f"{name}_mask", mask)
+    mask = _mask(mask_name(name), mask)
     first = embeddings[0] if isinstance(embeddings, list) and embeddings else embeddings
     device = first.device if isinstance(first, Tensor) else None
     if isinstance(embeddings, list):
-        sequences = [tokens if isinstance(tokens, Tensor) else as_tensor(tokens) for tokens in embeddings]
+        sequences = [
+            tokens if isinstance(tokens, Tensor) else as_tensor(f"{name}[{i}]", tokens)
+            for i, tokens in enumerate(embeddings)
+        ]
         if len(sequences) == 1 and sequences[0].dim() == 2:
             # A list of one item is a batch.
             batch = sequences[0].unsqueeze(0)
@@ -129,7 +134,7 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
         lengths = _lengths(name, sequences)
         longest = int(lengths.max(initial=0))
         return Side(name, None, sequences, lengths, _fitted(name, mask, len(sequences), longest), device)
-    batch = as_tensor(embeddings)
+    batch = as_tensor(name, embeddings)
     if batch.dim() == 2:
         batch = batch.unsqueeze(0)
     if batch.dim() != 3:
@@ -157,9 +162,9 @@ def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor 
     if mask is None or n_items == 0 or mask.shape == (n_items, width):
         return mask
     if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, n_items)):
-        raise ValueError(f"{name}_mask must have shape {[n_items, width]}, got {list(mask.shape)}")
+        raise ValueError(f"{mask_name(name)} must have shape {[n_items, width]}, got {list(mask.shape)}")
     if mask.shape[-1] != width:
-        raise ValueError(f"{name}_mask covers {mask.shape[-1]} tokens, expected {width} as in {name}")
+        raise ValueError(f"{mask_name(name)} covers {mask.shape[-1]} tokens, expected {width} as in {name}")
     return mask.expand(n_items, width)
 
 
@@ -173,17 +178,36 @@ def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) ->
     return sequence_blocks(bounds, CHUNK_ELEMENTS if elements is None else elements)
 
 
-def as_tensor(value: Any) -> Tensor:
-    """Convert an array, a list of tensors or arrays of one shape, or nested lists of numbers to a tensor."""
+def mask_name(name: str) -> str:
+    """Return the name of the mask of the argument `name`: `a_mask` of `a`, `queries_mask` of `queries_embeddings`."""
+    return f"{name.removesuffix('_embeddings')}_mask"
+
+
+def as_tensor(name: str, value: Any) -> Tensor:
+    """Convert an array, a list of tensors or arrays of one shape, or nested lists of numbers to a tensor.
+
+    Other types raise a TypeError, and unequal shapes a ValueError, which name the argument.
+    """
     if isinstance(value, Tensor):
+        check_tensor(name, value, otherwise=", an array, or a list of them")
         return value
+    if not isinstance(value, (np.ndarray, list, tuple, numbers.Number)):
+        raise TypeError(f"{name} must be a tensor, an array, or a list of them, got {type(value).__name__}")
+    try:
+        return _converted(value)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} must be a tensor, an array, or a list of them of one shape: {error}") from None
+
+
+def _converted(value: Any) -> Tensor:
     if isinstance(value, np.ndarray):
         # torch warns about read-only arrays, and lacks some numpy dtypes.
         with suppress(TypeError):
             return torch.from_numpy(value if value.flags.writeable else value.copy())
         return torch.tensor(value)
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, np.ndarray)):
-        return torch.stack([as_tensor(item) for item in value])
+        return torch.stack([item if isinstance(item, Tensor) else _converted(item) for item in value])
     return torch.tensor(value)
 
 
@@ -199,9 +223,13 @@ def _mask(name: str, mask: Any) -> Tensor | None:
     if mask is None or isinstance(mask, Tensor):
         return mask
     if isinstance(mask, (list, tuple)):
-        return pad_sequence([as_tensor(item) for item in mask], batch_first=True)
+        masks = [as_tensor(f"{name}[{i}]", item) for i, item in enumerate(mask)]
+        for i, item in enumerate(masks):
+            if item.dim() != 1:
+                raise ValueError(f"{name}[{i}] must have shape [L], got {list(item.shape)}")
+        return pad_sequence(masks, batch_first=True) if masks else torch.empty(0)
     if isinstance(mask, np.ndarray):
-        return as_tensor(mask)
+        return as_tensor(name, mask)
     raise TypeError(
         f"{name} must be a tensor, an array, a list of one mask per item or None, got {type(mask).__name__}"
     )

@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...ops.checks import check_same, checked_mask
 from ...ops.maxsim_operator import scores_of_arguments, with_lengths
 from ...ops.nonzero import nonzero_rows
 from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
 from ...problem import Options, Tensors
 from .. import SENTENCE_TRANSFORMERS
-from .operands import Operand, as_tensor, blocks, floating, side, with_masks
+from .operands import Operand, as_tensor, blocks, floating, mask_name, side, with_masks
 
 __all__ = [
     "colbert_kd_scores",
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 Embeddings = list | np.ndarray | Tensor
 Mask = Tensor | np.ndarray | list | None
+# Arguments of the similarities and of the scores of losses, as errors name them.
+_SIDES = "a", "b"
+_EMBEDDINGS = "queries_embeddings", "documents_embeddings"
 _Scores = TypeVar("_Scores", bound=Callable[..., Any])
 
 # Score of a document without tokens, before the division by the number of query tokens.
@@ -182,9 +186,8 @@ def colbert_scores_pairwise(
     length_normalize: bool = False,
 ) -> Tensor:
     """`maxsim_pairwise` with the parameter names of the losses' other score functions."""
-    return maxsim_pairwise(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
-    )
+    sides = queries_embeddings, documents_embeddings, queries_mask, documents_mask
+    return _maxsim("maxsim_pairwise", *sides, chunk_elements, length_normalize, None, True, _EMBEDDINGS)
 
 
 def colbert_kd_scores(
@@ -212,7 +215,9 @@ def colbert_kd_scores(
             queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
         )
     documents = _groups(documents_embeddings, documents_mask)
-    return _scores(_queries(queries_embeddings, queries_mask, documents.values.device), documents, length_normalize)
+    queries = _queries(queries_embeddings, queries_mask, documents.values.device)
+    _check_candidates(len(queries.values), documents.values)
+    return _scores(queries, documents, length_normalize)
 
 
 def _mean(scores: _Scores) -> _Scores:
@@ -244,17 +249,22 @@ def _maxsim(
     length_normalize: bool,
     device: str | torch.device | None,
     pairs: bool = False,
+    names: tuple[str, str] = _SIDES,
 ) -> Tensor:
-    """Implement `maxsim`, or with `pairs` `maxsim_pairwise`; `name` is that of the host's function."""
+    """Implement `maxsim`, or with `pairs` `maxsim_pairwise`; `name` is that of the host's function.
+
+    `names` are those of `a` and `b` in errors.
+    """
     if _learns(a_mask):
         return _original(name)(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
-    scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device, pairs)
+    scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device, pairs, names)
     if scores is not None:
         return scores
-    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
+    queries, documents = side(names[0], a, a_mask), side(names[1], b, b_mask)
     if pairs and len(queries) != len(documents):
         raise ValueError(
-            f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
+            f"{names[0]} and {names[1]} must hold the same number of items, to be paired, got {len(queries)} and "
+            f"{len(documents)}"
         )
     home = documents.device or queries.device or torch.device("cpu")
     target_device = _placed(device, home)
@@ -265,12 +275,19 @@ def _maxsim(
     parts = []
     for start, stop in blocks([queries, documents] if pairs else [documents], target_device, chunk_elements):
         chunk = queries.operand(start, stop, target_device, documents.packs) if all_queries is None else all_queries
-        chunk_scores = _scores(chunk, documents.operand(start, stop, target_device, True), length_normalize, pairs)
+        block = documents.operand(start, stop, target_device, True)
+        chunk_scores = _scores(chunk, block, length_normalize, pairs, names)
         parts.append(chunk_scores.to(home))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=0 if pairs else 1)
 
 
-def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs: bool = False) -> Tensor:
+def _scores(
+    queries: Operand,
+    documents: Operand,
+    length_normalize: bool,
+    pairs: bool = False,
+    names: tuple[str, str] = _EMBEDDINGS,
+) -> Tensor:
     """Score operands on one device: all pairs [Nq, Nd], candidates [Nq, K], or pairs [N]."""
     _warn_of_empty(documents)
     values, document_values = queries.values, documents.values
@@ -282,7 +299,8 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
     if values.dtype != document_values.dtype:
         dtype = torch.promote_types(values.dtype, document_values.dtype)
         values, document_values = values.to(dtype), document_values.to(dtype)
-    weights, documents_mask = _weights(queries.mask), documents.mask
+    check_same(values, document_values, names=names)
+    weights, documents_mask = _weights(names[0], queries.mask), documents.mask
     if documents_mask is not None and documents_mask.dtype != torch.bool:
         # On a GPU the operation itself treats any nonzero value as active.
         documents_mask = documents_mask.detach() if documents_mask.is_cuda else documents_mask != 0
@@ -312,6 +330,7 @@ def _read_in_place(
     length_normalize: bool,
     device: str | torch.device | None,
     pairs: bool,
+    names: tuple[str, str],
 ) -> Tensor | None:
     """Score with kernels that read the documents of a list in place; None if they have to be packed."""
     if documents_mask is not None or not _lies_on_a_gpu(documents):
@@ -322,11 +341,11 @@ def _read_in_place(
     query_values: Any = queries
     mask = operand = None
     if queries_mask is not None or not _lies_on_a_gpu(queries) or queries[0].device != target_device:
-        batch = side("a", queries, queries_mask)
+        batch = side(names[0], queries, queries_mask)
         if len(batch) == 0:
             return None
         operand = batch.operand(0, len(batch), target_device, False)
-        query_values, mask = operand.values, _weights(operand.mask)
+        query_values, mask = operand.values, _weights(names[0], operand.mask)
     if pairs and len(query_values) != len(documents):
         return None
     operation = maxsim_ragged_pairwise if pairs else maxsim_ragged
@@ -354,11 +373,11 @@ def _lies_on_a_gpu(sequences: Any) -> TypeGuard[list]:
     )
 
 
-def _weights(mask: Tensor | None) -> Tensor | None:
-    """Convert a mask of queries for the operations: bool, or detached floating weights."""
+def _weights(name: str, mask: Tensor | None) -> Tensor | None:
+    """Convert the mask of the queries `name` for the operations: bool, or detached floating weights, checked."""
     if mask is None or mask.dtype == torch.bool:
         return mask
-    return mask.detach() if mask.is_floating_point() else mask.float()
+    return checked_mask(mask_name(name), mask.detach() if mask.is_floating_point() else mask.float(), weights=True)
 
 
 def _divided(scores: Tensor, counts: Tensor, pairs: bool) -> Tensor:
@@ -368,18 +387,18 @@ def _divided(scores: Tensor, counts: Tensor, pairs: bool) -> Tensor:
 
 def _queries(embeddings: Embeddings, mask: Mask, device: torch.device) -> Operand:
     """Convert the queries of a loss, a padded batch, to an operand."""
-    queries = side("queries_embeddings", _stacked("queries_embeddings", embeddings), mask)
+    queries = side("queries_embeddings", as_tensor("queries_embeddings", embeddings), mask)
     return queries.operand(0, len(queries), device, False)
 
 
 def _groups(embeddings: Embeddings, mask: Mask, one_for_all: bool = True) -> Operand:
     """Convert the documents [G, N, Ld, d] of a loss and their mask [G, N, Ld], or one for all groups, to an operand."""
-    documents = floating(_stacked("documents_embeddings", embeddings))
+    documents = floating(as_tensor("documents_embeddings", embeddings))
     if documents.dim() != 4:
         raise ValueError(f"documents_embeddings must have shape [G, N, Ld, d], got {list(documents.shape)}")
     if mask is None:
         return Operand(documents, nonzero_rows(documents))
-    mask = _stacked("documents_mask", mask).to(documents.device)
+    mask = as_tensor("documents_mask", mask).to(documents.device)
     if one_for_all and mask.dim() == 3 and mask.shape[0] == 1:
         mask = mask.expand(documents.shape[0], -1, -1)
     if mask.shape != documents.shape[:3]:
@@ -387,11 +406,12 @@ def _groups(embeddings: Embeddings, mask: Mask, one_for_all: bool = True) -> Ope
     return Operand(documents, mask)
 
 
-def _stacked(name: str, value: Any) -> Tensor:
-    try:
-        return as_tensor(value)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise ValueError(f"{name} must be a tensor, an array, or a list of them of one shape: {error}") from error
+def _check_candidates(n_queries: int, documents: Tensor) -> None:
+    if len(documents) != n_queries:
+        raise ValueError(
+            "documents_embeddings must have as many groups of candidates as there are queries, "
+            f"{n_queries}, got shape {list(documents.shape)}"
+        )
 
 
 def _placed(device: str | torch.device | None, home: torch.device) -> torch.device:

@@ -10,9 +10,11 @@ import numbers
 
 import torch
 
+from ...ops.checks import check_same
 from ...ops.xtr import xtr_scores as scores_of
 from .operands import as_tensor
 from .scoring import (
+    _EMBEDDINGS,
     EMPTY_DOCUMENT_SCORE,
     Embeddings,
     Mask,
@@ -20,7 +22,6 @@ from .scoring import (
     _learns,
     _original,
     _queries,
-    _stacked,
     _warn_of_empty,
     _weights,
 )
@@ -78,12 +79,13 @@ def xtr_scores(
     queries = _queries(queries_embeddings, queries_mask, documents.values.device)
     _warn_of_empty(documents)
     assert documents.mask is not None
+    check_same(queries.values, documents.values, same_dtype=False, names=_EMBEDDINGS)
     dtype = torch.promote_types(queries.values.dtype, documents.values.dtype)
     scores = scores_of(
         queries.values.to(dtype),
         documents.values.to(dtype),
         k=top_k,
-        queries_mask=_weights(queries.mask),
+        queries_mask=_weights("queries_embeddings", queries.mask),
         documents_mask=documents.mask != 0,
         normalizer="retrieved",
         empty_score=EMPTY_DOCUMENT_SCORE,
@@ -113,7 +115,7 @@ def xtr_kd_scores(
     tensor([[0.9000, 0.8000],
             [0.0000, 0.7000]])
     """
-    documents = _stacked("documents_embeddings", documents_embeddings)
+    documents = as_tensor("documents_embeddings", documents_embeddings)
     scores = xtr_scores(queries_embeddings, documents, queries_mask, documents_mask, top_k, chunk_elements)
     return scores.view(len(scores), *documents.shape[:2]).diagonal().T
 
@@ -127,8 +129,8 @@ def xtr_scores_pairwise(
     chunk_elements: int | None = None,
 ) -> torch.Tensor:
     """`xtr_kd_scores` for one candidate per query, [N, 1, Ld, d] or [N, Ld, d]: scores [N]."""
-    documents = as_tensor(documents_embeddings)
-    mask = None if documents_mask is None else as_tensor(documents_mask)
+    documents = as_tensor("documents_embeddings", documents_embeddings)
+    mask = None if documents_mask is None else as_tensor("documents_mask", documents_mask)
     if documents.dim() == 3:
         documents = documents.unsqueeze(1)
     if mask is not None and mask.dim() == 2:
