@@ -99,6 +99,12 @@ def test_errors(top_k):
         ours.xtr_scores(*call, documents_mask=torch.ones(3, 2))
 
 
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_candidates_of_other_queries_are_refused(name):
+    with pytest.raises(ValueError, match=r"as many groups of candidates as there are queries, 2, got shape \[3, "):
+        getattr(ours, name)(unit(0, 2, 3, 8), unit(1, 3, 1, 4, 8))
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_the_type_is_theirs(name, dtype):

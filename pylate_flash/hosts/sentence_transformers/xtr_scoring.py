@@ -18,6 +18,7 @@ from .scoring import (
     EMPTY_DOCUMENT_SCORE,
     Embeddings,
     Mask,
+    _check_candidates,
     _groups,
     _learns,
     _original,
@@ -117,6 +118,7 @@ def xtr_kd_scores(
     """
     documents = as_tensor("documents_embeddings", documents_embeddings)
     scores = xtr_scores(queries_embeddings, documents, queries_mask, documents_mask, top_k, chunk_elements)
+    _check_candidates(len(scores), documents)
     return scores.view(len(scores), *documents.shape[:2]).diagonal().T
 
 
