@@ -56,7 +56,7 @@ def kl_divergence_reference(
     teacher_scores: Tensor,
     *,
     temperature: float | Tensor = 1.0,
-    teacher_temperature: float = 1.0,
+    teacher_temperature: float | Tensor = 1.0,
     normalize_scores: bool = False,
     loss_reduction: str = "mean",
 ) -> Tensor:

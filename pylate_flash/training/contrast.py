@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import maxsim_cross_entropy, maxsim_from_hidden, maxsim_kl_divergence, maxsim_margin_mse
+from ..ops import maxsim, maxsim_cross_entropy, maxsim_from_hidden, maxsim_kl_divergence, maxsim_margin_mse
 from ..ops.loss_scores import cross_entropy_reference, kl_divergence_reference, margin_mse_reference
 from ..ops.maxsim_operator import with_lengths
 from ..ops.soft import soft_scores_of
@@ -151,7 +151,10 @@ def _gathered(options: LossOptions, batch: Batch, labels: Tensor | None) -> tupl
 
 
 def _scores(options: LossOptions, batch: Batch) -> Tensor | None:
-    """Compute the scores if the loss operation cannot: of hidden states, or by the smooth maximum; else None."""
+    """Compute the scores if the loss operation cannot, else None.
+
+    It takes neither hidden states, nor the smooth maximum, nor a teacher's temperature that may be learned.
+    """
     if batch.projection is not None:
         weight, bias = batch.projection
         scores = [
@@ -168,7 +171,11 @@ def _scores(options: LossOptions, batch: Batch) -> Tensor | None:
             for column in batch.columns
         ]
         return scores[0] if len(scores) == 1 else torch.cat(scores, dim=1)
-    return None if options.smooth is None else _soft_scores(options, batch, options.smooth)
+    if options.smooth is not None:
+        return _soft_scores(options, batch, options.smooth)
+    if isinstance(options.teacher_temperature, Tensor):
+        return maxsim(**_embeddings(options, batch))
+    return None
 
 
 def _soft_scores(options: LossOptions, batch: Batch, smooth: float | Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class LossOptions(NamedTuple):
     gather: str | None = None
     times_ranks: bool = False
     # Distillation losses only.
-    teacher_temperature: float = 1.0
+    teacher_temperature: float | Tensor = 1.0
     normalize_scores: bool = False
 
     @property

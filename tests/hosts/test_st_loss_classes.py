@@ -292,6 +292,19 @@ def test_a_learned_scale(name, tiny_encoder, texts, step):
     assert abs(theirs.grad.item()) > 1e-3
 
 
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("argument", ["temperature", "teacher_temperature"])
+def test_a_teachers_temperature_may_be_a_tensor(argument, learned, tiny_encoder, texts, step):
+    features, labels = columns(tiny_encoder, texts, 3), labels_of(3)
+    results, gradients = [], []
+    for module in (losses, host):
+        temperature = nn.Parameter(torch.tensor(0.5), requires_grad=learned)
+        results.append(step(module, KL, features, labels, **{argument: temperature}))
+        gradients.append(temperature.grad.item() if learned else 0.0)
+    assert_close(*results)
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)
+
+
 def test_cached_texts_keep_their_dropout(tiny_encoder, texts):
     for module in tiny_encoder.modules():
         if isinstance(module, nn.Dropout):

@@ -299,7 +299,8 @@ class MultiVectorDistillKLDivLoss(_Fusing, host.MultiVectorDistillKLDivLoss):
     **arguments
         Those of the host's class, with its defaults. The ``similarity_fct`` is `colbert_kd_scores` (the default) or
         `mean_colbert_kd_scores`, the host's or ours. With another function the host's code computes the loss, without
-        fusion. The loss is multiplied by the square of the model's temperature.
+        fusion. A temperature is a number above 0, or a one-element parameter, which is then learned; with a parameter
+        as the teacher's, only the scores are fused. The loss is multiplied by the square of the model's temperature.
 
     Raises
     ------
