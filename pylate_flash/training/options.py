@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any, NamedTuple
 
@@ -54,6 +55,16 @@ def check_temperature(temperature: Any, name: str = "temperature") -> None:
         raise TypeError(f"{name}: {type(temperature).__name__}; expected a number or a tensor of one element")
     elif not is_positive(float(temperature)):
         raise ValueError(f"{name}: {temperature}; expected a finite number above 0, in float32 too")
+
+
+def check_margin(margin: Any) -> None:
+    """Raise unless `margin` is a finite number or None."""
+    if margin is None:
+        return
+    if isinstance(margin, bool) or not isinstance(margin, numbers.Real):
+        raise TypeError(f"margin: {type(margin).__name__}; expected a number or None")
+    if not math.isfinite(margin):
+        raise ValueError(f"margin: {margin}; expected a finite number")
 
 
 def check_sizes(**sizes: Any) -> None:

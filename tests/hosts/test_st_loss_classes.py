@@ -427,6 +427,9 @@ def test_a_model_that_cannot_be_fused_says_why(change, message, tiny_encoder):
         ({"fuse_projection": None}, "fuse_projection: None; expected True or False"),
         ({"gather_across_devices": True, "symmetric": True}, "gather_across_devices: given together with symmetric"),
         ({"gather_across_devices": True, "gather": "ring", "margin": 0.1}, 'margin: given together with gather="ring"'),
+        ({"margin": "0.1"}, "margin: str; expected a number or None"),
+        ({"margin": float("nan")}, "margin: nan; expected a finite number"),
+        ({"similarity_fct": "colbert_scores"}, "similarity_fct: str; expected a function, or None"),
         ({"similarity_fct": scoring.XTRScores(), "margin": 0.0}, "margin: given together with a similarity_fct"),
         ({"similarity_fct": scoring.XTRScores(), "gather": "ring"}, "gather: given together with a similarity_fct"),
         ({"similarity_fct": scoring.XTRScores(), "fuse_projection": True}, "fuse_projection: given together with a s"),
@@ -436,6 +439,20 @@ def test_arguments_that_cannot_be(arguments, message, tiny_encoder):
     for name in (IN_BATCH, CACHED):
         with pytest.raises((TypeError, ValueError), match=message):
             getattr(losses, name)(tiny_encoder, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"temperature": True}, "^temperature: bool; expected a number"),
+        ({"temperature": None}, "^temperature: NoneType; expected a number"),
+        ({"student_temperature": 1e-50}, "^student_temperature: 1e-50; expected a finite number above 0"),
+        ({"teacher_temperature": torch.ones(2)}, r"^teacher_temperature: a tensor of shape \(2,\); expected"),
+    ],
+)
+def test_temperatures_that_cannot_be(arguments, message, tiny_encoder):
+    with pytest.raises((TypeError, ValueError), match=message):
+        losses.MultiVectorDistillKLDivLoss(tiny_encoder, **arguments)
 
 
 def test_columns_and_labels_that_cannot_be(tiny_encoder, texts):

@@ -33,7 +33,7 @@ from ...training.contrast import Batch, Padded, cross_entropy, divergence, joine
 from ...training.distributed import GATHERINGS
 from ...training.grad_cache import autocast_in_force, cached_cross_entropy
 from ...training.mini_batches import Limits, scored_tokens
-from ...training.options import LossOptions, check_sizes, check_temperature
+from ...training.options import LossOptions, check_margin, check_sizes, check_temperature
 from .. import SENTENCE_TRANSFORMERS
 from .loss_inputs import (
     Columns,
@@ -99,6 +99,7 @@ class _Contrast(_Fusing):
         gather: str = "all_gather",
         **arguments: Any,
     ) -> None:
+        check_margin(margin)
         super().__init__(model, **arguments)
         loss: Any = self
         check_choice("gather", gather, GATHERINGS)
