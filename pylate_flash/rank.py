@@ -130,7 +130,7 @@ def rerank(
         queries_embeddings, documents_embeddings = _encoded(*inputs, batch_size, show_progress_bar)
     if backend not in ("auto", "pylate_flash"):
         with use_scorer(backend):
-            return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
+            return _by_pylate(documents_ids, queries_embeddings, documents_embeddings, device)
 
     queries = tokens_of(queries_embeddings, "queries_embeddings")
     documents = [
@@ -151,7 +151,7 @@ def rerank(
         block_queries, block_documents = of_one_type(queries[first:last], block_documents)
         packed_queries, packed_documents = concatenate(block_queries, device), concatenate(block_documents, device)
         if backend == "auto" and left_to_pylate(packed_queries, packed_documents):
-            return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
+            return _by_pylate(documents_ids, queries_embeddings, documents_embeddings, device)
         if device is None:
             packed_documents = packed_documents.to(packed_queries.device)
         # The boundaries stay on the host, where the operation plans its work.
@@ -166,6 +166,16 @@ def rerank(
             )
         scores.append(block_scores)
     return _results(torch.cat(scores) if scores else torch.empty(0), documents_ids)
+
+
+def _by_pylate(ids: Any, queries: Any, documents: Any, device: Any) -> list[list[RerankResult]]:
+    """Rerank by PyLate, which takes no query without documents, and has integer scores for integer embeddings."""
+    scored = [i for i, candidates in enumerate(documents) if len(candidates)]
+    ranked = iter(_pylate_rerank(*([argument[i] for i in scored] for argument in (ids, queries, documents)), device))
+    return [
+        [{"id": result["id"], "score": float(result["score"])} for result in next(ranked)] if len(candidates) else []
+        for candidates in documents
+    ]
 
 
 def _results(scores: Tensor, documents_ids: list[list[int | str]]) -> list[list[RerankResult]]:

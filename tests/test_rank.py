@@ -226,6 +226,7 @@ def test_integers_are_left_to_pylate_unless_asked_for_by_name(collection) -> Non
     assert rerank(ids, queries, documents) == expected
     with registered():
         assert pylate.rank.rerank(ids, queries, documents) == expected
+    assert all(type(result["score"]) is float for row in rerank(ids, queries, documents) for result in row)
     with pytest.raises(TypeError, match="torch.int32"):
         rerank(ids, queries, documents, backend="pylate_flash")
 
@@ -299,6 +300,15 @@ def test_errors_name_the_argument(arguments: tuple, error: type[Exception], mess
 def test_options_are_checked_before_texts_are_encoded(option: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         rerank([["a"]], ["text"], [["text"]], model=SimpleNamespace(encode=None), **option)
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_pylates_backends_take_queries_without_documents(backend: str | None, dtype: torch.dtype) -> None:
+    tokens = torch.eye(4, dtype=dtype)
+    results = rerank([[], ["a"], []], [tokens] * 3, [[], [tokens], []], backend=backend)
+    assert results == [[], [{"id": "a", "score": 4.0}], []]
+    assert rerank([[]], [tokens], [[]], backend=backend) == [[]]
 
 
 def test_unequal_lengths_are_an_error_for_pylates_backends_too() -> None:
