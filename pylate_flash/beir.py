@@ -36,6 +36,7 @@ from .encoding.texts import encode, is_multi_vector_encoder
 from .index.search import SearchResult
 from .index.store import ADDITION_BYTES
 from .indexes import Flat
+from .ops.checks import check_integer
 
 __all__ = [
     "METRICS", "RetrievalEvaluation", "add_encoded", "evaluate_retrieval", "evaluate_run", "load_beir_folder",
@@ -191,10 +192,10 @@ def evaluate_retrieval(
 
     Raises
     ------
-    ValueError
-        If a metric is unknown or its cutoff exceeds `k`, there is nothing to evaluate, `qrels` name unknown queries or
-        documents, `queries_embeddings` have another length, or `index` holds other documents or another model's, or a
-        folder already holds an index.
+    ValueError, TypeError
+        If a metric is unknown or its cutoff exceeds `k`, `batch_size` is not an integer of at least 1, there is nothing
+        to evaluate, `qrels` name unknown queries or documents, `queries_embeddings` have another length, or `index`
+        holds other documents or another model's, or a folder already holds an index.
     RuntimeError
         If `ranx` cannot write its cache. The message says what to set.
     MissingExtraError
@@ -202,6 +203,7 @@ def evaluate_retrieval(
     """
     # Check before anything is encoded.
     _check_metrics(metrics, "evaluate_retrieval", k)
+    check_integer("batch_size", batch_size, 1)
     ids = [document["id"] for document in documents]
     _check_judgements(set(ids), queries, qrels)
     if queries_embeddings is not None and len(queries_embeddings) != len(qrels):
@@ -239,12 +241,9 @@ def evaluate_retrieval(
             add_encoded(index, documents, encoding, batch_size, timings, show_progress)
         if queries_embeddings is None:
             with _timed(timings, "encode_queries"):
+                texts = [queries[query_id] for query_id in qrels]
                 queries_embeddings = encode(
-                    model,
-                    [queries[query_id] for query_id in qrels],
-                    is_query=True,
-                    batch_size=batch_size,
-                    show_progress=show_progress,
+                    model, texts, is_query=True, batch_size=batch_size, show_progress=show_progress
                 )
         scorer = _scorer_of(model) if scorer is None else scorer
         scorer = "pylate_flash" if scorer == "auto" else scorer

@@ -208,6 +208,14 @@ def test_a_filled_index_is_searched_without_encoding_again(tmp_path: Path) -> No
         evaluated(documents=DOCUMENTS[:3], index=index)
 
 
+@pytest.mark.parametrize("batch_size", [0, "32"])
+def test_a_wrong_batch_size_is_named_before_anything_is_encoded(batch_size: Any) -> None:
+    model = OneHot()
+    with pytest.raises((TypeError, ValueError), match="^batch_size must be"):
+        evaluated(model, batch_size=batch_size)
+    assert model.encoded == []
+
+
 def test_queries_that_are_encoded_already_are_searched_with(tmp_path: Path) -> None:
     first = evaluated(index=tmp_path / "index")
     model = OneHot()
