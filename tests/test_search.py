@@ -201,6 +201,18 @@ def test_hits_say_which_tokens_match(tmp_path: Path, dtype: str, memory: int) ->
                     assert hit["score"] == pytest.approx(total, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "fp8"])
+def test_the_matches_of_every_scorer_add_up_to_its_scores(dtype: str, scorer: str) -> None:
+    if scorer == "torch":
+        pytest.importorskip("pylate")
+    generator = torch.Generator().manual_seed(0)
+    documents, queries = ([torch.randn(5, 16, generator=generator) for _ in range(4)] for _ in range(2))
+    index = Flat(None, dtype=dtype, scorer=scorer, device="cpu").add_documents(list("abcd"), documents)
+    for hit in (hit for hits in index.search(queries, matches=True) for hit in hits):
+        assert sum(similarity for _, similarity in hit["matches"]) == pytest.approx(hit["score"], rel=1e-4, abs=1e-4)
+
+
 def test_of_equal_tokens_the_first_matches(tmp_path: Path) -> None:
     index = small(tmp_path, 0).add_documents(["a"], [torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])])
     ((hit,),) = index.search([torch.eye(2)], matches=True)

@@ -120,8 +120,8 @@ class Scorer(NamedTuple):
         """
         stored, values = self.layout.embeddings(documents.values), queries.values
         embeddings = self.embeddings(documents.values)
-        if isinstance(stored, QuantizedEmbeddings):
-            # Round the queries as scoring does.
+        if isinstance(stored, QuantizedEmbeddings) and self.name in OURS:
+            # Round the queries as scoring does; other packages' scorers take them as they are.
             values = quantize(values, query_precision(stored.values.dtype)).dequantize(values.dtype)
         counts = candidates.diff()
         if not len(embeddings) or not queries.longest:
