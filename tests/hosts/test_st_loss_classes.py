@@ -429,7 +429,7 @@ def test_a_model_that_cannot_be_fused_says_why(change, message, tiny_encoder):
         ({"gather_across_devices": True, "gather": "ring", "margin": 0.1}, 'margin: given together with gather="ring"'),
         ({"margin": "0.1"}, "margin: str; expected a number or None"),
         ({"margin": float("nan")}, "margin: nan; expected a finite number"),
-        ({"similarity_fct": "colbert_scores"}, "similarity_fct: str; expected a function, or None"),
+        ({"similarity_fct": "colbert_scores"}, "similarity_fct: str; expected a function of embeddings, or None"),
         ({"similarity_fct": scoring.XTRScores(), "margin": 0.0}, "margin: given together with a similarity_fct"),
         ({"similarity_fct": scoring.XTRScores(), "gather": "ring"}, "gather: given together with a similarity_fct"),
         ({"similarity_fct": scoring.XTRScores(), "fuse_projection": True}, "fuse_projection: given together with a s"),
