@@ -1,4 +1,4 @@
-"""The libraries that this package's extras install, and the error for a missing one.
+"""The libraries that this package's extras install, and the errors for one that is missing or cannot be used.
 
 Importing this module imports none of them.
 """
@@ -38,6 +38,10 @@ class MissingExtraError(ModuleNotFoundError):
 
     `name` is the missing module.
     """
+
+
+class UnwritableCacheError(RuntimeError):
+    """A library that a part of this package needs cannot write its caches; the message says what to set."""
 
 
 def check_installed(module: str, needed_by: str, *extras: str, title: str | None = None) -> None:

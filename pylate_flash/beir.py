@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from ._config import backend_in_force
-from ._extras import check_installed
+from ._extras import UnwritableCacheError, check_installed
 from .data.files import Corpus, read_lines, read_records
 from .encoding.projection import encode_hidden_states
 from .encoding.texts import encode, is_multi_vector_encoder
@@ -323,7 +323,7 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
         from ranx.metrics import metric_switch
     except (RuntimeError, OSError) as error:
         # Numba caches compiled code next to ranx or in the user's home, and ir_datasets creates a folder in the home.
-        raise RuntimeError(
+        raise UnwritableCacheError(
             f"{needed_by} needs ranx, which cannot write its caches: set NUMBA_CACHE_DIR and IR_DATASETS_HOME to "
             f"writable folders ({error})"
         ) from error

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from .._extras import MissingExtraError
+from .._extras import MissingExtraError, UnwritableCacheError
 
 console = Console()
 """Standard output: results only."""
@@ -80,10 +80,10 @@ _LETS_PRINT = {"strict": "backslashreplace", "surrogateescape": "pylate_flash"}
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Turn exceptions of a command into one line on standard error and an exit code.
 
-    A `UserError` and a missing extra exit with 2, Ctrl-C with 130, and any other exception with `UNEXPECTED`; a GPU out
-    of memory, and a disk that is full or fails (standard output included), with 2. A broken pipe exits with
-    `READER_GONE`, without a line. If the environment variable `PYLATE_FLASH_TRACEBACK` is set, the traceback is printed
-    before that line.
+    A `UserError`, a missing extra and a library whose caches cannot be written exit with 2, Ctrl-C with 130, and any
+    other exception with `UNEXPECTED`; a GPU out of memory, and a disk that is full or fails (standard output included),
+    with 2. A broken pipe exits with `READER_GONE`, without a line. If the environment variable `PYLATE_FLASH_TRACEBACK`
+    is set, the traceback is printed before that line.
     """
 
     @functools.wraps(function)
@@ -93,7 +93,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
             # Flush buffered output here, where an error can be reported. A no-op if standard output is closed.
             print(end="", flush=True)
-        except (UserError, MissingExtraError) as error:
+        except (UserError, MissingExtraError, UnwritableCacheError) as error:
             _fail(" ".join(str(error).split()), 2)
         except KeyboardInterrupt:
             note("pylate-flash: interrupted")

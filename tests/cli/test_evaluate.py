@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def test_both_scorers_search_with_queries_encoded_once(pylate, beir, pylate_chec
     monkeypatch.setattr(ColBERT, "encode", record)
     succeed("evaluate", "--data", beir, "--model", pylate_checkpoint, "--device", "cpu", "--compare-torch")
     assert encoded.count("trains") == 1
+
+
+def test_caches_that_cannot_be_written_are_an_error_of_one_sentence(beir, tiny_colbert_path, tmp_path, monkeypatch):
+    (tmp_path / "ranx.py").write_text("raise PermissionError(13, 'Permission denied', '/home/.ir_datasets')\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ranx"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = invoke("evaluate", "--data", beir, "--model", tiny_colbert_path, "--device", "cpu")
+    assert_one_clear_sentence(result, "cannot write its caches", "set NUMBA_CACHE_DIR", "/home/.ir_datasets")
 
 
 @pytest.mark.parametrize("file", ["corpus.jsonl", "queries.jsonl"])
