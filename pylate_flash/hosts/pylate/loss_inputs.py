@@ -84,7 +84,7 @@ def set_options(
     `extra` holds those of `gather`, `smooth` and `mini_batch_num_tokens` that the loss has, which PyLate does not.
     """
     smooth = extra.get("smooth")
-    if not isinstance(loss.model, torch.nn.Module):
+    if not callable(loss.model):
         raise TypeError(f"model: {type(loss.model).__name__}; expected a ColBERT model")
     if score_metric is not None and not callable(score_metric):
         raise TypeError(f"score_metric: {type(score_metric).__name__}; expected a function of embeddings, or None")

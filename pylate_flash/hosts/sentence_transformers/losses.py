@@ -71,7 +71,7 @@ class _Fusing:
     """Mixin of all losses that checks and stores the arguments beyond the host's."""
 
     def __init__(self, model: MultiVectorEncoder, *, fuse_projection: bool = False, **arguments: Any) -> None:
-        if not isinstance(model, torch.nn.Module):
+        if not callable(model):
             raise TypeError(f"model: {type(model).__name__}; expected a MultiVectorEncoder")
         scores = arguments.get("similarity_fct")
         if scores is not None and not callable(scores):
