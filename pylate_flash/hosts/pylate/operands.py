@@ -36,16 +36,8 @@ def _log_left_to_pylate(dtype: torch.dtype) -> None:
 
 def tensor_of(name: str, value: Any, shape: str) -> Tensor:
     """Convert `value` to a tensor as PyLate does, and check that it has as many dimensions as `shape`."""
-    value = _numbers(name, value)
-    try:
-        tensor = convert_to_tensor(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must be {shape}, and the items of the list do not stack into that ({error}); pad them, for "
-            "example with torch.nn.utils.rnn.pad_sequence, and mask the padding"
-        ) from error
+    advice = "; pad them, for example with torch.nn.utils.rnn.pad_sequence, and mask the padding"
+    tensor = _converted(name, value, shape, advice)
     if tensor is None:
         raise TypeError(f"{name} must be a tensor, an array or a list of them of shape {shape}, got {_kind(value)}")
     if tensor.dim() != shape.count(",") + 1:
@@ -57,13 +49,7 @@ def mask_of(name: str, value: Any) -> Tensor | None:
     """Convert a mask to a tensor; the op checks its shape."""
     if value is None:
         return None
-    value = _numbers(name, value)
-    try:
-        tensor = convert_to_tensor(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{name} must be one tensor, and the items do not stack into it ({error})") from error
+    tensor = _converted(name, value, "one tensor")
     if tensor is None:
         raise TypeError(f"{name} must be a tensor, an array, a nested list or None, got {_kind(value)}")
     return tensor
@@ -86,6 +72,19 @@ def flat_mask(mask: Tensor | None, documents: Tensor) -> Tensor | None:
     if mask.shape != documents.shape[:3]:
         raise ValueError(f"documents_mask must have shape {list(documents.shape[:3])}, got {list(mask.shape)}")
     return mask.flatten(0, 1)
+
+
+def _converted(name: str, value: Any, shape: str, advice: str = "") -> Tensor | None:
+    """Convert `value` as PyLate does, which returns None for types that it does not know."""
+    value = _numbers(name, value)
+    try:
+        return convert_to_tensor(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be {shape}, and the items of the list do not stack into that ({error}){advice}"
+        ) from error
 
 
 def _numbers(name: str, value: Any) -> Any:
