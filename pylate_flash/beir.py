@@ -278,12 +278,13 @@ def add_encoded(
     encode
         Function from texts to the embeddings that the index stores, [L_i, d] each.
     batch_size
-        Number of texts that `encode` processes at a time.
+        Number of texts that `encode` processes at a time; another value than an integer of at least 1 is an error.
     timings
         Dictionary to which the elapsed seconds are added, as "encode_documents" and "index".
     show_progress
         Draw a progress bar.
     """
+    check_integer("batch_size", batch_size, 1)
     timings = {} if timings is None else timings
     step = batch_size * _BATCHES_PER_STEP
     ids: list[str] = []

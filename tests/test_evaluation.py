@@ -213,6 +213,8 @@ def test_a_wrong_batch_size_is_named_before_anything_is_encoded(batch_size: Any)
     model = OneHot()
     with pytest.raises((TypeError, ValueError), match="^batch_size must be"):
         evaluated(model, batch_size=batch_size)
+    with pytest.raises((TypeError, ValueError), match="^batch_size must be"):
+        beir.add_encoded(mock.Mock(), [{"id": "a", "text": "text"}], mock.Mock(side_effect=AssertionError), batch_size)
     assert model.encoded == []
 
 
