@@ -128,7 +128,7 @@ def _append(store: PackedStore, layout: Layout, documents: _Documents, removed: 
         indices = live_indices[start:stop]
         for run in np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1):
             begin, end = int(starts[run[0]]), int(starts[run[-1]] + lengths[run[-1]])
-            for row in range(begin, max(end, begin + 1), step):
+            for row in range(begin, end, step):
                 yield torch.from_numpy(np.array(rows[row : min(row + step, end)])).view(layout.dtype)
 
     step = max(1, _COPIED_BYTES // layout.nbytes)

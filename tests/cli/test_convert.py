@@ -59,6 +59,15 @@ def test_an_old_index_is_converted_row_by_row(old, version, tmp_path):
     PackedStore(new).add(["x"], documents_of([1], documents[0].shape[1]))
 
 
+@pytest.mark.parametrize("old", [1], indirect=True)
+def test_a_document_without_tokens_is_converted_though_its_neighbours_are_removed(old, tmp_path):
+    record = json.loads((old / "manifest.json").read_text())
+    (old / "manifest.json").write_text(json.dumps(record | {"removed": {SHARD: [0]}}))
+    store = old_index.convert(old, tmp_path / "new")
+    store.verify()
+    assert {id_: len(rows) for id_, rows in content(store.path).items()} == {"b": 0, "c\ud800": 3}
+
+
 @pytest.mark.parametrize("old", [2], indirect=True)
 def test_model_and_corpora_are_remembered(old, tmp_path):
     (tmp_path / "corpus.jsonl").write_text("{}")
