@@ -44,7 +44,9 @@ def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
     """
     manifest = _manifest(old / "manifest.json")
     layout, removed = Layout(manifest["dtype"], manifest["embedding_size"] or 0), manifest.get("removed", {})
-    unfinished = new.with_name(f"{new.name}.unfinished")
+    # A folder cannot replace a link.
+    place = new.resolve()
+    unfinished = place.with_name(f"{place.name}.unfinished")
     store = PackedStore(unfinished, layout.kept_as, override=True)
     for entry in tqdm(manifest["shards"], desc="Converting", unit="file", disable=not show_progress):
         documents, removed_indices = _shard(old / entry["file"], entry, layout), removed.get(entry["file"], [])
@@ -65,7 +67,7 @@ def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
     corpora = [(path, _relative(path, relative, old, new)) for path, relative in manifest.get("corpora", [])]
     store.note(model=model or None, corpora=tuple(corpora))
     store.close()
-    os.rename(unfinished, new)
+    os.rename(unfinished, place)
     return PackedStore(new)
 
 

@@ -59,6 +59,15 @@ def test_an_old_index_is_converted_row_by_row(old, version, tmp_path):
     PackedStore(new).add(["x"], documents_of([1], documents[0].shape[1]))
 
 
+@pytest.mark.parametrize("old", [4], indirect=True)
+def test_the_new_folder_may_be_a_link(old, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "new").symlink_to("elsewhere")
+    succeed("index", "convert", "--index", old, "--to", tmp_path / "new")
+    assert list(content(tmp_path / "elsewhere")) == EXPECTED[4][1]
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "new", "elsewhere"}
+
+
 @pytest.mark.parametrize("old", [1], indirect=True)
 def test_a_document_without_tokens_is_converted_though_its_neighbours_are_removed(old, tmp_path):
     record = json.loads((old / "manifest.json").read_text())
