@@ -422,7 +422,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             other values than were written, or a score is not finite, for example because products of embeddings
             overflow.
         RuntimeError
-            If another process of the group could not search.
+            If another process of the group could not search, or has not opened the index again since it changed.
         """
         make_request = partial(self._asked, queries_embeddings, k, subset, matches, where, rescore)
         results: list[list[SearchResult]] = []
@@ -494,5 +494,5 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         packed = checked_queries(queries, size, self.index_path, device, self._store.layout.asked)
         return {
             "queries": packed, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches,
-            "rescore": rescore,
+            "rescore": rescore, "generation": self._store.state.generation,
         }  # fmt: skip

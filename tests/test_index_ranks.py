@@ -77,6 +77,23 @@ def test_ranks_have_the_lists_of_one_process(folder: Path, world: int) -> None:
     run_ranks(search, (world, folder, "rendezvous"), world)
 
 
+def search_before_it_is_opened_again(rank: int, world: int, folder: Path) -> None:
+    join_group(rank, world, folder)
+    index = small(folder, group=dist.group.WORLD)
+    dist.barrier()
+    if rank == 0:
+        index.compact()
+    # Else documents would be missing from the results, or in them twice.
+    with pytest.raises(RuntimeError, match=r"has generation \d+ in this process and \d+ in the first of its group"):
+        index.search(queries())
+    assert small(folder, group=dist.group.WORLD).search(queries()) == small(folder).search(queries())
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_has_not_opened_a_changed_index_again_is_an_error(folder: Path) -> None:
+    run_ranks(search_before_it_is_opened_again, (2, folder), 2)
+
+
 def exchange(rank: int, world: int, folder: Path) -> None:
     join_group(rank, world, folder)
     ranks = Ranks(dist.group.WORLD)

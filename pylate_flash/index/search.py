@@ -108,14 +108,20 @@ class Search:
         positions: np.ndarray | None = None,
         subsets: Sequence[Sequence[str]] | None = None,
         show_progress: bool = False,
+        generation: int | None = None,
     ) -> Iterator[Hits]:
         """Yield the `k` best documents of every query, in batches of queries; equal scores keep document order.
 
         The hits of a batch are copied to the host while the next one is scored. The search covers the documents at
         `positions` [N], ascending, and for each query those of `subsets`, whose unknown ids are ignored. A score that
         is NaN or infinite raises a ValueError that names the index: finite embeddings give none unless their products
-        overflow.
+        overflow. `generation` is that of the first rank's store: shares and slots of another one would not match.
         """
+        if generation not in (None, self.store.state.generation):
+            raise RuntimeError(
+                f"the index in {self.store.path} has generation {self.store.state.generation} in this process and "
+                f"{generation} in the first of its group: open it again in every process after one has changed it"
+            )
         self._follow(show_progress)
         queries = replace(queries, device=self.device)
         resident = not self.rows.streams
