@@ -112,11 +112,12 @@ def rerank(
     check_integer("batch_size", batch_size, minimum=1)
     if fuse_projection is not None:
         fuse_projection = checked_flag("fuse_projection", fuse_projection)
-    _check_list("queries_embeddings", queries_embeddings)
-    for name, lists in (("documents_ids", documents_ids), ("documents_embeddings", documents_embeddings)):
-        _check_list(name, lists)
-        for i, items in enumerate(lists):
-            _check_list(name, items, i)
+    _check_list("queries_embeddings", queries_embeddings, "one entry per query")
+    of_queries = ("documents_ids", documents_ids, "ids"), ("documents_embeddings", documents_embeddings, "documents")
+    for name, lists, items in of_queries:
+        _check_list(name, lists, "one entry per query")
+        for i, entries in enumerate(lists):
+            _check_list(f"{name}[{i}]", entries, items)
     if isinstance(queries_embeddings, (np.ndarray, Tensor)) and queries_embeddings.ndim == 2:
         queries_embeddings = queries_embeddings[None]
     texts = _are_texts(queries_embeddings, documents_embeddings)
@@ -313,13 +314,11 @@ def _blocks(
     return sequence_blocks(bounds, _BLOCK_BYTES // (first.element_size() * max(1, first.shape[-1])))
 
 
-def _check_list(name: str, value: Any, *index: int) -> None:
-    """Raise TypeError unless `name[index]` is a list, or an array; texts have errors of their own."""
-    is_text = isinstance(value, str) and name == "documents_ids"
+def _check_list(name: str, value: Any, items: str) -> None:
+    """Raise TypeError unless `value` is a list or an array; a text in place of documents has an error of its own."""
+    is_text = isinstance(value, str) and name.startswith("documents_ids")
     if is_text or not isinstance(value, Collection) or getattr(value, "ndim", 1) == 0:
-        items = ("ids" if name == "documents_ids" else "documents") if index else "one entry per query"
-        place = "".join(f"[{i}]" for i in index)
-        raise TypeError(f"{name}{place} must be a list of {items}, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a list of {items}, got {type(value).__name__}")
 
 
 def _check_lengths(documents_ids: Any, queries_embeddings: Any, documents_embeddings: Any) -> None:

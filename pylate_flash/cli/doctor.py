@@ -105,7 +105,7 @@ def _about_triton(device: Any) -> str:
         path, version = ptxas
         notes.append(
             f"Its ptxas spills registers in the Hopper kernels: set TRITON_PTXAS_BLACKWELL_PATH={path}, of version "
-            f"{version}, with which scores and training steps take 4 to 14 % less time."
+            f"{version}, with which scores and training steps take up to 14 % less time."
         )
     launcher = "Triton's C launcher" if launcher_is_known() else "Triton's public launcher, which is slower"
     return " ".join([*notes, f"Kernels are launched by {launcher}."])
