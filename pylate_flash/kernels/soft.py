@@ -335,6 +335,9 @@ def soft_backward(
         )
         if not direct:
             finish_queries(problem, inputs.queries, inputs.queries_scale, None, split_sums, grad_queries)
+        if tensors.queries_mask is not None:
+            # A probability of 0 times an infinite token is NaN.
+            grad_queries.masked_fill_((tensors.queries_mask == 0).unsqueeze(-1), 0.0)
     grad_beta = None
     if slopes is not None:
         # From the sums of grad * p * log2(p): the gradient of (1 / beta) lse is -entropy / beta**2.

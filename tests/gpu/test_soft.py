@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from pylate_flash.ops import soft_maxsim, soft_maxsim_reference, soft_maxsim_var
 from pylate_flash.problem import Options, Tensors
 from tests.gpu.tools import DTYPES, HALF, SIZES, memory_of, on_gpu, packed_of, random_mask, unit
 from tests.ops.cases import Case, cases, relative_error
-from tests.ops.test_soft import check_gradients, soft_gradients, varlen_gradients, varlen_reference
+from tests.ops.test_soft import (
+    check_gradients,
+    check_masked_gradients,
+    soft_gradients,
+    varlen_gradients,
+    varlen_reference,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -152,6 +159,12 @@ def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
     assert actual.isinf().any(dim=0).tolist() == [False, True, True, False, False, False, True, False]
     (gradient,) = torch.autograd.grad(actual.sum(), documents)
     assert gradient[[3, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_masked_tokens_have_no_gradient_beside_what_is_not_finite(value: float, normalize: bool) -> None:
+    check_masked_gradients(kernel, value, normalize, "cuda")
 
 
 def test_exponents_that_grow_from_tile_to_tile() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,13 +58,19 @@ def test_nan_and_infinity_behave_as_in_torch() -> None:
     assert gradient[3].isfinite().all()
 
 
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_masked_tokens_have_no_gradient_beside_what_is_not_finite(value: float) -> None:
-    queries, documents = torch.rand(2, 3, 4), torch.rand(2, 3, 4)
+def test_masked_tokens_have_no_gradient_beside_what_is_not_finite(value: float, normalize: bool) -> None:
+    check_masked_gradients(soft_maxsim, value, normalize)
+
+
+def check_masked_gradients(call: Callable[..., Tensor], value: float, normalize: bool, device: str = "cpu") -> None:
+    """The gradients of masked tokens are 0, of a query and a document that are not finite and of all others."""
+    queries, documents = torch.rand(2, 3, 4, device=device), torch.rand(2, 3, 4, device=device)
     queries[0, 0], documents[1, 0] = value, value
-    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]], device=device)
     leaves = queries.requires_grad_(), documents.requires_grad_()
-    scores = soft_maxsim(*leaves, 2.0, queries_mask=mask, documents_mask=mask)
+    scores = call(*leaves, 2.0, queries_mask=mask, documents_mask=mask, normalize=normalize)
     for gradient in torch.autograd.grad(scores.sum(), leaves):
         assert gradient.isnan().any()
         assert (gradient[mask == 0] == 0).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.ops.cases import Case, cases, relative_error
 from tests.ops.test_soft import (
     BETAS,
     check_gradients,
+    check_masked_gradients,
     soft_gradients,
     varlen_gradients,
     varlen_reference,
@@ -132,3 +134,9 @@ def test_queries_of_one_token_may_have_any_stride_to_the_next() -> None:
     assert queries.stride(0) != queries.stride(1)
     case = Case(queries, documents, None, None, {})
     check_gradients(soft_gradients(kernel, case, 0.5), soft_gradients(soft_maxsim_reference, case.doubled(), 0.5), 1e-5)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_masked_tokens_have_no_gradient_beside_what_is_not_finite(value: float, normalize: bool) -> None:
+    check_masked_gradients(kernel, value, normalize)
