@@ -198,8 +198,9 @@ def _prefers_hopper(problem: Problem) -> bool:
     """Whether the Hopper kernel, where it can serve them, scores short queries faster than the single kernel.
 
     It does for long embeddings, and for others if documents are short, or many and masked, or packed with a query too
-    long for `forward.short`. With norms, it reads the documents once more. Several queries with documents of their own
-    were not measured with embeddings in blocks, nor with embeddings of up to 128 elements.
+    long for `forward.short`. With norms, it reads the documents once more, which pays where tiles of the single kernel
+    would stay half empty. Several queries with documents of their own were not measured with embeddings in blocks, nor
+    with embeddings of up to 128 elements.
     """
     kind, total = problem.kind, problem.counted_tokens
     longest = tables.HOPPER_MAX_SIZE if problem.n_queries > 1 else KERNEL_MAX_EMBEDDING_SIZE
@@ -212,13 +213,18 @@ def _prefers_hopper(problem: Problem) -> bool:
             return short
         return not problem.packed or ((many or short) and not _documents_are_short(problem))
     columns = config.single_columns(problem.query_length)
-    if problem.n_queries > 1 or kind.normalize or columns < 32:
+    if problem.n_queries > 1:
+        return False
+    alike = not problem.packed and kind.documents_mask is None
+    if kind.normalize:
+        return total >= tables.SINGLE_HOPPER_NORMS[alike] and mean_length <= columns
+    if columns < 32:
         return False
     if problem.packed and 2 * columns * kind.size <= tables.SHORT_MAX_ELEMENTS:
         return False
-    if problem.packed or kind.documents_mask is not None:
-        return many or mean_length <= tables.SINGLE_HOPPER_UNLIKE_LENGTH
-    return mean_length <= tables.SINGLE_HOPPER_ALIKE_LENGTH
+    if alike:
+        return mean_length <= tables.SINGLE_HOPPER_ALIKE_LENGTH
+    return many or mean_length <= tables.SINGLE_HOPPER_UNLIKE_LENGTH
 
 
 def _is_single(problem: Problem) -> bool:
@@ -274,8 +280,7 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     copied = problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 4)
     if problem.has_candidates or not (copied and is_streamed(problem, problem.document_strides[-1])):
         return None
-    if kind.normalize and _is_single(problem):
-        # The single kernel computes norms from the tokens that it multiplies; a stream would read them once more.
+    if kind.normalize and _is_single(problem) and not _pairs_prefer_streams(problem):
         return None
     unpadded = _unpadded(problem)
     rows = stacked_rows(problem, unpadded)
@@ -286,6 +291,17 @@ def _pairs_plan(problem: Problem) -> ForwardPlan | None:
     fields = {"stream": True, "pairs": True}
     plan = tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **fields)
     return plan if not problem.packed or config.planned_length(problem) <= plan.splits.whole else None
+
+
+def _pairs_prefer_streams(problem: Problem) -> bool:
+    """Whether a stream scores one query with norms faster, for which it reads tokens once more, than the single kernel.
+
+    It does unless embeddings are small, and documents long and few. Several queries with documents of their own were
+    not measured.
+    """
+    total = problem.counted_tokens
+    few = tables.PAIRS_SINGLE_LENGTH * problem.all_documents < total < tables.PAIRS_SINGLE_TOKENS
+    return problem.n_queries == 1 and not (few and problem.size <= tables.PAIRS_SINGLE_SIZE)
 
 
 def _decomposed_problem(problem: Problem) -> Problem | None:

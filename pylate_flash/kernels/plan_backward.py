@@ -90,7 +90,12 @@ def gather_plan(problem: Problem) -> GatherPlan:
     if programs < min_programs and n_splits == 1:
         n_splits = max(1, min(measured.SPLIT_PROGRAMS * sms // programs, per_query // measured.SPLIT_DOCUMENTS))
     packs = (num_warps * 8, block_documents) == measured.GATHERS[0] and problem.dtype.itemsize == 2
-    registers = tables.registers_of(measured.GATHER_ROOM, num_warps) if packs else None
+    registers = None
+    if packs:
+        registers = tables.registers_of(measured.GATHER_ROOM, num_warps)
+    elif block_documents == 4 and problem.size % 16 == 0:
+        # Loads of less than 16 bytes would spill.
+        registers = measured.GATHER_REGISTERS[problem.dtype.itemsize]
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits, registers)
 
 
@@ -184,8 +189,11 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     num_warps = max(1, block_embedding // measured.SUM_ELEMENTS)
     block_rows = measured.SUM_ROWS if block_embedding <= 256 else measured.SUM_ROWS // 2
     listing = block, alone_bits, alone_warps, n_chunks, n_segments, segment, list_dtype, starts_dtype
-    limited = item == 2 and size % 32 == 0 and 256 <= block_embedding <= 512
-    registers = measured.SUM_REGISTERS if limited else None
+    registers = None
+    if size % 32 == 0 and 256 <= block_embedding <= 512:
+        registers = measured.SUM_REGISTERS
+    elif size == 128 and item == 2:
+        registers = measured.SUM_REGISTERS_OF_128
     return ListsPlan(*listing, sorts_in_gradient, block_embedding, block_rows, num_warps, registers)
 
 

@@ -95,6 +95,12 @@ PAIRS = HopperTile(128, 64, 2, 5)
 PAIRS_NARROW = HopperTile(64, 64, 1, 5)
 PAIRS_WIDE = HopperTile(256, 64, 4, 5)
 PAIRS_MAX_SIZE = 128
+# One query with norms is streamed, too, unless embeddings have at most the first number of elements, documents more
+# than the second of tokens, and all of them fewer than the third. Milliseconds of a query of 32 tokens by the single
+# kernel and streamed: d = 128, 0.0212 and 0.0182 at 1 x 111 (of 180), 0.146 and 0.103 at 1 x 1000 (of 300), 0.971 and
+# 0.311 at 1 x 33333 (of 30); d = 48, 0.0125 and 0.0142, 0.0901 and 0.0640 at the first two, 0.0210 and 0.0232 at
+# 1 x 233 (of 300).
+PAIRS_SINGLE_SIZE, PAIRS_SINGLE_LENGTH, PAIRS_SINGLE_TOKENS = 64, 128, 1 << 17
 # Pairs replace TF32 products from this many query rows on, for embeddings longer than this. Milliseconds by TF32 and by
 # pairs, 32 x 180: 0.377 and 0.399 at 1 x 10000 (of 300), 0.059 and 0.039 at 4 x 1024, 0.382 and 0.153 at 32 x 1024, but
 # 0.090 and 0.111 there with d = 64.
@@ -188,6 +194,11 @@ SINGLE_HOPPER_MEAN_LENGTH = 32
 # 128: 0.466 and 0.177 with 100000 documents of 6, 0.086 and 0.056 with 16666 of 36, 0.051 and 0.050 with 8602 of 62;
 # masked 0.588 and 0.250, 0.113 and 0.058, 0.064 and 0.051, 0.048 and 0.045 with 2000 of 300.
 SINGLE_HOPPER_ALIKE_LENGTH, SINGLE_HOPPER_UNLIKE_LENGTH = 40, 16
+# And with norms, if documents have at most as many tokens, on average, as a tile has columns: 0.753 and 0.486 with
+# 100000 packed documents of 30, 2.77 and 0.888 with 375000 of 8, but 0.417 and 0.442 with 46875 of 64. Minimum number
+# of tokens of documents that are packed or masked, and of others: 0.0268 and 0.0228 with 2333 packed documents of 30,
+# 0.0176 and 0.0220 padded.
+SINGLE_HOPPER_NORMS = 1 << 16, 1 << 18
 # Maximum number of documents per program: where all programs run at once, and otherwise. Microseconds with 2 and 16:
 # 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
 SINGLE_LONGEST = 16, 2

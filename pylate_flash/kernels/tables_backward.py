@@ -25,6 +25,10 @@ GATHER_PROGRAMS = 2
 # to four, they split the documents.
 GATHER_ROOM, GATHER_SHARES = 4, 4
 GATHER_SHARE = 1024
+# Registers of a thread with four documents in flight, by the bytes of an element. Without a limit, ptxas takes about as
+# many and issues one to three of the four loads (or eight, of float32) before the first multiply-add, with these limits
+# all: a step takes 1.56 instead of 1.40 at 512 x 512 (32 x 180), half of it by the sums below.
+GATHER_REGISTERS = {2: 72, 4: 96}
 # Programs per SM from which on the documents of a gather are split no further, and minimum documents of a split.
 SPLIT_PROGRAMS = 8
 SPLIT_DOCUMENTS = 32
@@ -59,9 +63,11 @@ LIST_SEGMENT_OF_FEW, LIST_FEW_ROWS, LIST_LONG = 128, 1 << 20, 64
 # Rows in flight in a program that sums (half as many above 256 elements), and elements of a warp: 1.18, 0.35, 0.18; 16
 # rows in one warp 1.66, 0.48, 0.26, in two 1.29, 0.40, 0.23.
 SUM_ROWS, SUM_ELEMENTS = 8, 1024
-# Registers of a thread that sums more than 128 and at most 512 elements of 16 bits. Without a limit, ptxas 13.4, of
-# Triton 3.9, takes 96 of them and loads one row after the other: a step takes 28.5 instead of 23.5 at 73 x 1480
-# (586 x 8, d = 384), 6.11 instead of 5.76 at 64 x 64 (1024 x 1024, d = 320), and 4.72 instead of 4.31 at 512 x 512
-# (32 x 180, d = 384). With Triton 3.6, d = 256 takes 2.53 instead of 2.79, and others as long. Up to 128 elements, it
-# is 1 % faster, or with norms 2 % slower; with 768, level.
+# Registers of a thread that sums more than 128 and at most 512 elements. Without a limit, ptxas 13.4, of Triton 3.9,
+# takes 96 of them and loads one row after the other: a step takes 28.5 instead of 23.5 at 73 x 1480 (586 x 8,
+# d = 384), 6.11 instead of 5.76 at 64 x 64 (1024 x 1024, d = 320), and 4.72 instead of 4.31 at 512 x 512 (32 x 180,
+# d = 384). With Triton 3.6, d = 256 takes 2.53 instead of 2.79, and others as long; in float32, sums take 3 to 20 %
+# less. Up to 128 elements, it is 1 % faster, with norms 2 % slower, and 6 % slower in float32; with 768, level.
 SUM_REGISTERS = 128
+# And of 128 elements of 16 bits: 304 us instead of 356 at 512 x 512 (32 x 180), as all rows are loaded at once.
+SUM_REGISTERS_OF_128 = 64

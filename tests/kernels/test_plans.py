@@ -282,12 +282,39 @@ def test_float32_by_products_of_tf32(n_queries: int, size: int, served: str, cap
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
-@pytest.mark.parametrize(("n_queries", "kernel"), [(1, "single"), (2, "hopper")])
-def test_float32_that_is_normalised(n_queries: int, kernel: str, capability: int) -> None:
-    """With one query, norms are computed from the tokens of the products; for a stream, tokens are read once more."""
-    served = problem((n_queries, 32, 128), (3000, 180, 128), F32)
-    assert forward_plan(served).kernel == "hopper"
+@pytest.mark.parametrize(
+    ("queries", "documents", "kernel"),
+    [
+        ((2, 32, 128), (3000, 180, 128), "hopper"), ((1, 32, 128), (3000, 180, 128), "hopper"),
+        ((1, 32, 128), (111, 180, 128), "hopper"), ((1, 32, 48), (1000, 300, 48), "hopper"),
+        # Norms are computed from the tokens of the products; for a stream, small and long documents are read once more.
+        ((1, 32, 48), (233, 300, 48), "single"), ((1, 32, 64), (111, 180, 64), "single"),
+        ((1, 32, 48), (600, 100, 48), "hopper"), ((2, 32, 128), (2, 100, 180, 128), "single"),
+    ],
+)  # fmt: skip
+def test_float32_that_is_normalised(queries: tuple, documents: tuple, kernel: str, capability: int) -> None:
+    served = problem(queries, documents, F32)
     assert forward_plan(normalised(served)).kernel == kernel
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("query_length", "documents", "kernel", "kernel_of_masked"),
+    [
+        (32, (20_000, 30), "hopper", "hopper"), (32, (20_000, 33), "single", "single"),
+        # Documents that are not masked are read once more only if they are many.
+        (32, (3000, 30), "single", "hopper"), (32, (2000, 30), "single", "single"),
+        (8, (20_000, 16), "hopper", "hopper"), (8, (20_000, 20), "single", "single"),
+        (64, (20_000, 60), "hopper", "hopper"),
+    ],
+)  # fmt: skip
+def test_one_query_with_norms_and_short_documents(
+    query_length: int, documents: tuple[int, int], kernel: str, kernel_of_masked: str, capability: int
+) -> None:
+    """Whose tiles of the single kernel would stay half empty."""
+    served = normalised(problem((1, query_length, 64), (*documents, 64)))
+    assert forward_plan(served).kernel == kernel
+    assert forward_plan(masked(served)).kernel == kernel_of_masked
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -546,9 +573,13 @@ def test_one_query_walks_many_short_packed_documents_as_one_row(
     assert served(tensors) == ("short" if short else otherwise)
     assert served(tensors, longest=5000) == "single"
     assert served(tensors, with_argmax=True) == "single"
-    assert served(tensors, normalize=True) == ("hopper" if capability == 90 and size > 128 else "single")
+    columns = 32 if query_length <= 32 else 64
+    assert served(tensors, normalize=True) == (
+        "hopper" if capability == 90 and (size > 128 or length <= columns) else "single"
+    )
     wide = tensors._replace(queries=tensors.queries.float(), documents=documents.float())
-    assert served(wide) == ("hopper" if capability == 90 and size <= 128 else "single")
+    for normalize in (False, True):
+        assert served(wide, normalize=normalize) == ("hopper" if capability == 90 and size <= 128 else "single")
     assert served(wide, longest=60_000) == "single", "a document may be one that takes segments"
 
 

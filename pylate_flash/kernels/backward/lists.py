@@ -163,12 +163,14 @@ def sum_by_lists(
 
     Returns whether it computed the latter, from the inputs `for_queries`; otherwise it is overwritten as scratch.
     """
-    plan, gather = plan_backward.lists_plan(problem, destination.queries is not None, destination.adds), None
-    if destination.queries is not None and plan.alone_bits and problem.all_documents <= tables_backward.GATHERED_BESIDE:
+    plan = plan_backward.lists_plan(problem, destination.queries is not None, destination.adds)
+    in_one_block = plan.block == problem.all_documents <= tables_backward.GATHERED_BESIDE
+    if destination.queries is not None and plan.alone_bits and in_one_block:
         gather = plan_backward.gather_plan(problem)
-    if gather is not None and gather[-2:] == (1, None) and plan.block == problem.all_documents:
-        _sum_and_gather(problem, plan, gather, inputs, destination, for_queries)
-        return True
+        # Listing takes more registers than are left to programs of the first gather.
+        if gather.n_splits == 1 and (gather.documents > 1 or gather.registers is None):
+            _sum_and_gather(problem, plan, gather, inputs, destination, for_queries)
+            return True
     device, starts, owners = problem.device, None, None
     if problem.packed:
         starts = torch.empty(problem.n_tokens + problem.n_documents, dtype=torch.int32, device=device)
