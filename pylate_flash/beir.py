@@ -33,6 +33,7 @@ from ._extras import UnwritableCacheError, check_installed
 from .data.files import Corpus, read_lines, read_records
 from .encoding.projection import encode_hidden_states
 from .encoding.texts import encode, is_multi_vector_encoder
+from .index.arguments import check_distinct
 from .index.search import SearchResult
 from .index.store import ADDITION_BYTES
 from .indexes import Flat
@@ -193,18 +194,20 @@ def evaluate_retrieval(
     Raises
     ------
     ValueError, TypeError
-        If a metric is unknown or its cutoff exceeds `k`, `batch_size` is not an integer of at least 1, there is nothing
-        to evaluate, `qrels` name unknown queries or documents, `queries_embeddings` have another length, or `index`
-        holds other documents or another model's, or a folder already holds an index.
+        If a metric or `scorer` is unknown, a cutoff exceeds `k`, `k` or `batch_size` is not an integer of at least 1,
+        there is nothing to evaluate, an id of `documents` repeats, `qrels` name unknown queries or documents, there are
+        not as many `queries_embeddings`, `index` holds other documents or another model's, or a folder holds an index.
     RuntimeError
         If `ranx` cannot write its cache. The message says what to set.
     MissingExtraError
         If `ranx` is not installed. The message names the extra.
     """
     # Check before anything is encoded.
+    check_integer("k", k, 1)
     _check_metrics(metrics, "evaluate_retrieval", k)
     check_integer("batch_size", batch_size, 1)
     ids = [document["id"] for document in documents]
+    check_distinct("documents", ids)
     _check_judgements(set(ids), queries, qrels)
     if queries_embeddings is not None and len(queries_embeddings) != len(qrels):
         raise ValueError(
@@ -225,6 +228,10 @@ def evaluate_retrieval(
                 f"index: {index.index_path} holds {len(index)} documents that are not the {len(ids)} documents to "
                 "evaluate on"
             )
+        scorer = _scorer_of(model) if scorer is None else scorer
+        scorer = "pylate_flash" if scorer == "auto" else scorer
+        stack.callback(setattr, index, "scorer", index.scorer)
+        index.scorer = scorer
         timings: dict[str, float] = {}
         if len(index):
             index.check_model(model)
@@ -232,12 +239,9 @@ def evaluate_retrieval(
             # A model is recorded by its weights, which only a module has.
             if isinstance(model, torch.nn.Module):
                 index.record_model(model)
-            encoding = (
-                functools.partial(encode, model, is_query=False)
-                if index.projection is None
-                else functools.partial(encode_hidden_states, model)
-            )
-            encoding = functools.partial(encoding, batch_size=batch_size)
+            encoding = functools.partial(encode_hidden_states, model, batch_size=batch_size)
+            if index.projection is None:
+                encoding = functools.partial(encode, model, is_query=False, batch_size=batch_size)
             add_encoded(index, documents, encoding, batch_size, timings, show_progress)
         if queries_embeddings is None:
             with _timed(timings, "encode_queries"):
@@ -245,10 +249,6 @@ def evaluate_retrieval(
                 queries_embeddings = encode(
                     model, texts, is_query=True, batch_size=batch_size, show_progress=show_progress
                 )
-        scorer = _scorer_of(model) if scorer is None else scorer
-        scorer = "pylate_flash" if scorer == "auto" else scorer
-        stack.callback(setattr, index, "scorer", index.scorer)
-        index.scorer = scorer
         with _timed(timings, "search"):
             retrieved = index(queries_embeddings, k=k)
     run = dict(zip(qrels, retrieved, strict=True))

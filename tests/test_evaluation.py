@@ -218,6 +218,22 @@ def test_a_wrong_batch_size_is_named_before_anything_is_encoded(batch_size: Any)
     assert model.encoded == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scorer": "fast"}, "scorer must be one of .* got 'fast'"),
+        ({"k": 0, "metrics": ["map"]}, "k must be at least 1, got 0"),
+        ({"k": "100"}, "k must be an integer, got str"),
+        ({"documents": [*DOCUMENTS, DOCUMENTS[1]]}, "documents: 'b' is given twice"),
+    ],
+)
+def test_a_wrong_argument_of_the_search_is_named_before_anything_is_encoded(arguments: dict, message: str) -> None:
+    model = OneHot()
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        evaluated(model, **arguments)
+    assert model.encoded == []
+
+
 def test_queries_that_are_encoded_already_are_searched_with(tmp_path: Path) -> None:
     first = evaluated(index=tmp_path / "index")
     model = OneHot()
