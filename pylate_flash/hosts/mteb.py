@@ -33,6 +33,7 @@ from mteb.types import PromptType
 from ..beir import add_encoded
 from ..encoding.model_record import ModelRecord
 from ..encoding.texts import encoder_of, is_multi_vector_encoder
+from ..index.layout import DTYPES
 from ..indexes import Flat
 from . import _MTEB_WRAPPERS, MTEB
 
@@ -78,6 +79,8 @@ def search(
 
     Raises
     ------
+    TypeError, ValueError
+        If `model` is not a model, for example a name, or `dtype` is not one of those of `indexes.Flat`.
     MissingExtraError
         When this module is imported, if mteb is not installed.
 
@@ -107,6 +110,10 @@ class ExactSearch:
         device: str | torch.device | None = None,
         prompts: Mapping[str, str] | None = None,
     ) -> None:
+        if isinstance(model, str) or not hasattr(model, "encode"):
+            raise TypeError(f"model must be a ColBERT model or a MultiVectorEncoder, got {type(model).__name__}")
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
         self.model = model
         self.folder = None if folder is None else Path(folder)
         self.dtype, self.device = dtype, device

@@ -194,6 +194,13 @@ def test_candidates_are_reranked(model, wrapper, by_wrapper):
         assert_equal(metrics(wrapper if by_wrapper else search(model), task), metrics(SearchByTorch(model), task))
 
 
+def test_a_name_instead_of_a_model_or_a_dtype_of_torch_is_refused_before_any_task_is_loaded(model):
+    with pytest.raises(TypeError, match="model must be a ColBERT model or a MultiVectorEncoder, got str"):
+        search("some/model")
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, got torch\.float16"):
+        search(model, dtype=torch.float16)
+
+
 def test_results_of_reranking_are_among_the_candidates(model):
     documents, queries, qrels = small_collection()
     data = local_task({"default": (documents, queries, qrels)}, {"q0": ["d3", "d5", "d8"], "q1": ["d1"]})
