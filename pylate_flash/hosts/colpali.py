@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops import maxsim, soft_maxsim
-from ..ops.checks import check_tensor
+from ..ops.checks import check_embeddings, check_positive, check_same
 from . import COLPALI
 
 __all__ = ["maxsim_inbatch", "maxsim_kd"]
@@ -45,8 +45,7 @@ def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
     >>> maxsim_inbatch(torch.ones(1, 2, 3), torch.tensor([[[1.0, 1.0, 1.0]], [[-1.0, -1.0, -1.0]]]))
     tensor([[ 6., -6.]])
     """
-    check_tensor("query", query, {3: "[Nq, Lq, d]"})
-    check_tensor("doc", doc, {3: "[Nd, Ld, d]"})
+    _check(query, doc, {3: "[Nd, Ld, d]"})
     return maxsim(query, doc)
 
 
@@ -59,8 +58,9 @@ def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
     >>> maxsim_kd(torch.ones(1, 2, 3), torch.ones(1, 2, 1, 3))
     tensor([[6., 6.]])
     """
-    check_tensor("query", query, {3: "[Nq, Lq, d]"})
-    check_tensor("doc", doc, {4: "[Nq, K, Ld, d]"})
+    _check(query, doc, {4: "[Nq, K, Ld, d]"})
+    if doc.shape[0] != query.shape[0]:
+        raise ValueError(f"doc must have one row of candidates per query, {query.shape[0]}, got {doc.shape[0]} rows")
     return maxsim(query, doc)
 
 
@@ -80,11 +80,19 @@ def served_inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: T
         # The original calls `maxsim_inbatch` for the hard maximum.
         original = COLPALI.original("colpali_engine.loss.late_interaction_losses:ColbertModule._inbatch_scores")
         return original(self, query_embeddings, doc_embeddings)
+    check_positive("tau", self.tau, query_embeddings)
     scores = soft_maxsim(query_embeddings, doc_embeddings, 1.0 / self.tau).to(query_embeddings.dtype)
     if not self.normalize_scores:
         return scores
     # Count the query tokens that are not padding, as the host does.
     return self._apply_normalization(scores, query_embeddings[..., 0].count_nonzero(dim=1))
+
+
+def _check(query: Tensor, doc: Tensor, layouts: dict[int, str]) -> None:
+    """Raise, with the names of the host's arguments, unless both are embeddings that fit together."""
+    check_embeddings("query", query, {3: "[Nq, Lq, d]"})
+    check_embeddings("doc", doc, layouts)
+    check_same(query, doc, names=("query", "doc"))
 
 
 def _is_ours() -> bool:

@@ -172,6 +172,25 @@ def test_the_environment_names_another_backend(host, monkeypatch):
             function(*halves)
 
 
+@pytest.mark.parametrize("tau", [0.0, -0.1, float("nan")])
+def test_a_wrong_tau_is_named(tau, host):
+    loss = host.loss.ColbertLoss(use_smooth_max=True, tau=tau)
+    with registered(HOST), pytest.raises(ValueError, match=f"tau must be above 0 and finite, got {tau}"):
+        loss(QUERIES, DOCUMENTS)
+
+
+def test_bad_arguments_have_the_hosts_names():
+    for function, doc in ((ours.maxsim_inbatch, DOCUMENTS), (ours.maxsim_kd, CANDIDATES)):
+        with pytest.raises(TypeError, match=r"doc must have the dtype of query, torch.float32, got torch.float16"):
+            function(QUERIES, doc.half())
+        with pytest.raises(ValueError, match=r"doc must have the embedding size of query, 16, got 8"):
+            function(QUERIES, doc[..., :8])
+        with pytest.raises(TypeError, match=r"query must be float16, .*, got torch.int64"):
+            function(QUERIES.long(), doc)
+    with pytest.raises(ValueError, match=r"doc must have one row of candidates per query, 4, got 2 rows"):
+        ours.maxsim_kd(QUERIES, CANDIDATES[:2])
+
+
 def test_bad_shapes():
     with pytest.raises(ValueError, match=r"doc must have shape \[Nd, Ld, d\], got \[4, 3, 9, 16\]"):
         ours.maxsim_inbatch(QUERIES, CANDIDATES)
