@@ -69,6 +69,8 @@ class ColBERT(pylate.models.ColBERT):
             check_backend(scorer, name="scorer")
         if masking is not None:
             check_masking(masking)
+        if fuse_projection is not None:
+            _check_fuse_projection(fuse_projection)
         # Layers that PyLate appends when the checkpoint has no projection, with their initial weights: see `append`.
         self._drawn: list[tuple[Dense, Tensor]] = []
         self._constructing = True
@@ -111,8 +113,7 @@ class ColBERT(pylate.models.ColBERT):
 
     @fuse_projection.setter
     def fuse_projection(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise ValueError(f"fuse_projection must be True or False, got {value!r}")
+        _check_fuse_projection(value)
         if value:
             dense_layers(self)
         self._model_config["fuse_projection"] = value  # type: ignore[assignment]
@@ -159,6 +160,11 @@ class ColBERT(pylate.models.ColBERT):
     def load(cls, input_path: str) -> ColBERT:
         """Load the model saved in the folder `input_path`."""
         return cls(model_name_or_path=input_path)
+
+
+def _check_fuse_projection(value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"fuse_projection must be True or False, got {value!r}")
 
 
 def _has_stanford_projection(encoder: Any) -> bool:

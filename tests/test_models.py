@@ -66,6 +66,8 @@ def test_defaults(model: ColBERT) -> None:
         ({"scorer": "fast"}, "scorer must be one of 'auto', 'pylate_flash', 'torch', 'flash', 'lik', got 'fast'"),
         ({"scorer": 1}, "scorer must be one of"),
         ({"masking": "none"}, "masking must be one of 'exclude', 'zero', got 'none'"),
+        ({"fuse_projection": "no"}, "fuse_projection must be True or False, got 'no'"),
+        ({"fuse_projection": 0}, "fuse_projection must be True or False, got 0"),
     ],
 )
 def test_unknown_flags(model: ColBERT, flags: dict, message: str) -> None:
