@@ -91,10 +91,11 @@ def rerank(
     ------
     ValueError, TypeError
         If the arguments are no lists, do not have one entry per query, or the ids of a query not one per document; if
-        embeddings are not [tokens, d] with the same d everywhere, lie on several devices, or are not floating; if there
-        are texts without a model, or a mixture of texts and embeddings; if `fuse_projection` is True and there are no
-        texts, the scorer or the masking is another one, or the model is not an encoder followed by linear Dense layers;
-        if `fuse_projection` is neither None nor a bool, or `batch_size` is not an integer of at least 1.
+        embeddings are not [tokens, d] with the same d everywhere, lie on several devices, or are not floating, unless
+        all are of an integer type, which `"auto"` leaves to PyLate; if there are texts without a model, or a mixture of
+        texts and embeddings; if `fuse_projection` is True and there are no texts, the scorer or the masking is another
+        one, or the model is not an encoder followed by linear Dense layers; if `fuse_projection` is neither None nor a
+        bool, or `batch_size` is not an integer of at least 1.
 
     Examples
     --------

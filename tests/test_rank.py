@@ -229,6 +229,8 @@ def test_integers_are_left_to_pylate_unless_asked_for_by_name(collection) -> Non
     assert all(type(result["score"]) is float for row in rerank(ids, queries, documents) for result in row)
     with pytest.raises(TypeError, match="torch.int32"):
         rerank(ids, queries, documents, backend="pylate_flash")
+    with pytest.raises(TypeError, match="both be of a floating dtype, .* got torch.float32 and torch.int32"):
+        rerank(ids, [query.float() for query in queries], documents)
 
 
 def test_the_scorer_of_the_model_and_the_backend(collection, monkeypatch: pytest.MonkeyPatch) -> None:

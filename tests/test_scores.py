@@ -330,6 +330,8 @@ def test_auto_leaves_integers_to_pylate_and_says_so_once(batch: dict, caplog: py
     for function, second in ((colbert_scores, documents), (colbert_scores_pairwise, documents[:3])):
         with pytest.raises(TypeError, match="queries must be float16, bfloat16, float32 or float64, got torch.int32"):
             function(queries, second, backend="pylate_flash")
+        with pytest.raises(TypeError, match="queries_embeddings and documents.* got torch.int32 and torch.float32"):
+            function(queries, second.float())
 
 
 @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ def test_auto_leaves_integers_to_pylate_and_says_so_once(batch: dict, caplog: py
         (lambda q, d, c: colbert_scores(tuple(q), d), TypeError, "queries_embeddings must be a tensor.* got tuple"),
         (lambda q, d, c: colbert_scores([1.0, 2.0], d), TypeError, "queries_embeddings .* got list of float"),
         (lambda q, d, c: colbert_scores([q[0], q[0, :2]], d), ValueError, "queries_embeddings .*pad_sequence"),
-        (lambda q, d, c: colbert_scores(q, d[..., :8]), ValueError, "embedding size of queries, 24, got 8"),
+        (lambda q, d, c: colbert_scores(q, d[..., :8]), ValueError, "^documents_em.* of queries_em.* 24, got 8"),
         (lambda q, d, c: colbert_scores(q, d, None, d[..., 0] > 0, "auto") * colbert_scores(q, d, d[..., 0] > 0),
          ValueError, r"queries_mask must have shape \[3, 5\], got \[4, 7\]"),
         (lambda q, d, c: colbert_scores(q, d, (1, 0)), TypeError, "queries_mask must be .* got tuple"),
@@ -358,7 +360,7 @@ def test_auto_leaves_integers_to_pylate_and_says_so_once(batch: dict, caplog: py
         (lambda q, d, c: colbert_scores([[None]], d), TypeError, "queries_embeddings must hold numbers of a type"),
         (lambda q, d, c: colbert_scores_pairwise(q, d[0, 0, 0]), ValueError, "documents_embeddings must .* shape "),
         (lambda q, d, c: ColBERTScores()(q, c, None, d[..., 0] > 0), ValueError, r"documents_mask .*\[3, 4, 7\], got"),
-        (lambda q, d, c: colbert_scores(q, d.to("meta")), ValueError, "device of queries, cpu, got meta"),
+        (lambda q, d, c: colbert_scores(q, d.to("meta")), ValueError, "^documents_.* device of queries_.*, got meta"),
         (lambda q, d, c: colbert_scores_pairwise(q, d), ValueError, "one document per query, 3, got 4"),
         (lambda q, d, c: colbert_scores_pairwise(list(q), list(d)), ValueError, "one document per query, 3, got 4"),
         (lambda q, d, c: colbert_scores_pairwise([q[0]], [d[0, 0]]), ValueError, r"documents_.*\[0\] must .*24"),

@@ -13,20 +13,27 @@ import torch
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
-from ...ops.checks import FLOATING
+from ...ops.checks import FLOATING, check_same
 
 logger = logging.getLogger(__name__)
 
 Embeddings = Tensor | np.ndarray | list
 
 
-def left_to_pylate(*embeddings: Tensor) -> bool:
-    """Whether `"auto"` leaves these embeddings to PyLate, because the op does not support their dtype; logged once."""
-    for tensor in embeddings:
-        if tensor.dtype not in FLOATING:
-            _log_left_to_pylate(tensor.dtype)
-            return True
-    return False
+def left_to_pylate(queries: Tensor, documents: Tensor) -> bool:
+    """Whether `"auto"` leaves these embeddings to PyLate, because the op does not support their dtype; logged once.
+
+    TypeError if only one of the two has such a dtype: PyLate does not support that either.
+    """
+    unsupported = [tensor.dtype for tensor in (queries, documents) if tensor.dtype not in FLOATING]
+    if len(unsupported) == 1:
+        raise TypeError(
+            "queries_embeddings and documents_embeddings must both be of a floating dtype, or both of an integer one, "
+            f"got {queries.dtype} and {documents.dtype}"
+        )
+    if unsupported:
+        _log_left_to_pylate(unsupported[0])
+    return bool(unsupported)
 
 
 @functools.cache
@@ -179,6 +186,7 @@ def cu_seqlens(lengths: list[int]) -> Tensor:
 
 def promoted(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     """Convert both to their common floating dtype: float16 with float32 gives float32, float16 with bfloat16 too."""
+    check_same(queries, documents, same_dtype=False, names=("queries_embeddings", "documents_embeddings"))
     dtype = _common_type(queries, documents)
     return queries.to(dtype or queries.dtype), documents.to(dtype or documents.dtype)
 
