@@ -80,7 +80,8 @@ def mine_hard_negatives(
     ValueError
         If there are not as many positives as anchors, or a number is out of range.
     TypeError
-        If an argument is not a list of texts where one is expected, or `batch_size` is not an integer.
+        If an argument is not a list of texts where one is expected, `model` is no model, `other_forms` no mapping, or
+        `batch_size` not an integer.
 
     Examples
     --------
@@ -90,6 +91,9 @@ def mine_hard_negatives(
     """
     anchors, positives = _texts("anchors", anchors), _texts("positives", positives)
     corpus = positives if corpus is None else _texts("corpus", corpus)
+    if other_forms is not None and not isinstance(other_forms, Mapping):
+        raise TypeError(f"other_forms must be a mapping of texts to lists of texts, got {type(other_forms).__name__}")
+    _texts("list(other_forms)", other_forms or ())
     other_forms = {key: _texts(f"other_forms[{key!r:.100}]", forms) for key, forms in (other_forms or {}).items()}
     if len(anchors) != len(positives):
         raise ValueError(f"positives must have one text per anchor, {len(anchors)}, got {len(positives)}")

@@ -123,7 +123,7 @@ def rerank(
         queries_embeddings = queries_embeddings[None]
     texts = _are_texts(queries_embeddings, documents_embeddings)
     _check_lengths(documents_ids, queries_embeddings, documents_embeddings)
-    if texts and not hasattr(model, "encode"):
+    if texts and (isinstance(model, str) or not hasattr(model, "encode")):
         raise ValueError(f"model: texts need a ColBERT model that encodes them, got {type(model).__name__}")
     inputs = queries_embeddings, documents_embeddings, model
     if _fuses(model, texts, backend, masking, fuse_projection):

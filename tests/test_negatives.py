@@ -168,6 +168,8 @@ def test_bad_arguments(options: dict, message: str) -> None:
         ({"positives": "cd"}, "positives must be a list of strings, got 'cd' of type str"),
         ({"corpus": "cats"}, "corpus must be a list of strings, got 'cats' of type str"),
         ({"other_forms": {"c": "cats"}}, "other_forms['c'] must be a list of strings, got 'cats' of type str"),
+        ({"other_forms": ["c"]}, "other_forms must be a mapping of texts to lists of texts, got list"),
+        ({"other_forms": {1: ["c"]}}, "list(other_forms)[0] must be a string, got 1 of type int"),
         ({"anchors": ["a", 2]}, "anchors[1] must be a string, got 2 of type int"),
         ({"batch_size": 1.5}, "batch_size must be an integer, got float"),
     ],

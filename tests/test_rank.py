@@ -304,6 +304,11 @@ def test_options_are_checked_before_texts_are_encoded(option: dict, error: type[
         rerank([["a"]], ["text"], [["text"]], model=SimpleNamespace(encode=None), **option)
 
 
+def test_a_model_is_not_its_path() -> None:
+    with pytest.raises(ValueError, match="model: texts need a ColBERT model that encodes them, got str"):
+        rerank([["a"]], ["text"], [["text"]], model="folder/of-a-model")
+
+
 @pytest.mark.parametrize("backend", [None, "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
 def test_pylates_backends_take_queries_without_documents(backend: str | None, dtype: torch.dtype) -> None:

@@ -43,6 +43,9 @@ def encode(
 
 def encoder_of(model: Any, is_query: bool) -> Callable[..., Any]:
     """The function that encodes queries or documents with a model of either library: takes texts and its options."""
+    # A string, such as the path of a model, has an `encode` too.
+    if isinstance(model, str) or not hasattr(model, "encode"):
+        raise TypeError(f"model must be a ColBERT model or a MultiVectorEncoder, got {type(model).__name__}")
     if is_multi_vector_encoder(model):
         return model.encode_query if is_query else model.encode_document
     return functools.partial(model.encode, is_query=is_query)

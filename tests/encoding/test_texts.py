@@ -31,6 +31,12 @@ def test_either_library_makes_of_a_text_what_pylate_means_by_it(
         np.testing.assert_allclose(np.asarray(embeddings), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("model", ["folder/of-a-model", None])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(TypeError, match=f"model must be a ColBERT model or .* got {type(model).__name__}"):
+        encode(model, ["a"], is_query=True)
+
+
 def test_lengths_are_read_and_set(pylate_checkpoint: Path, model: Any) -> None:
     assert text_lengths(model) == (QUERY_LENGTH, DOCUMENT_LENGTH)
     assert longest_input(model) == 32
