@@ -301,7 +301,7 @@ def test_a_projection_and_what_it_is_given_have_one_size(tmp_path: Path) -> None
     for wrong in ((torch.zeros(4), None), (torch.zeros(4, 6), torch.zeros(6)), (torch.zeros(4, 6),), ("weight", None)):
         with pytest.raises(ValueError, match=r"projection must be a model, or a weight \[d, d_model\]"):
             Flat(tmp_path, "index", projection=wrong, override=True)
-    with pytest.raises(ValueError, match="fuse_projection: the model must be a ColBERT of PyLate, got Linear"):
+    with pytest.raises(ValueError, match="^projection: the model must be a ColBERT of PyLate, got Linear"):
         Flat(tmp_path, "index", projection=torch.nn.Linear(6, 4), override=True)
     with pytest.raises(ValueError, match=r"projection takes hidden states of size 5, .* stores vectors of size 6"):
         Flat(tmp_path, "index", projection=(torch.zeros(4, 5), None))

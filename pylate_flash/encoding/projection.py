@@ -135,7 +135,7 @@ class _Projection(NamedTuple):
     normalizes: bool
 
 
-def dense_layers(model: Any) -> list[nn.Module]:
+def dense_layers(model: Any, argument: str = "fuse_projection") -> list[nn.Module]:
     """The Dense layers after a model's encoder, if `ops.maxsim_from_hidden` can replace them.
 
     Parameters
@@ -143,6 +143,8 @@ def dense_layers(model: Any) -> list[nn.Module]:
     model
         A PyLate ColBERT or a MultiVectorEncoder of sentence-transformers 6, possibly compiled, or inside DDP or another
         wrapper with `.module`.
+    argument
+        Name of the caller's argument that asks for it, for the messages.
 
     Returns
     -------
@@ -155,7 +157,7 @@ def dense_layers(model: Any) -> list[nn.Module]:
         If the model is not an encoder followed by linear Dense layers, and in a MultiVectorEncoder optionally by a
         Normalize and masks; the message names the module and the reason.
     """
-    return _projection(model).dense
+    return _projection(model, argument).dense
 
 
 def normalizes(model: Any) -> bool:
@@ -163,26 +165,26 @@ def normalizes(model: Any) -> bool:
     return _projection(model).normalizes
 
 
-def _projection(model: Any) -> _Projection:
+def _projection(model: Any, argument: str = "fuse_projection") -> _Projection:
     model = unwrapped(model)
     host = next((host for host in _hosts() if isinstance(model, host.model)), None)
     if host is None:
         titles = " or ".join(host.title for host in _hosts()) or "of a host library, but none is installed"
-        raise ValueError(f"fuse_projection: the model must be {titles}, got {type(model).__name__}")
+        raise ValueError(f"{argument}: the model must be {titles}, got {type(model).__name__}")
     encoder, *rest = model.children()
     if not isinstance(encoder, host.encoder):
         raise ValueError(
-            f"fuse_projection: module 0 of the model is a {type(encoder).__name__}, expected a Transformer that gives "
+            f"{argument}: module 0 of the model is a {type(encoder).__name__}, expected a Transformer that gives "
             "token embeddings"
         )
     normalize = [module for module in rest if type(module) in host.normalize]
     layers = [module for module in rest if type(module) not in host.normalize + host.masks]
     if not layers:
-        raise ValueError("fuse_projection: the model has no Dense layer after its encoder, so there is nothing to fuse")
+        raise ValueError(f"{argument}: the model has no Dense layer after its encoder, so there is nothing to fuse")
     try:
         fold_dense(layers)
     except ValueError as error:
-        raise ValueError(f"fuse_projection: the model cannot be fused after its encoder; {error}") from None
+        raise ValueError(f"{argument}: the model cannot be fused after its encoder; {error}") from None
     if not host.normalize:
         # PyLate normalises during scoring.
         return _Projection(layers, [], True)
@@ -190,12 +192,12 @@ def _projection(model: Any) -> _Projection:
         names = module.module_input_name, module.module_output_name
         if names != (_TOKENS, _TOKENS):
             raise ValueError(
-                f"fuse_projection: a {type(module).__name__} of the model maps {names[0]!r} to {names[1]!r}; only "
+                f"{argument}: a {type(module).__name__} of the model maps {names[0]!r} to {names[1]!r}; only "
                 f"a module that maps {_TOKENS!r} to {_TOKENS!r} can be fused"
             )
     if normalize and rest.index(normalize[0]) < rest.index(layers[-1]):
         raise ValueError(
-            "fuse_projection: the model normalises before its last Dense layer; only a model that normalises "
+            f"{argument}: the model normalises before its last Dense layer; only a model that normalises "
             "after it can be fused"
         )
     return _Projection(layers, normalize, bool(normalize))

@@ -184,9 +184,10 @@ def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(projection, tuple):
         from ..encoding.projection import dense_layers, fold_dense, normalizes
 
+        layers = dense_layers(projection, "projection")
         if not normalizes(projection):
             raise ValueError("projection: the model does not normalise its embeddings, but the index does")
-        return fold_dense(dense_layers(projection))
+        return fold_dense(layers)
     shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
     pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2
     if not pair or not (projection[1] is None or shapes[1] == shapes[0][:1]):
