@@ -72,18 +72,21 @@ def test_ties_and_nan_across_segments() -> None:
 
 @pytest.mark.parametrize(("size", "query_length"), [(128, 32), (96, 32), (64, 60), (48, 7), (256, 16), (128, 60)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_one_query_and_many_short_documents(dtype: torch.dtype, size: int, query_length: int) -> None:
-    """Documents are walked as one row, and on Hopper as one stream if the query takes too many registers."""
+@pytest.mark.parametrize("normalize", [False, True])
+def test_one_query_and_many_short_documents(normalize: bool, dtype: torch.dtype, size: int, query_length: int) -> None:
+    """Documents are walked as one row; on Hopper as one stream if the query takes too many registers, or with norms."""
     lengths = [(37 * index) % 45 for index in range(6000)]
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     documents, query = unit(int(bounds[-1]), size, dtype=dtype), unit(query_length, size, dtype=dtype, seed=1)
     documents[100, 3] = torch.nan
     call = query, documents, torch.tensor([0, query_length], device="cuda"), bounds
-    options = {"max_query_length": query_length, "max_document_length": 44, "empty_score": -2.0}
+    options = {"max_query_length": query_length, "max_document_length": 44, "empty_score": -2.0, "normalize": normalize}
     cu_seqlens = dict(zip(("queries_cu_seqlens", "documents_cu_seqlens"), call[2:], strict=True))
-    longest = {name: options[name] for name in ("max_query_length", "max_document_length")}
-    kernel = "short" if query_length * size <= 4096 else "hopper" if CAPABILITY[0] == 9 else "single"
-    assert explain(*call[:2], **cu_seqlens, **longest).forward.kernel == kernel
+    named = {name: options[name] for name in ("max_query_length", "max_document_length", "normalize")}
+    kernel = "hopper" if CAPABILITY[0] == 9 and (query_length, normalize) != (7, True) else "single"
+    if not normalize and query_length * size <= 4096:
+        kernel = "short"
+    assert explain(*call[:2], **cu_seqlens, **named).forward.kernel == kernel
     actual = varlen_kernel(*call, **options)
     for _ in range(20):
         torch.testing.assert_close(varlen_kernel(*call, **options), actual, rtol=0.0, atol=0.0, equal_nan=True)
