@@ -30,7 +30,8 @@ from .index.arguments import (
 from .index.filters import Metadata, Where, checked_metadata
 from .index.ranks import Hits, Ranks
 from .index.recorded import Recorded
-from .index.search import EMPTY_SCORE, Search, SearchResult
+from .index.scorers import EMPTY_SCORE
+from .index.search import Search, SearchResult
 from .index.state import IndexInfo
 from .index.store import PackedStore
 

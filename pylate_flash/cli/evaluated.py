@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..beir import RetrievalEvaluation
     from ..demo.agreement import Agreement
 
-__all__ = ["Evaluated", "run_path", "show", "size_of", "write"]
-
 
 @dataclass
 class Evaluated:

@@ -22,8 +22,6 @@ from ..index.layout import Layout
 from ..index.store import PackedStore
 from ..ops.quantization import PRECISIONS
 
-__all__ = ["convert"]
-
 _FORMAT, _VERSIONS = "pylate_flash.packed", range(1, 5)
 _DTYPES = ("float32", "float16", "bfloat16", *PRECISIONS)
 # A journal begins with two heads, of which the latest valid one counts: a sequence number, the end of the journal, how

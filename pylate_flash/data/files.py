@@ -23,8 +23,6 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Corpus", "Document", "Text", "json_object", "read_lines", "read_queries", "read_records", "replace_file"]
-
 _SUFFIXES = (".txt", ".md")
 # JSON may escape an unpaired surrogate, which no file and no tokenizer accepts; Python uses one for each byte of a file
 # name that is not UTF-8.

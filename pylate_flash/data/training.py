@@ -18,8 +18,6 @@ from datasets import Dataset  # noqa: E402
 
 from .files import json_object, read_lines  # noqa: E402
 
-__all__ = ["TrainingData", "read_training_file"]
-
 _PAIR = ("query", "positive")
 _NEGATIVE = re.compile(r"negative(?:_([0-9]{1,9}))?")
 _DISTILLATION = ("query", "documents", "scores")

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..beir import RetrievalEvaluation
 
-__all__ = ["Agreement", "compare"]
-
 
 @dataclass(frozen=True)
 class Agreement:

@@ -15,8 +15,6 @@ from torch import nn
 from ..encoding.projection import unwrapped
 from ..encoding.texts import TextLengths, is_multi_vector_encoder, text_lengths
 
-__all__ = ["ModelRecord", "fingerprint", "places_of", "relative_to"]
-
 # Attributes of PyLate's ColBERT that change the output of `encode`, besides those with their own fields.
 _SETTINGS = ("do_query_expansion", "attend_to_expansion_tokens", "skiplist_words", "prompts", "default_prompt_name")
 # Settings of `MultiVectorEncoder` modules that change the output of `encode`.

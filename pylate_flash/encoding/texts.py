@@ -12,11 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "TextLengths", "encode", "encoder_of", "is_multi_vector_encoder", "longest_input", "prompt_of", "read_lengths",
-    "set_text_lengths", "text_lengths",
-]  # fmt: skip
-
 
 class TextLengths(NamedTuple):
     """The maximum query and document lengths of a model; None if only its tokenizer limits them."""

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_missing_weights"]
-
 # Loggers on which transformers reports missing weights: of an encoder, and of adapters.
 _LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
 

@@ -14,22 +14,6 @@ from torch import Tensor
 from .layout import Layout, is_finite
 from .scorers import Queries
 
-__all__ = [
-    "Embeddings",
-    "batches_of",
-    "check_distinct",
-    "check_finite",
-    "check_name",
-    "check_states",
-    "checked_memory",
-    "checked_queries",
-    "ids_of",
-    "joined",
-    "linear_layer",
-    "sequences_of",
-    "subsets_of",
-]
-
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
 

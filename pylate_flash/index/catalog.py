@@ -38,8 +38,6 @@ from .filters import DOCUMENTS, columns_of, matching, metadata_crc
 from .parts import COLUMNS, SEGMENT_NAME, Part, Segment
 from .state import State
 
-__all__ = ["Catalog", "ConcurrentWriteError"]
-
 _NAME = "catalog.sqlite"
 # Files that SQLite writes beside it.
 _BESIDE = (f"{_NAME}-wal", f"{_NAME}-shm", f"{_NAME}-journal")

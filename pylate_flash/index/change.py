@@ -22,8 +22,6 @@ from .ids import encoded_id
 from .layout import Layout
 from .parts import COLUMNS, SEGMENT_NAME, Part, Segment, bytes_of
 
-__all__ = ["Change"]
-
 _INSERT = f"INSERT INTO parts VALUES ({', '.join('?' for _ in COLUMNS)})"
 # Bytes of rows in memory at a time while they are moved.
 _MOVED_BYTES = 16 << 20

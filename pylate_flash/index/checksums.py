@@ -11,8 +11,6 @@ from collections.abc import Callable
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-__all__ = ["CheckedBlocks", "Sums", "block_begin", "block_of"]
-
 # With smaller blocks, reading threads would wait for each other between them.
 _BLOCK_BYTES = 1 << 20
 

@@ -22,8 +22,6 @@ from tqdm import tqdm
 from ..ops import ResidualCodec, ResidualCodes, train_residual_codec
 from .columns import Form, Held, packed_rows
 
-__all__ = ["Codec", "codes_of", "form_of", "trained"]
-
 # Bytes before the bits of a row, and the multiple to which its bits are padded.
 _HEAD, _ALIGNED = 8, 4
 # Maximum tokens of the sample, and minimum tokens per centroid: many centroids trained on few tokens are a poor fit for

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Columns", "Form", "Held", "copy_rows", "packed_rows", "taken"]
-
 # Element types for copies of rows: the widest one that divides their sizes, strides and offsets in bytes is used.
 _WIDE = torch.int64, torch.int32, torch.int16, torch.uint8
 

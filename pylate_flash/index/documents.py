@@ -14,8 +14,6 @@ from .columns import Held
 from .ids import Ids, IdTable, Texts
 from .parts import Part
 
-__all__ = ["Documents", "blocks", "cuts", "read", "runs_of"]
-
 
 class Documents:
     """The documents of parts, concatenated. Documents that are marked as removed keep their positions."""

@@ -10,11 +10,6 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = [
-    "FULL", "check_folder", "fsync_folder", "hold_reserve", "identity_of", "open_regular", "read_exactly",
-    "without_room", "write_all",
-]  # fmt: skip
-
 # Error numbers of writes to a full disk, and of writes beyond a user's quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10

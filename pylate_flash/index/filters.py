@@ -17,11 +17,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "DOCUMENTS", "Metadata", "Where", "checked_metadata", "checked_where", "columns_of", "insert", "matching",
-    "metadata_crc",
-]  # fmt: skip
-
 DOCUMENTS = 'CREATE TABLE documents ("#number" INTEGER PRIMARY KEY, "#id" BLOB NOT NULL UNIQUE, "#crc" INTEGER)'
 _Value = str | int | float | bool | None
 Metadata = Mapping[str, _Value]

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Graphs"]
-
 # Maximum number of graphs, some hundred kilobytes each, and number of eager calls before one is captured: these compile
 # and record the kernels.
 _MOST, _BEFORE = 64, 3

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .transfer import on_device
 
-__all__ = ["IdTable", "Ids", "Texts", "encoded_id"]
-
 # Bytes of ids that are processed at a time, which take about 40 times as much memory, and how often hash weights are
 # drawn while two ids share a key: with 10 million ids, they do once in a thousand times.
 _BYTES, _TRIES = 1 << 22, 4

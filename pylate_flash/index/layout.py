@@ -20,8 +20,6 @@ from ..ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
 from .codes import Codec, codes_of, form_of
 from .columns import Form, Held, packed_rows
 
-__all__ = ["DTYPES", "Layout", "is_finite"]
-
 # Bits of an element of residual codes.
 _CODES = {"residual4": 4, "residual2": 2}
 # Dtypes of the 16-bit copies that may be stored beside embeddings of fewer bits.

@@ -16,8 +16,6 @@ from .columns import Held
 from .documents import Documents, read
 from .parts import Part
 
-__all__ = ["STAGED_BYTES", "Loader", "Loading"]
-
 # Bytes of a pinned block, which is one copy to a GPU, and the number of blocks; bytes that a thread reads at a time.
 STAGED_BYTES = 128 << 20
 _STAGED = 3

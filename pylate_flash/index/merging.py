@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ..kernels.tables import BEST_MOST, BEST_SCORES, kernels_run_on
 
-__all__ = ["joined_best", "k_best", "k_best_of_runs"]
-
 # Number of scores that one thread block of a GPU sorts in shared memory.
 _SORTED = 4096
 

@@ -25,8 +25,6 @@ from .files import open_regular, read_exactly
 from .ids import Ids
 from .layout import Layout, is_finite
 
-__all__ = ["COLUMNS", "SEGMENT_NAME", "Part", "Segment", "bytes_of"]
-
 SEGMENT_NAME = "segment-*.rows"
 # The columns of a part in the catalog; the last is a CRC-32 over the others.
 COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids", "sums", "crc")

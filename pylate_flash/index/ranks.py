@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from .parts import Part
 
-__all__ = ["Hits", "RankError", "Ranks"]
-
 T = TypeVar("T")
 
 # Pickled values are prefixed with their length, of _LENGTH_BYTES. Those that fit in _EAGER_BYTES, such as the hits of a

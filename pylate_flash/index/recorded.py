@@ -19,8 +19,6 @@ from .store import PackedStore
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Recorded"]
-
 
 class Recorded:
     """Base of `indexes.Flat` that records the model, the codec and the corpora."""

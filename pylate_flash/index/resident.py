@@ -17,8 +17,6 @@ from .layout import Layout
 from .loading import STAGED_BYTES, Loader, Loading
 from .transfer import on_device
 
-__all__ = ["Block", "Packed", "Rows", "free_memory"]
-
 # Bytes of rows streamed to a device at a time; on a CPU, few enough to be scored while still in its caches.
 STREAMED_BYTES_CUDA = STAGED_BYTES
 STREAMED_BYTES_CPU = 8 << 20

@@ -29,8 +29,6 @@ from .layout import Layout
 from .resident import Packed
 from .transfer import on_device
 
-__all__ = ["EMPTY_SCORE", "Queries", "Scorer", "bounds_of_one"]
-
 # The score of a document without tokens, which ranks after every document with tokens.
 EMPTY_SCORE = float(np.finfo(np.float32).min)
 # Names of this package's scorer.

@@ -22,11 +22,9 @@ from .layout import Layout
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Hits, Ranks
 from .resident import Block, Packed, Rows
-from .scorers import EMPTY_SCORE, Queries, Scorer, bounds_of_one
+from .scorers import Queries, Scorer, bounds_of_one
 from .store import PackedStore
 from .transfer import on_device
-
-__all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 
 # Scores computed at a time, and bytes of rows gathered for them.
 _SCORES = 1 << 26

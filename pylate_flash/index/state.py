@@ -15,8 +15,6 @@ import torch
 from ..encoding.model_record import ModelRecord
 from .layout import DTYPES, Layout
 
-__all__ = ["FORMAT_VERSION", "IndexInfo", "State"]
-
 FORMAT = "pylate_flash.catalog"
 FORMAT_VERSION = 2
 

@@ -28,8 +28,6 @@ from .layout import DTYPES, Layout
 from .parts import SEGMENT_NAME, Part, Segment
 from .state import State
 
-__all__ = ["ADDITION_BYTES", "DTYPES", "SEGMENT_BYTES", "ConcurrentWriteError", "PackedStore"]
-
 # Size limit of a segment, which is rewritten as a whole, and stays open as long as the index does.
 SEGMENT_BYTES = 512 << 20
 # Bytes added at a time in a long run of additions: enough to amortize the fixed cost of an addition.

@@ -6,8 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["on_device"]
-
 # A copy of more pageable bytes than this may synchronize with work queued on the GPU.
 _STAGED_BY_THE_DRIVER = 64 << 10
 

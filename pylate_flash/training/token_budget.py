@@ -13,8 +13,6 @@ from ..encoding.texts import is_multi_vector_encoder, read_lengths
 from ..ops.checks import check_integer
 from .mini_batches import scored_tokens
 
-__all__ = ["largest_token_budget"]
-
 # Fraction of the process's memory left free for other texts and allocator fragmentation, which the trial does not see.
 _RESERVE = 0.1
 # Bytes per parameter of Adam's two moments, which exist from the end of the first step on.

@@ -18,8 +18,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..encoding.weights import no_missing_weights
 from .distributed import world_size
 
-__all__ = ["MeasuredTrainer", "Meter"]
-
 
 class Meter(TrainerCallback):
     """Counts tokens, negatives and time between two log entries; the time excludes evaluation and saving."""
