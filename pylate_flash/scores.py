@@ -266,6 +266,8 @@ class XTRScores(pylate_scores.XTRScores):
     tensor([[0.9000, 0.8000, 0.3000, 0.0000]])
     """
 
+    _own_candidates = False
+
     def __call__(
         self,
         queries_embeddings: Embeddings,
@@ -273,9 +275,17 @@ class XTRScores(pylate_scores.XTRScores):
         queries_mask: Tensor | None = None,
         documents_mask: Tensor | None = None,
     ) -> Tensor:
-        """Scores [Nq, G * N] of queries [Nq, Lq, d] and documents [G, N, Ld, d], as of `ColBERTScores`."""
+        """Scores [Nq, G * N] of queries [Nq, Lq, d] and documents [G, N, Ld, d], as of `ColBERTScores`.
+
+        Those of `XTRKDScores` are [Nq, K], of queries and their candidates [Nq, K, Ld, d].
+        """
         queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
-        documents = tensor_of("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
+        shape = "[Nq, K, Ld, d]" if self._own_candidates else "[G, N, Ld, d]"
+        documents = tensor_of("documents_embeddings", documents_embeddings, shape)
+        if self._own_candidates and len(documents) != len(queries):
+            raise ValueError(
+                f"documents_embeddings must hold the candidates of each query, {len(queries)}, got {len(documents)}"
+            )
         return super().__call__(queries, documents, queries_mask, documents_mask)
 
     def _score(
@@ -302,27 +312,13 @@ class XTRScores(pylate_scores.XTRScores):
         return scores.float()
 
 
-class XTRKDScores(pylate_scores.XTRKDScores, XTRScores):
+class XTRKDScores(XTRScores, pylate_scores.XTRKDScores):
     """`XTRScores` for distillation: each query's scores [Nq, K] of its own candidates [Nq, K, Ld, d].
 
     A query token retrieves from the candidates of all queries. The parameters are those of `XTRScores`.
     """
 
-    def __call__(
-        self,
-        queries_embeddings: Embeddings,
-        documents_embeddings: Embeddings,
-        queries_mask: Tensor | None = None,
-        documents_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Scores [Nq, K] of queries [Nq, Lq, d] and their candidates [Nq, K, Ld, d]."""
-        queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
-        documents = tensor_of("documents_embeddings", documents_embeddings, "[Nq, K, Ld, d]")
-        if len(documents) != len(queries):
-            raise ValueError(
-                f"documents_embeddings must hold the candidates of each query, {len(queries)}, got {len(documents)}"
-            )
-        return super().__call__(queries, documents, queries_mask, documents_mask)
+    _own_candidates = True
 
 
 # Instances, as PyLate defines under these names.
