@@ -144,18 +144,13 @@ class Corpus:
     def _codec(self, nbits: int) -> Any:
         """The residual codec: for vectors without clusters, any centroids are as good as those of k-means."""
         from pylate_flash.index.codes import Codec
+        from pylate_flash.ops.residual_codec import bucket_quantiles
 
         generator = torch.Generator(self.device).manual_seed(1)
         centroids = unit_vectors(CENTROIDS, self.d, generator=generator, dtype=torch.float32)
         sample = next(self.blocks())[:BUCKETED].float()
-        residuals = (sample - centroids[(sample @ centroids.T).argmax(dim=1)]).flatten().sort().values
-        buckets = 1 << nbits
-        cutoffs, weights = torch.arange(1, buckets) / buckets, (torch.arange(buckets) + 0.5) / buckets
-        values = [
-            residuals[(quantiles * (len(residuals) - 1)).long().to(residuals.device)].half()
-            for quantiles in (cutoffs, weights)
-        ]
-        return Codec(pylate_flash.ResidualCodec(centroids.half(), *values), self.device)
+        cutoffs, weights = bucket_quantiles(sample - centroids[(sample @ centroids.T).argmax(dim=1)], nbits)
+        return Codec(pylate_flash.ResidualCodec(centroids.half(), cutoffs.half(), weights.half()), self.device)
 
     @property
     def documents(self) -> torch.Tensor:

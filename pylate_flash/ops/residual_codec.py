@@ -201,10 +201,7 @@ def train_residual_codec(
     generator = torch.Generator().manual_seed(_SEED)
     sample = torch.randperm(n_tokens, generator=generator)[: max(1, _MOST_ELEMENTS // size)].to(tokens.device)
     residuals = [remainder for _, _, remainder in _coded(tokens[sample], centroids.float())]
-    values = torch.cat(residuals).flatten().sort().values
-    buckets = 1 << nbits
-    cutoffs = _quantiles(values, torch.arange(1, buckets) / buckets)
-    weights = _quantiles(values, (torch.arange(buckets) + 0.5) / buckets)
+    cutoffs, weights = bucket_quantiles(torch.cat(residuals), nbits)
     if not weights.to(dtype).isfinite().all():
         raise ValueError(f"embeddings must be of norm 1, got larger ones, whose residuals {dtype} does not hold")
     return ResidualCodec(centroids, cutoffs.to(dtype), weights.to(dtype))
@@ -356,9 +353,8 @@ def _coded(tokens: Tensor, centroids: Tensor) -> Iterator[tuple[slice, Tensor, T
         yield block, nearest, block_tokens - centroids[nearest]
 
 
-def _quantiles(values: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles of sorted values, with linear interpolation."""
-    positions = levels.to(values.device) * (len(values) - 1)
-    below = positions.long()
-    above = (below + 1).clamp(max=len(values) - 1)
-    return torch.lerp(values[below], values[above], positions - below)
+def bucket_quantiles(residuals: Tensor, nbits: int) -> tuple[Tensor, Tensor]:
+    """The quantiles of residuals between buckets of equally many elements, and those in the middle of each."""
+    halves = 2 << nbits
+    quantiles = torch.quantile(residuals.flatten(), torch.arange(1, halves, device=residuals.device) / halves)
+    return quantiles[1::2].contiguous(), quantiles[::2].contiguous()
