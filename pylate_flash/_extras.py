@@ -6,6 +6,7 @@ Importing this module imports none of them.
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 
@@ -42,6 +43,14 @@ class MissingExtraError(ModuleNotFoundError):
 
 class UnwritableCacheError(RuntimeError):
     """A library that a part of this package needs cannot write its caches; the message says what to set."""
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def check_installed(module: str, needed_by: str, *extras: str, title: str | None = None) -> None:

@@ -126,7 +126,7 @@ class Contrastive(PyLateContrastive):
         gather: str = "all_gather",
         smooth: float | Tensor | None = None,
     ) -> None:
-        check_temperature(temperature)
+        temperature = check_temperature(temperature)
         check_sizes(score_mini_batch_size=score_mini_batch_size)
         super().__init__(
             model,
@@ -134,8 +134,7 @@ class Contrastive(PyLateContrastive):
             score_mini_batch_size,
             size_average,
             gather_across_devices,
-            # PyLate's code divides tensors by it, which a fraction cannot.
-            temperature if isinstance(temperature, Tensor) else float(temperature),
+            temperature,
         )
         set_options(self, score_metric, scorer, masking, fuse_projection, gather=gather, smooth=smooth)
 
@@ -236,7 +235,7 @@ class CachedContrastive(PyLateCachedContrastive):
         gather: str = "all_gather",
         mini_batch_num_tokens: int | None = None,
     ) -> None:
-        check_temperature(temperature)
+        temperature = check_temperature(temperature)
         check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
         if mini_batch_size is None and mini_batch_num_tokens is None:
             mini_batch_size = 32
@@ -248,8 +247,7 @@ class CachedContrastive(PyLateCachedContrastive):
             size_average,
             gather_across_devices,
             show_progress_bar,
-            # PyLate's code divides tensors by it, which a fraction cannot.
-            temperature if isinstance(temperature, Tensor) else float(temperature),
+            temperature,
         )
         extra_options = {"gather": gather, "mini_batch_num_tokens": mini_batch_num_tokens}
         set_options(self, score_metric, scorer, masking, fuse_projection, **extra_options)

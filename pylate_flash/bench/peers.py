@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
 from packaging.version import InvalidVersion, Version
+
+from pylate_flash._extras import installed_version
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,8 @@ class Peer:
 
     def version(self) -> str | None:
         """Return the installed version, or None."""
-        try:
-            return metadata.version(self.distribution)
-        except metadata.PackageNotFoundError:
-            pass
+        if version := installed_version(self.distribution):
+            return version
         try:
             return str(importlib.import_module(self.module).__version__)
         except Exception:

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from .._extras import MissingExtraError, UnwritableCacheError
+from ..encoding.texts import is_utf_8
 
 console = Console()
 """Standard output: results only."""
@@ -202,7 +203,7 @@ def check_device(device: str | None) -> None:
 
 def decoded(text: str, name: str) -> str:
     """Decode an argument's bytes as UTF-8, whatever the locale; raise a `UserError` if they are not."""
-    if not _is_text(text):
+    if not is_utf_8(text):
         try:
             # Bytes that the locale's encoding cannot decode are lone surrogates.
             text = os.fsencode(text).decode("utf-8")
@@ -213,17 +214,8 @@ def decoded(text: str, name: str) -> str:
 
 def check_text(text: str, name: str) -> None:
     """Reject a name that libraries cannot handle: not UTF-8, or not decodable in the locale's encoding."""
-    if not _is_text(text):
+    if not is_utf_8(text):
         raise UserError(
             f"{name} {decoded(text, name)!r} cannot be encoded in this locale, {sys.getfilesystemencoding()}; "
             "set the environment variable PYTHONUTF8=1 to use UTF-8"
         )
-
-
-def _is_text(text: str) -> bool:
-    """Whether the text has no lone surrogates, which tokenizers reject."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

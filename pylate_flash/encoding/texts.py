@@ -20,6 +20,15 @@ class TextLengths(NamedTuple):
     document_length: int | None
 
 
+def is_utf_8(text: str) -> bool:
+    """Whether UTF-8 can encode a text, which a lone surrogate prevents; tokenizers take no other texts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def is_multi_vector_encoder(model: Any) -> bool:
     """Whether a model is a sentence-transformers `MultiVectorEncoder`; otherwise it is assumed to be PyLate's."""
     return getattr(model, "model_type", None) == "MultiVectorEncoder"

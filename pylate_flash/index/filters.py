@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ..encoding.texts import is_utf_8
+
 DOCUMENTS = 'CREATE TABLE documents ("#number" INTEGER PRIMARY KEY, "#id" BLOB NOT NULL UNIQUE, "#crc" INTEGER)'
 _Value = str | int | float | bool | None
 Metadata = Mapping[str, _Value]
@@ -80,7 +82,7 @@ def _checked_value(name: str, value: object) -> str | int | float | None:
     """The value as one of the types that SQLite returns, which subclasses such as `numpy.str_` are not."""
     if isinstance(value, str):
         text = str.__str__(value)
-        if not _is_utf_8(text):
+        if not is_utf_8(text):
             raise ValueError(f"{name} is {text!r:.100}, expected a string that UTF-8 can encode")
         return text
     if isinstance(value, (int, np.bool_, np.integer)):
@@ -99,15 +101,6 @@ def _checked_value(name: str, value: object) -> str | int | float | None:
     return None
 
 
-def _is_utf_8(text: str) -> bool:
-    """Whether UTF-8 can encode a text, which a lone surrogate prevents."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def checked_where(where: object) -> tuple[str, tuple | dict]:
     """Return the expression of a filter and its parameters, positional or named."""
     expression, parameters = where if isinstance(where, tuple) and len(where) == 2 else (where, ())
@@ -122,7 +115,7 @@ def checked_where(where: object) -> tuple[str, tuple | dict]:
         raise ValueError(f"where: {len(expression)} characters are too many, expected at most {_LONGEST_EXPRESSION}")
     if not expression.strip():
         raise ValueError('where: the expression is empty, expected one such as "year >= 2020"')
-    if not _is_utf_8(expression):
+    if not is_utf_8(expression):
         raise ValueError(f"where: {expression!r:.200} cannot be encoded in UTF-8")
     if isinstance(parameters, Mapping):
         return expression, {k: _checked_value(f"where: parameter {k!r:.100}", value) for k, value in parameters.items()}

@@ -46,15 +46,20 @@ class LossOptions(NamedTuple):
         return {name: getattr(self, name) for name in ("masking", "normalize", "reduction", "empty_score")}
 
 
-def check_temperature(temperature: Any, name: str = "temperature") -> None:
-    """Raise unless `temperature` is a number above 0, or a one-element tensor such as a learned temperature."""
+def check_temperature(temperature: Any, name: str = "temperature") -> Any:
+    """Return a number above 0 as a float, or a one-element tensor, such as a learned temperature; raise for others.
+
+    The hosts' code computes with it and tensors, which a fraction cannot.
+    """
     if isinstance(temperature, Tensor):
         if temperature.numel() != 1:
             raise ValueError(f"{name}: a tensor of shape {tuple(temperature.shape)}; expected a number or one element")
-    elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+        return temperature
+    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
         raise TypeError(f"{name}: {type(temperature).__name__}; expected a number or a tensor of one element")
-    elif not is_positive(float(temperature)):
+    if not is_positive(float(temperature)):
         raise ValueError(f"{name}: {temperature}; expected a finite number above 0, in float32 too")
+    return float(temperature)
 
 
 def check_margin(margin: Any) -> None:

@@ -289,7 +289,7 @@ def test_doctor_tries_register_if_asked(pylate, monkeypatch):
 
 @pytest.mark.parametrize(("version", "part"), [("2.0", "PyLate 2.0 is not supported"), (None, "no host is installed")])
 def test_doctor_names_a_pylate_that_is_not_supported(pylate, monkeypatch, version, part):
-    monkeypatch.setattr("pylate_flash.cli.doctor._version", lambda name: version)
+    monkeypatch.setattr("pylate_flash.cli.doctor.installed_version", lambda name: version)
     result = invoke("doctor")
     assert result.exit_code == 1
     assert part in result.stdout

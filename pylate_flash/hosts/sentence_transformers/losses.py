@@ -79,9 +79,7 @@ class _Fusing:
         check_sizes(**{name: size for name, size in arguments.items() if name in _SIZES})
         for name, value in arguments.items():
             if name in _TEMPERATURES and (value is not None or name not in _OVERRIDES):
-                check_temperature(value, name)
-                # The host's code multiplies tensors by it, which a fraction cannot.
-                arguments[name] = value if isinstance(value, Tensor) else float(value)
+                arguments[name] = check_temperature(value, name)
         super().__init__(model, **arguments)  # type: ignore[call-arg]
         set_fusion(self, fuse_projection)
 
