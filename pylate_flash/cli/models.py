@@ -218,7 +218,8 @@ def _loader_errors(model: str, what: str) -> Iterator[None]:
         elif os.path.isdir(model) or not isinstance(error, OSError):
             text = f"{what} cannot be loaded: {cause(error)}"
         else:
-            offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)]
+            switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+            offline = [name for name in switches if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
             why = (
                 f"it is not in the cache, and {offline[0]} is set, so nothing was downloaded"
                 if offline
@@ -226,10 +227,6 @@ def _loader_errors(model: str, what: str) -> Iterator[None]:
             )
             text = f"{what} cannot be loaded: there is no such folder, and {why}"
         raise UserError(text) from error
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _check_words(model: Any) -> None:

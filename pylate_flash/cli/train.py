@@ -175,7 +175,8 @@ def train(
     GPU: every step takes one batch from each. The first writes the model. `--resume` needs the same number again.
     """
     check_encoding_host("pylate-flash train")
-    explicit = {name for name in context.params if _is_given(context, name)}
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    explicit = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     _check_options(explicit, data, eval_data, epochs, lr, temperature)
     check_model_name(model)
     with explained(kinds=(ValueError, OSError, RuntimeError)):  # a link that leads to itself
@@ -273,11 +274,6 @@ def train(
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def _tokens(value: str | None, host: str, scorer: options.Scorer) -> int | str | None:

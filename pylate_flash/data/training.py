@@ -75,6 +75,9 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
         for number, where, line in read_lines(file, path):
             digest.update(line.strip().encode() + b"\n")
             record = json_object(line, where)
+            for key in _DISTILLATION if distillation else _PAIR:
+                if key not in record:
+                    raise ValueError(f"{where}: the key {key!r} is missing")
             row = _distillation_row(record, where) if distillation else _contrastive_row(record, where)
             if not rows:
                 first = number
@@ -93,9 +96,6 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
 
 
 def _contrastive_row(row: dict[str, Any], where: str) -> dict[str, str]:
-    for key in _PAIR:
-        if key not in row:
-            raise ValueError(f"{where}: the key {key!r} is missing")
     numbers = {key: int(match[1] or -1) for key in row if (match := _NEGATIVE.fullmatch(key))}
     row = {key: row[key] for key in (*_PAIR, *sorted(numbers, key=lambda key: (numbers[key], key)))}
     for key, value in row.items():
@@ -104,9 +104,6 @@ def _contrastive_row(row: dict[str, Any], where: str) -> dict[str, str]:
 
 
 def _distillation_row(row: dict[str, Any], where: str) -> dict[str, Any]:
-    for key in _DISTILLATION:
-        if key not in row:
-            raise ValueError(f"{where}: the key {key!r} is missing")
     _check_text(row["query"], f"{where}: 'query'")
     documents, scores = row["documents"], row["scores"]
     if not isinstance(documents, list) or len(documents) < 2:

@@ -124,17 +124,13 @@ class ModelRecord:
 
     def differences(self, other: ModelRecord) -> list[str]:
         """Descriptions of how `other` differs from this model; empty if it is the same. Names do not count."""
-        differences = []
-        for key in ("fingerprint", *TextLengths._fields, *_PREFIXES):
-            mine, theirs = getattr(self, key), getattr(other, key)
-            if mine != theirs:
-                if key == "fingerprint":
-                    differences.append(f"weights (sha256 {mine[:12]}... recorded, {theirs[:12]}... here)")
-                else:
-                    differences.append(f"{key} ({mine!r} recorded, {theirs!r} here)")
-        for key in sorted(self.settings.keys() | other.settings.keys()):
-            if self.settings.get(key) != other.settings.get(key):
-                differences.append(f"{key} ({self.settings.get(key)!r} recorded, {other.settings.get(key)!r} here)")
+        differences, here = [], other.fingerprint
+        if self.fingerprint != here:
+            differences.append(f"weights (sha256 {self.fingerprint[:12]}... recorded, {here[:12]}... here)")
+        pairs = [(key, getattr(self, key), getattr(other, key)) for key in (*TextLengths._fields, *_PREFIXES)]
+        keys = sorted(self.settings.keys() | other.settings.keys())
+        pairs += [(key, self.settings.get(key), other.settings.get(key)) for key in keys]
+        differences += [f"{key} ({mine!r} recorded, {theirs!r} here)" for key, mine, theirs in pairs if mine != theirs]
         return differences
 
     def __str__(self) -> str:

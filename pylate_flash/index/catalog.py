@@ -33,7 +33,7 @@ import torch
 
 from .codes import Codec
 from .documents import Documents
-from .files import FULL, identity_of, open_regular, write_all
+from .files import FULL, identity_of, is_a_link, open_regular, write_all
 from .filters import DOCUMENTS, columns_of, matching, metadata_crc
 from .parts import COLUMNS, SEGMENT_NAME, Part, Segment
 from .state import State
@@ -322,13 +322,10 @@ class Catalog:
             connection.close()
 
     def _refuse_links(self, *names: str) -> None:
-        """Refuse symbolic links: SQLite would write through them, to files that do not belong to the index."""
-        for name in names:
-            path = self.path.with_name(name)
+        """Refuse symbolic links: SQLite would write through them."""
+        for path in map(self.path.with_name, names):
             if path.is_symlink():
-                raise OSError(
-                    errno.ELOOP, f"{name} is a symbolic link, which the index does not write through", str(path)
-                )
+                raise is_a_link(path)
 
     def _prepared(self) -> sqlite3.Connection:
         """Return the writing connection, which stays open."""

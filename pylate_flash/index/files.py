@@ -30,9 +30,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(
-                errno.ELOOP, f"{path.name} is a symbolic link, which the index does not write through", str(path)
-            ) from None
+            raise is_a_link(path) from None
         if error.errno != errno.EMFILE:
             raise
         if not _raise_limit():
@@ -45,6 +43,11 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     # A new descriptor gets the lowest free number, which so is about the number of open ones.
     _raise_limit(descriptor + _SPARE)
     return descriptor
+
+
+def is_a_link(path: Path) -> OSError:
+    """The error for a symbolic link, through which a write would change a file that does not belong to the index."""
+    return OSError(errno.ELOOP, f"{path.name} is a symbolic link, which the index does not write through", str(path))
 
 
 def check_folder(path: Path) -> None:

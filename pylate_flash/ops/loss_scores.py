@@ -6,8 +6,6 @@ torch, one chunk of queries at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +145,9 @@ def differentiated(
     Not by `torch.func`, which cannot differentiate under the hooks of activation checkpointing.
     """
     learned = targets.temperature
-    with _autograd():
+    # Enable autograd inside an operator, which runs below it; hide saved tensors from the hooks of checkpointing.
+    autograd_enabled = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.enable_grad(), autograd_enabled, torch.autograd.graph.saved_tensors_hooks(_same, _same):
         leaves = [scores.detach().requires_grad_()]
         if learned is not None:
             # The slope sums over all scores, for which half has too few bits.
@@ -157,14 +157,6 @@ def differentiated(
         gradients = torch.autograd.grad(result.losses.sum(), leaves, allow_unused=True, materialize_grads=True)
     result = result._replace(losses=result.losses.detach())
     return result, gradients[0], None if learned is None else gradients[1]
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Enable autograd inside an operator, which runs below it; hide saved tensors from the hooks of checkpointing."""
-    autograd_enabled = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with torch.enable_grad(), autograd_enabled, torch.autograd.graph.saved_tensors_hooks(_same, _same):
-        yield
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -230,7 +222,9 @@ def loss_in_blocks(
             grad_documents = _placed(grad_documents, grads[1], chunk, n_queries)
         elif grads[1] is not None:
             grad_documents = grads[1] if grad_documents is None else grad_documents.add_(grads[1])
-    result = _joined(results)
+    losses, *rest = (None if fields[0] is None else torch.cat(fields) for fields in zip(*results, strict=True))
+    assert losses is not None
+    result = Compared(losses, *rest)
     grad_dtype = torch.float32 if dtype == torch.float16 else dtype
     return LossResult(
         reduced(result.losses, comparison.loss_reduction),
@@ -249,9 +243,3 @@ def _placed(total: Tensor | None, part: Tensor, chunk: slice, n_queries: int) ->
         total = part.new_empty(n_queries, *part.shape[1:])
     total[chunk] = part
     return total
-
-
-def _joined(results: list[Compared]) -> Compared:
-    losses, *rest = (None if fields[0] is None else torch.cat(fields) for fields in zip(*results, strict=True))
-    assert losses is not None
-    return Compared(losses, *rest)
