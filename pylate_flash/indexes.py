@@ -34,6 +34,7 @@ from .index.scorers import EMPTY_SCORE
 from .index.search import Search, SearchResult
 from .index.state import IndexInfo
 from .index.store import PackedStore
+from .ops.checks import check_choice
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -175,8 +176,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
 
     @scorer.setter
     def scorer(self, value: str) -> None:
-        if value not in SCORERS:
-            raise ValueError(f"scorer must be one of {', '.join(map(repr, SCORERS))}, got {value!r}")
+        check_choice("scorer", value, SCORERS)
         self._scorer = value
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 import sentence_transformers.multi_vector_encoder.model as host
 from torch import Tensor
 
+from ...ops.checks import check_choice
 from .. import SENTENCE_TRANSFORMERS
 from . import scoring
 
@@ -50,7 +51,9 @@ class MultiVectorEncoder(host.MultiVectorEncoder):
 
     def __init__(self, *args: Any, scorer: str | None = None, **kwargs: Any) -> None:
         # Set before the weights are loaded, which is slow, and which reads the saved value.
-        self._scorer = None if scorer is None else _checked(scorer)
+        if scorer is not None:
+            check_choice("scorer", scorer, SCORERS)
+        self._scorer = scorer
         super().__init__(*args, **kwargs)
 
     @property
@@ -60,32 +63,25 @@ class MultiVectorEncoder(host.MultiVectorEncoder):
 
     @scorer.setter
     def scorer(self, value: str) -> None:
-        self._scorer = _checked(value)
+        check_choice("scorer", value, SCORERS)
+        self._scorer = value
 
     def similarity(self, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
         """Score all pairs, [Nq, Nd], by the model's flags; arguments as in `scoring.maxsim`."""
-        function = self._function("maxsim")
-        if function is None:
-            return super().similarity(embeddings1, embeddings2, **kwargs)
-        return function(embeddings1, embeddings2, **self._options(kwargs))
+        return self._scores("maxsim", super().similarity, embeddings1, embeddings2, **kwargs)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
         """Score N pairs, [N], by the model's flags; arguments as in `scoring.maxsim_pairwise`."""
-        function = self._function("maxsim_pairwise")
-        if function is None:
-            return super().similarity_pairwise(embeddings1, embeddings2, **kwargs)
-        return function(embeddings1, embeddings2, **self._options(kwargs))
+        return self._scores("maxsim_pairwise", super().similarity_pairwise, embeddings1, embeddings2, **kwargs)
 
-    def _function(self, name: str) -> Callable[..., Tensor] | None:
-        """Return the scoring function, or None for the host's current one, routed or not."""
-        if self.scorer == "pylate_flash":
-            return getattr(scoring, name)
+    def _scores(self, name: str, of_host: Callable[..., Tensor], *embeddings: Any, **kwargs: Any) -> Tensor:
+        """Score by the function `name`, ours or the host's own one, or by the host's method, routed or not."""
+        if self.scorer == "auto":
+            return of_host(*embeddings, **kwargs)
+        function: Callable[..., Tensor] = getattr(scoring, name)
         if self.scorer == "torch":
-            return SENTENCE_TRANSFORMERS.original(f"sentence_transformers.util.similarity:{name}")
-        return None
-
-    def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {"length_normalize": self.similarity_fn_name == "meanmaxsim"} | kwargs
+            function = SENTENCE_TRANSFORMERS.original(f"sentence_transformers.util.similarity:{name}")
+        return function(*embeddings, **{"length_normalize": self.similarity_fn_name == "meanmaxsim", **kwargs})
 
     def _get_model_config(self) -> dict[str, Any]:
         return super()._get_model_config() | {"scorer": self.scorer}
@@ -97,10 +93,5 @@ class MultiVectorEncoder(host.MultiVectorEncoder):
             if saved in _OF_PYLATE:
                 logger.warning('the model was saved with the scorer %r, which only PyLate has: using "auto"', saved)
                 saved = "auto"
-            self._scorer = _checked(saved)
-
-
-def _checked(scorer: object) -> str:
-    if scorer not in SCORERS:
-        raise ValueError(f"scorer must be one of {', '.join(map(repr, SCORERS))}, got {scorer!r}")
-    return str(scorer)
+            check_choice("scorer", saved, SCORERS)
+            self._scorer = saved
