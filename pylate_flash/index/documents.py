@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.tiles import sequence_blocks
 from .columns import Held
 from .ids import Ids, IdTable, Texts
 from .parts import Part
@@ -127,18 +128,10 @@ def runs_of(begins: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
 def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
     """Cut documents, given by `bounds` [N + 1], into ranges of at most `documents` documents and `rows` rows.
 
-    A longer document is a range of its own.
+    A longer document is a range of its own. No ranges if there are no documents.
     """
-    stretches, start, last = [], 0, len(bounds) - 1
-    if 0 < last <= documents and (rows is None or bounds[-1] - bounds[0] <= rows):
-        return [(0, last)]
-    while start < last:
-        stop = min(last, start + documents)
-        if rows is not None:
-            stop = min(stop, max(start + 1, int(np.searchsorted(bounds, bounds[start] + rows, side="right")) - 1))
-        stretches.append((start, stop))
-        start = stop
-    return stretches
+    rows = int(bounds[-1] - bounds[0]) if rows is None else rows
+    return sequence_blocks(bounds, rows, documents) if len(bounds) > 1 else []
 
 
 def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:

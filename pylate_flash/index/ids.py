@@ -38,17 +38,14 @@ class Ids(NamedTuple):
     @classmethod
     def of(cls, text: bytes, ends: np.ndarray) -> Ids:
         """Ids that are adjacent in `text` and end at `ends`."""
-        return cls._between(text, np.concatenate([[0], ends]))
-
-    @classmethod
-    def _between(cls, text: bytes, edges: np.ndarray) -> Ids:
+        edges = np.concatenate([[0], ends])
         return cls(_padded(text), edges[:-1], edges[1:])
 
     @classmethod
     def encoded(cls, ids: Iterable[str]) -> Ids:
         """Encode strings."""
         encoded = [encoded_id(id_) for id_ in ids]
-        return cls._between(b"".join(encoded), np.array([0, *accumulate(map(len, encoded))]))
+        return cls.of(b"".join(encoded), np.fromiter(accumulate(map(len, encoded)), np.int64, len(encoded)))
 
     @classmethod
     def joined(cls, several: Sequence[Ids]) -> Ids:

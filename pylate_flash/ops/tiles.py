@@ -398,14 +398,18 @@ def runs(lengths: np.ndarray, budget: int, counts: np.ndarray | None = None) -> 
     return [*spans, (first, len(lengths))] if len(lengths) else spans
 
 
-def sequence_blocks(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
-    """Ranges of consecutive sequences whose tokens fit `budget`; a longer sequence is a range of its own."""
-    spans, first = [], 0
-    if bounds[-1] - bounds[0] <= budget:
-        return [(0, len(bounds) - 1)]
-    while first < len(bounds) - 1:
+def sequence_blocks(bounds: np.ndarray, budget: int, most: int | None = None) -> list[tuple[int, int]]:
+    """Ranges of consecutive sequences whose tokens fit `budget`, `most` at a time; a longer one is a range of its own.
+
+    At least one range, even if there are no sequences.
+    """
+    spans, first, count = [], 0, len(bounds) - 1
+    most = count if most is None else most
+    if count <= most and bounds[-1] - bounds[0] <= budget:
+        return [(0, count)]
+    while first < count:
         last = int(np.searchsorted(bounds, bounds[first] + max(1, budget), side="right")) - 1
-        last = max(last, first + 1)
+        last = min(max(last, first + 1), first + most)
         spans.append((first, last))
         first = last
     return spans
