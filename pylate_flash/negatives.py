@@ -103,7 +103,8 @@ def mine_hard_negatives(
     check_integer("batch_size", batch_size, minimum=1)
     bounds_of_scores = {"max_score": max_score, "absolute_margin": absolute_margin, "relative_margin": relative_margin}
     for name, value in bounds_of_scores.items():
-        _check_bound(name, value)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real) or value != value):
+            raise ValueError(f"{name} must be None or a number other than NaN, got {value!r:.100}")
     if relative_margin is not None and not 0 <= relative_margin < 1:
         raise ValueError(f"relative_margin must be at least 0 and less than 1, got {relative_margin}")
     if not anchors:
@@ -162,14 +163,6 @@ def _texts(name: str, texts: Iterable[str]) -> list[str]:
         if not isinstance(text, str):
             raise TypeError(f"{name}[{i}] must be a string, got {text!r:.100} of type {type(text).__name__}")
     return texts
-
-
-def _check_bound(name: str, value: object) -> None:
-    """Raise ValueError unless a bound of scores is None or a real number."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
-        raise ValueError(f"{name} must be None or a number other than NaN, got {value!r:.100}")
 
 
 def _add(new_texts: Sequence[str], texts: list[str], position_of: dict[str, int]) -> int:
