@@ -18,9 +18,10 @@ from .index.arguments import (
     Embeddings,
     batches_of,
     check_distinct,
-    check_name,
     check_states,
+    check_unquantized,
     checked_memory,
+    checked_path,
     checked_queries,
     ids_of,
     linear_layer,
@@ -34,7 +35,7 @@ from .index.scorers import EMPTY_SCORE
 from .index.search import Search, SearchResult
 from .index.state import IndexInfo
 from .index.store import PackedStore
-from .ops.checks import check_choice
+from .ops.checks import check_choice, checked_device, checked_flag
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,9 +105,10 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
 
     Raises
     ------
-    ValueError
-        If an argument is not one of its choices, a file of the existing index is missing, damaged, or of a newer format
-        (the message names it), or the projection cannot be fused, or takes another size than the index stores.
+    TypeError, ValueError
+        If an argument is of another type or not one of its choices, or the projection cannot be fused: nothing has
+        changed then. If a file of the existing index is missing, damaged, or of a newer format (the message names it),
+        or the projection takes another size than the index stores.
     OSError
         If the folder cannot be read or, with `override`, cannot be written.
 
@@ -135,26 +137,26 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         device_memory: int | str = "auto",
         group: ProcessGroup | None = None,
     ) -> None:
-        check_name(index_name)
+        path = checked_path(index_folder, index_name)
         self.scorer = scorer
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = checked_device("device", default if device is None else device)
         self.show_progress = show_progress
+        # Everything is checked before `override` empties an index.
+        override, memory = checked_flag("override", override), checked_memory(device_memory)
         layer = None if projection is None else linear_layer(projection)
-        path = None if index_folder is None else Path(index_folder) / index_name
-        self._store = PackedStore(path, dtype=dtype, override=override, device=self.device)
+        if layer is not None and dtype is not None:
+            check_unquantized(dtype, path or Path("memory"))
         ranks = None if group is None else Ranks(group)
+        self._store = PackedStore(path, dtype=dtype, override=override, device=self.device)
         self._again: Search | None = None
-        self._search = Search(self._store, self.device, checked_memory(device_memory), self._linear(layer), ranks)
+        self._search = Search(self._store, self.device, memory, self._linear(layer), ranks)
 
     def _linear(self, layer: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None] | None:
         """Copy the projection layer to the device, in the dtype of the index, if it fits the index."""
         if layer is None:
             return None
-        if self._store.layout.quantized:
-            raise ValueError(
-                "projection: hidden states are stored in float32, float16 or bfloat16, but the index in "
-                f"{self.index_path} stores {self._store.layout.kept_as!r}"
-            )
+        check_unquantized(self._store.layout.kept_as, self.index_path)
         size = layer[0].shape[1]
         if self._store.embedding_size not in (None, size):
             raise ValueError(

@@ -230,6 +230,35 @@ def test_other_errors_name_what_is_wrong(tmp_path: Path) -> None:
         index.add_documents(["a"], documents_of([1])).get_documents_embeddings([["a"], ["z"]])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"index_folder": 1}, TypeError, "index_folder must be the path of a folder, or None, got int"),
+        ({"override": "False"}, TypeError, "override must be True or False, got str"),
+        ({"dtype": ["float32"]}, ValueError, r"dtype must be one of .*, got \['float32'\]"),
+        ({"dtype": "int8", "projection": (torch.ones(2, 4), None)}, ValueError, "projection: .* stores 'int8'"),
+        ({"scorer": np.array(["torch", "auto"])}, ValueError, "scorer must be one of .*, got array"),
+        ({"device": "gpu"}, ValueError, "device must be a device that torch can use here, got 'gpu': Expected one of"),
+        ({"device": ""}, ValueError, "device must be a device that torch can use here, got ''"),
+        ({"device": "meta"}, ValueError, "device must be a device whose tensors hold values, got 'meta'"),
+        ({"device": ["cpu"]}, TypeError, "device must be a torch.device or the name of one, got list"),
+        ({"device": True}, TypeError, "device must be a torch.device or the name of one, got bool"),
+        ({"projection": (torch.ones(2, 4).int(), None)}, ValueError, "projection must .* got torch.int32 on cpu"),
+        ({"projection": (torch.ones(2, 4, device="meta"), None)}, ValueError, "projection .* torch.float32 on meta"),
+        ({"projection": (torch.ones(0, 4), None)}, ValueError, r"projection must be .*, got \[\[0, 4\], None\]"),
+        ({"device_memory": np.ones(2)}, ValueError, 'device_memory must be "auto" or bytes'),
+        ({"group": 1}, TypeError, "group must be a process group of torch.distributed .*, got int"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_override_empties_the_index(
+    tmp_path: Path, arguments: dict, error: type[Exception], message: str
+) -> None:
+    flat(tmp_path, ["a"], documents_of([1]))
+    with pytest.raises(error, match=f"^{message}"):
+        Flat(**{"index_folder": tmp_path, "index_name": "index", "override": True, "device": "cpu", **arguments})
+    assert Flat(tmp_path, "index", device="cpu").documents_ids == ["a"]
+
+
 # Index maintenance
 
 

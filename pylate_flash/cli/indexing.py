@@ -157,10 +157,10 @@ def open_store(path: Path) -> PackedStore:
 
 def check_place(path: Path) -> None:
     """Check that the name of an index's folder is valid on every system."""
-    from ..index.arguments import check_name
+    from ..index.arguments import checked_path
 
     try:
-        check_name(path.name)
+        checked_path(None, path.name)
     except ValueError:
         raise UserError(
             f"--index: {path} cannot be the folder of an index: expected a name without backslashes, and without a "

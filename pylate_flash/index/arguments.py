@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from .scorers import Queries
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
 
-def check_name(name: object) -> None:
-    """Refuse the name of an index, and of its folder, unless it is a plain path component on every system."""
+def checked_path(folder: object, name: object) -> Path | None:
+    """The folder of an index, unless it is in memory; its name must be a plain path component on every system."""
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"index_folder must be the path of a folder, or None, got {type(folder).__name__}")
     plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
     # On Windows, "C:" is a drive and "C:name" a file of its current folder.
     if not plain or (len(name) > 1 and name[1] == ":"):  # type: ignore[arg-type, index]
@@ -26,6 +29,7 @@ def check_name(name: object) -> None:
             "index_name must be the plain name of a folder in index_folder, without separators and not '.' or '..', "
             f"got {name!r:.200}"
         )
+    return None if folder is None else Path(folder) / name  # type: ignore[operator]
 
 
 def ids_of(name: str, ids: object) -> list[str]:
@@ -146,7 +150,7 @@ def _tensor_of(name: str, item: object) -> Tensor:
 
 def checked_memory(device_memory: object) -> int | str:
     """Return how much device memory rows may take: bytes, or "auto"."""
-    if device_memory == "auto":
+    if isinstance(device_memory, str) and device_memory == "auto":
         return "auto"
     if isinstance(device_memory, bool) or not isinstance(device_memory, (int, np.integer)) or device_memory < 0:
         raise ValueError(f'device_memory must be "auto" or bytes, at least 0, got {device_memory!r:.100}')
@@ -163,9 +167,18 @@ def check_states(documents: list[Tensor], size: int) -> None:
             )
 
 
+def check_unquantized(kept_as: object, path: Path) -> None:
+    """Refuse to store hidden states in fewer than 16 bits."""
+    if isinstance(kept_as, str) and Layout(kept_as, 0).quantized:
+        raise ValueError(
+            "projection: hidden states are stored in float32, float16 or bfloat16, but the index in "
+            f"{path} stores {kept_as!r}"
+        )
+
+
 def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a projection, given as a model with Dense layers or as the two tensors."""
-    if not isinstance(projection, tuple):
+    if not isinstance(projection, (tuple, list)):
         from ..encoding.projection import dense_layers, fold_dense, normalizes
 
         layers = dense_layers(projection, "projection")
@@ -174,9 +187,15 @@ def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
         return fold_dense(layers)
     shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
     pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2
-    if not pair or not (projection[1] is None or shapes[1] == shapes[0][:1]):
+    if not pair or not all(shapes[0]) or not (projection[1] is None or shapes[1] == shapes[0][:1]):
         raise ValueError(f"projection must be a model, or a weight [d, d_model] and a bias [d] or None, got {shapes}")
-    return projection
+    weight, bias = projection
+    for tensor in projection[: 1 if bias is None else 2]:
+        if not tensor.is_floating_point() or tensor.is_meta:
+            raise ValueError(
+                f"projection must be of tensors that hold floating values, got {tensor.dtype} on {tensor.device}"
+            )
+    return weight, bias
 
 
 def joined(

@@ -39,6 +39,11 @@ class Ranks:
     """The processes of a group: this one is `rank` of `size`. All of them must call each collective method."""
 
     def __init__(self, group: Any) -> None:
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise TypeError(
+                "group must be a process group of torch.distributed that this process belongs to, got "
+                f"{type(group).__name__}"
+            )
         self._group = _of_hosts(group)
         # The error of the first rank, which was raised on all ranks.
         self.heard: Exception | None = None

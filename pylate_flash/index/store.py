@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..ops.checks import check_choice
 from .arguments import joined
 from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
@@ -82,8 +83,8 @@ class PackedStore:
         override: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
+        if dtype is not None:
+            check_choice("dtype", dtype, tuple(DTYPES))
         self.in_memory, self._device = path is None, torch.device("cpu" if path is not None else device)
         self._encodes_on = torch.device(device)
         self.path = Path("memory") if path is None else Path(path).absolute()

@@ -271,6 +271,22 @@ def checked_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def checked_device(name: str, device: object) -> torch.device:
+    """Return a device, given as one or by its name, as `torch.device`; raise unless it can hold values here."""
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise TypeError(f"{name} must be a torch.device or the name of one, got {type(device).__name__}")
+    try:
+        checked = torch.device(device)
+        torch.empty(0, device=checked)
+    # torch raises an AssertionError where it was compiled without CUDA.
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{name} must be a device that torch can use here, got {str(device)!r}: {reason}") from None
+    if checked.type == "meta":
+        raise ValueError(f"{name} must be a device whose tensors hold values, got {str(device)!r}")
+    return checked
+
+
 def checked_number(name: str, value: Any) -> float:
     """Return a number that float32, the dtype of scores, can hold, as a float; return a compiler's symbol as is."""
     if not isinstance(value, _NUMBERS):
