@@ -245,9 +245,9 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
             for ids, embeddings, batch_metadata in batches_of(documents_ids):
                 self.add_documents(ids, embeddings, batch_size, replace, batch_metadata)
             return self
-        ids = ids_of("documents_ids", documents_ids)
+        replace, ids = checked_flag("replace", replace), ids_of("documents_ids", documents_ids)
         documents = sequences_of("documents_embeddings", documents_embeddings)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
             raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         if len(ids) != len(documents):
             raise ValueError(
@@ -297,7 +297,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         OSError
             If a file cannot be written, as on a full disk. The message names the index, which is unchanged.
         """
-        ids = ids_of("documents_ids", documents_ids)
+        erase, ids = checked_flag("erase", erase), ids_of("documents_ids", documents_ids)
         check_distinct("documents_ids", ids)
         self._store.remove(self._positions("documents_ids", ids), erase)
         return self
@@ -469,8 +469,7 @@ class Flat(Recorded, Base):  # type: ignore[misc]  # it returns tensors, which e
         queries = sequences_of("queries_embeddings", queries_embeddings)
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
-        if not isinstance(matches, bool):
-            raise TypeError(f"matches must be True or False, got {matches!r:.100}")
+        matches = checked_flag("matches", matches)
         if rescore is not None:
             if isinstance(rescore, bool) or not isinstance(rescore, (int, np.integer)) or rescore < k:
                 raise ValueError(f"rescore must be an integer of at least k = {k}, got {rescore!r:.100}")

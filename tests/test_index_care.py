@@ -218,6 +218,21 @@ def test_arrays_that_torch_does_not_take_are_named(tmp_path: Path, item: object,
         index([item])
 
 
+def test_flags_are_bools_lest_a_text_replaces_or_erases(tmp_path: Path) -> None:
+    index = flat(tmp_path, ["a", "b"], documents_of([1, 2]))
+    generation = index.info().generation
+    with pytest.raises(TypeError, match="^replace must be True or False, got str"):
+        index.add_documents(["a"], documents_of([1]), replace="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^erase must be True or False, got str"):
+        index.remove_documents(["a"], erase="False")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^matches must be True or False, got int"):
+        index.search(documents_of([1]), matches=1)  # type: ignore[arg-type]
+    assert index.info().generation == generation
+    yes = np.True_
+    index.add_documents(["a"], documents_of([1]), batch_size=np.int64(1), replace=yes)  # type: ignore[arg-type]
+    assert index.remove_documents("b", erase=yes).search(documents_of([1]), matches=yes)  # type: ignore[arg-type]
+
+
 def test_other_errors_name_what_is_wrong(tmp_path: Path) -> None:
     index = small(tmp_path)
     with pytest.raises(ValueError, match="the index in .* is empty: add documents before searching"):
