@@ -295,3 +295,7 @@ def test_a_codec_is_trained_on_a_sample_and_kept_before_any_document(tmp_path: P
         opened.train_codec(sample)
     with pytest.raises(ValueError, match="expected an empty index of residual codes, .* stores float32"):
         small(None).train_codec(sample)
+    with pytest.raises(ValueError, match=r"documents_embeddings\[1\] has size 16, expected 8 as documents_embeddings"):
+        small(None, dtype="residual4").train_codec([torch.ones(2, 8), torch.ones(2, 16)])
+    with pytest.raises(ValueError, match="expected at least one nonzero token of finite norm, got none"):
+        small(None, dtype="residual4").train_codec([torch.full((2, 8), torch.nan)])

@@ -201,6 +201,8 @@ def test_refused_searches(tmp_path: Path, queries, options: dict, error, message
         ([["one", "two"]], ValueError, "must be a list of rows of numbers, all of one length: could not convert"),
         ([[10**400]], ValueError, "must be a list of rows of numbers"),
         ([torch.ones(2, requires_grad=True)], ValueError, "must be a list of rows of numbers"),
+        (torch.ones(1, 2, device="meta"), ValueError, "must hold values, got a tensor on device meta"),
+        (torch.ones(1, 2).to_sparse(), TypeError, "must be a dense torch.Tensor, got one of layout torch.sparse_coo"),
         (np.ones((1, 2), dtype=">f4"), TypeError, "must be of a dtype that torch supports, .* in native byte order"),
         (
             np.ones((1, 2), dtype=np.longdouble),

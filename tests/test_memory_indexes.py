@@ -85,7 +85,7 @@ def test_embeddings_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> Non
     index._store._device = torch.device("meta")
     # The NaN check calls `item`.
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: 0.0)
-    index.add_documents(["a", "b"], torch.empty(2, 3, 4, device="meta"))
+    index._store.add(["a", "b"], list(torch.empty(2, 3, 4, device="meta")))
     (part,) = index._store.documents.parts
     assert part.memory is not None
     assert (part.memory.device.type, tuple(part.memory.shape)) == ("meta", (6, 4))

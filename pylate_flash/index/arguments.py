@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.checks import check_tensor
 from .layout import Layout, is_finite
 from .scorers import Queries
 
@@ -141,6 +142,9 @@ def _tensor_of(name: str, item: object) -> Tensor:
             ) from None
     if not isinstance(item, Tensor):
         raise TypeError(f"{name} must be an array or tensor of numbers, got {type(item).__name__}")
+    check_tensor(name, item)
+    if item.is_meta:
+        raise ValueError(f"{name} must hold values, got a tensor on device meta")
     if not item.is_floating_point():
         raise TypeError(f"{name} must be of a floating dtype, got {item.dtype}")
     if item.ndim != 2 or item.shape[1] == 0:

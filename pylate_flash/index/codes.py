@@ -109,7 +109,8 @@ def trained(documents: Sequence[Tensor], nbits: int, device: torch.device, show_
         tokens = (tokens / norms)[(norms[:, 0] != 0) & norms[:, 0].isfinite()]
         if not len(tokens):
             raise ValueError(
-                "residual codes are trained on the first documents: expected at least one nonzero token, got none"
+                "residual codes are trained on the first documents: expected at least one nonzero token of finite "
+                "norm, got none"
             )
         bar.update()
         most = max(1, min(int(16 * len(tokens) ** 0.5), len(tokens) // _TOKENS_OF_CENTROID))

@@ -270,6 +270,10 @@ class PackedStore:
             raise ValueError(
                 f"train_codec: expected an empty index of residual codes, but the index in {self.path} {why}"
             )
+        for i, document in enumerate(documents):
+            if document.shape[1] != documents[0].shape[1]:
+                sizes = f"has size {document.shape[1]}, expected {documents[0].shape[1]}"
+                raise ValueError(f"documents_embeddings[{i}] {sizes} as documents_embeddings[0]")
         with self._changing(flush=True) as change:
             change.take_codec(trained(documents, self.layout.nbits, self._encodes_on, show_progress))
 
