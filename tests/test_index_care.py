@@ -243,6 +243,12 @@ def test_other_errors_name_what_is_wrong(tmp_path: Path) -> None:
         Flat(tmp_path, "index", scorer="fast")
     with pytest.raises(ValueError, match="batch_size must be an integer of at least 1, got 0"):
         index.add_documents(["a"], documents_of([1]), batch_size=0)
+    with pytest.raises(TypeError, match="^documents_ids must be a list of lists of strings, got str"):
+        index.get_documents_embeddings("a")
+    with pytest.raises(TypeError, match="^subset must be a list of ids .* got str"):
+        index.add_documents(np.array("d"), documents_of([1])).search(documents_of([1]), subset=np.array("d"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^name must be that of a model or its folder, or None, got bytes"):
+        index.record_model(torch.nn.Linear(1, 1), name=b"name")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"documents_ids\[1\]: 'z' is not in the index"):
         index.add_documents(["a"], documents_of([1])).get_documents_embeddings([["a"], ["z"]])
 

@@ -35,9 +35,10 @@ def checked_path(folder: object, name: object) -> Path | None:
 
 def ids_of(name: str, ids: object) -> list[str]:
     """Return `ids` as a list of strings; a single string is a list of one."""
+    ids = ids.tolist() if isinstance(ids, np.ndarray) else ids
     if isinstance(ids, str):
         return [str(ids)]
-    if not isinstance(ids, (Sequence, np.ndarray)):
+    if not isinstance(ids, Sequence):
         raise TypeError(f"{name} must be a list of strings, got {type(ids).__name__}")
     for i, id_ in enumerate(ids):
         if not isinstance(id_, str):
@@ -73,7 +74,8 @@ def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, list[Seq
     """Return the ids to search among: those for all queries, or a list per query (ids checked later), or neither."""
     if subset is None:
         return None, None
-    if isinstance(subset, str) or not isinstance(subset, (Sequence, np.ndarray)):
+    subset = subset.tolist() if isinstance(subset, np.ndarray) else subset
+    if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise TypeError(f"subset must be a list of ids or a list of such lists, got {type(subset).__name__}")
     if all(isinstance(item, str) for item in subset):
         return list(subset), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +61,14 @@ class Recorded:
 
         Raises
         ------
-        ValueError
-            If the index holds documents and another model is recorded, or `model` has no weights to identify it by.
+        TypeError, ValueError
+            If the index holds documents and another model is recorded, `model` has no weights to identify it by, or
+            `name` is of another type.
         RuntimeError, OSError
             As `add_documents`.
         """
+        if name is not None and not isinstance(name, str | os.PathLike):
+            raise TypeError(f"name must be that of a model or its folder, or None, got {type(name).__name__}")
         record = ModelRecord.of(model, name, self.index_path, hidden_states=self.projection is not None)
         recorded = self.model
         if recorded is not None:
@@ -173,6 +176,8 @@ class Recorded:
         ValueError
             If an id is not in the index.
         """
+        if isinstance(documents_ids, str) or not isinstance(documents_ids, Iterable):
+            raise TypeError(f"documents_ids must be a list of lists of strings, got {type(documents_ids).__name__}")
         embeddings, scorer = [], self._search.scorer("pylate_flash")
         for i, ids in enumerate(documents_ids):
             positions = self._positions(f"documents_ids[{i}]", ids_of(f"documents_ids[{i}]", ids))
