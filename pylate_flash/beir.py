@@ -12,13 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
-import reprlib
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -30,7 +28,7 @@ from tqdm import tqdm
 
 from ._config import backend_in_force
 from ._extras import UnwritableCacheError, check_installed
-from .data.files import Corpus, read_lines, read_records
+from .data.files import Corpus, read_qrels, read_records
 from .encoding.projection import encode_hidden_states
 from .encoding.texts import encode, is_multi_vector_encoder
 from .index.arguments import check_distinct
@@ -46,9 +44,6 @@ __all__ = [
 
 Qrels = Mapping[str, Mapping[str, int]]
 METRICS = ("ndcg@10", "map", "recall@100", "mrr@10")
-# ranx stores relevances in 64 bits, and computes powers and sums of them.
-_INTEGER = re.compile("[+-]?[0-9]{1,9}")
-_NUMBER = re.compile("[+-]?[0-9.]")
 # Document batches encoded per step. Texts are sorted by length within a step, so a small step wastes work on padding,
 # and a large one stalls the progress bar.
 _BATCHES_PER_STEP = 16
@@ -99,7 +94,7 @@ def load_beir_folder(
     with files[1].open("rb") as lines:
         texts = {query_id: record["text"] for query_id, record in read_records(lines, files[1])}
     qrels: dict[str, dict[str, int]] = {}
-    for where, query_id, document_id, relevance in _read_qrels(files[2], texts, ids):
+    for where, query_id, document_id, relevance in read_qrels(files[2], texts, ids):
         if query_id not in texts:
             raise ValueError(f"{where}: query {query_id!r} is not in {files[1].name}")
         if document_id not in ids:
@@ -321,6 +316,7 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
     """Raise unless every metric is known and its cutoff is at most `k`, if given."""
     check_installed("ranx", needed_by, "eval")
     try:
+        from ranx.meta.evaluate import extract_metric_and_params
         from ranx.metrics import metric_switch
     except (RuntimeError, OSError) as error:
         # Numba caches compiled code next to ranx or in the user's home, and ir_datasets creates a folder in the home.
@@ -329,20 +325,20 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
             f"writable folders ({error})"
         ) from error
 
-    if isinstance(metrics, str) or not metrics or not all(isinstance(metric, str) for metric in metrics):
+    listed = isinstance(metrics, Collection) and not isinstance(metrics, str) and len(metrics) > 0
+    if not listed or not all(isinstance(metric, str) for metric in metrics):
         raise ValueError(f"metrics must be a list of at least one name, got {metrics!r}")
     for metric in metrics:
-        name, has_cutoff, cutoff = metric.partition("-l")[0].partition("@")
         try:
-            metric_switch(name.partition(".")[0])
-            # For rank-biased precision the number is the persistence, not a cutoff.
-            depth = int(cutoff) if has_cutoff and name != "rbp" else 0
+            # For rank-biased precision the number is the persistence, below 1, not a cutoff.
+            name, depth, _ = extract_metric_and_params(metric)
+            metric_switch(name)
             if depth < 0:
                 raise ValueError("its cutoff is below 0")
         except ValueError as error:
             raise ValueError(f"metrics: {metric!r} is not a metric of ranx: {error}") from None
         if k is not None and depth > k:
-            raise ValueError(f"metrics: {metric!r} needs {cutoff} documents per query, but k is {k}")
+            raise ValueError(f"metrics: {metric!r} needs {depth} documents per query, but k is {k}")
 
 
 def _check_judgements(ids: set[str], queries: Mapping[str, str], qrels: Qrels) -> None:
@@ -360,8 +356,8 @@ def _check_judgements(ids: set[str], queries: Mapping[str, str], qrels: Qrels) -
 def _check_relevances(qrels: Qrels) -> None:
     for query_id, judged in qrels.items():
         for id_, value in judged.items():
-            if not isinstance(value, Real):
-                raise ValueError(f"qrels[{query_id!r}][{id_!r}] must be a number, got {value!r:.100}")
+            if not isinstance(value, Real) or not abs(value) <= sys.float_info.max:
+                raise ValueError(f"qrels[{query_id!r}][{id_!r}] must be a finite number, got {value!r:.100}")
 
 
 @functools.cache
@@ -476,25 +472,3 @@ def recall_of(results: Sequence[Sequence[SearchResult]], exact: Sequence[Sequenc
         for hits, exact_hits in zip(results, exact, strict=True)
     ]
     return float(np.mean(shares))
-
-
-def _read_qrels(file: Path, queries: Container[str], ids: Container[str]) -> Iterator[tuple[str, str, str, int]]:
-    """Yield the location in the file, query id, document id and relevance of every judgement."""
-    first, judgements = True, 0
-    with file.open("rb") as lines:
-        for _, where, line in read_lines(lines, file):
-            fields = line.split("\t")
-            if len(fields) != 3:
-                raise ValueError(
-                    f"{where}: expected query id, document id and relevance, tab-separated; got {len(fields)} field(s)"
-                )
-            relevance = fields[2].strip()
-            if _INTEGER.fullmatch(relevance):
-                judgements += 1
-                yield where, fields[0], fields[1], int(relevance)
-            elif not (first and relevance) or _NUMBER.match(relevance) or (fields[0] in queries and fields[1] in ids):
-                digits = " of at most 9 digits" if relevance.lstrip("+-").isdigit() else ""
-                raise ValueError(f"{where}: the relevance must be an integer{digits}, got {reprlib.repr(fields[2])}")
-            first = False
-    if not judgements:
-        raise ValueError(f"{file} holds no judgements")

@@ -5,6 +5,7 @@
     a folder             its corpus.jsonl, or else its .txt and .md files, one document each
     queries.jsonl        {"_id": "q1", "text": "..."} per line, as in BEIR
     queries.txt          one query per line
+    qrels/<split>.tsv    query id, document id and relevance per line, tab-separated
 
 Everything is UTF-8. Errors name the file and the line.
 """
@@ -19,7 +20,7 @@ import reprlib
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -27,6 +28,9 @@ _SUFFIXES = (".txt", ".md")
 # JSON may escape an unpaired surrogate, which no file and no tokenizer accepts; Python uses one for each byte of a file
 # name that is not UTF-8.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# ranx stores relevances in 64 bits, and computes powers and sums of them.
+_INTEGER = re.compile("[+-]?[0-9]{1,9}")
+_NUMBER = re.compile("[+-]?[0-9.]")
 
 
 class Text(NamedTuple):
@@ -174,6 +178,28 @@ def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator
         line = _decoded(raw, name, where, begins=number == 1)
         if line.strip():
             yield number, where, line.rstrip("\r\n")
+
+
+def read_qrels(file: Path, queries: Container[str], ids: Container[str]) -> Iterator[tuple[str, str, str, int]]:
+    """Yield the location in the file, query id, document id and relevance of every judgement."""
+    first, judgements = True, 0
+    with file.open("rb") as lines:
+        for _, where, line in read_lines(lines, file):
+            fields = line.split("\t")
+            if len(fields) != 3:
+                raise ValueError(
+                    f"{where}: expected query id, document id and relevance, tab-separated; got {len(fields)} field(s)"
+                )
+            relevance = fields[2].strip()
+            if _INTEGER.fullmatch(relevance):
+                judgements += 1
+                yield where, fields[0], fields[1], int(relevance)
+            elif not (first and relevance) or _NUMBER.match(relevance) or (fields[0] in queries and fields[1] in ids):
+                digits = " of at most 9 digits" if relevance.lstrip("+-").isdigit() else ""
+                raise ValueError(f"{where}: the relevance must be an integer{digits}, got {reprlib.repr(fields[2])}")
+            first = False
+    if not judgements:
+        raise ValueError(f"{file} holds no judgements")
 
 
 def _decoded(raw: bytes, name: str | os.PathLike[str], where: str, begins: bool = True) -> str:
