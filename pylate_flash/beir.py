@@ -31,7 +31,7 @@ from ._extras import UnwritableCacheError, check_installed
 from .data.files import Corpus, read_qrels, read_records
 from .encoding.projection import encode_hidden_states
 from .encoding.texts import encode, is_multi_vector_encoder
-from .index.arguments import check_distinct
+from .index.arguments import check_distinct, checked_list, column_of, sequences_of
 from .index.search import SearchResult
 from .index.store import ADDITION_BYTES
 from .indexes import Flat
@@ -189,9 +189,9 @@ def evaluate_retrieval(
     Raises
     ------
     ValueError, TypeError
-        If a metric or `scorer` is unknown, a cutoff exceeds `k`, `k` or `batch_size` is not an integer of at least 1,
-        there is nothing to evaluate, an id of `documents` repeats, `qrels` name unknown queries or documents, there are
-        not as many `queries_embeddings`, `index` holds other documents or another model's, or a folder holds an index.
+        If an argument has another form, a metric or `scorer` is unknown, a cutoff exceeds `k`, there is nothing to
+        evaluate, an id of `documents` repeats, `qrels` name unknown queries or documents, there are not as many
+        `queries_embeddings`, `index` holds other documents or another model's, or a folder holds an index.
     RuntimeError
         If `ranx` cannot write its cache. The message says what to set.
     MissingExtraError
@@ -201,17 +201,19 @@ def evaluate_retrieval(
     check_integer("k", k, 1)
     _check_metrics(metrics, "evaluate_retrieval", k)
     check_integer("batch_size", batch_size, 1)
-    ids = [document["id"] for document in documents]
+    ids = column_of("documents", documents, "id", "text", kind=str)
     check_distinct("documents", ids)
     _check_judgements(set(ids), queries, qrels)
-    if queries_embeddings is not None and len(queries_embeddings) != len(qrels):
-        raise ValueError(
-            f"queries_embeddings: {len(queries_embeddings)}; expected {len(qrels)}, one per query of qrels"
-        )
+    if queries_embeddings is not None:
+        queries_embeddings = sequences_of("queries_embeddings", queries_embeddings)
+        if (given := len(queries_embeddings)) != len(qrels):
+            raise ValueError(f"queries_embeddings: {given}; expected {len(qrels)}, one per query of qrels")
     with contextlib.ExitStack() as stack:
         if index is None:
             index = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index")
         if not isinstance(index, Flat):
+            if not isinstance(index, str | os.PathLike):
+                raise TypeError(f"index must be a Flat, a folder or None, got {type(index).__name__}")
             index = Flat(Path(index).parent, Path(index).name, show_progress=show_progress)
             if len(index):
                 raise ValueError(
@@ -280,6 +282,7 @@ def add_encoded(
         Draw a progress bar.
     """
     check_integer("batch_size", batch_size, 1)
+    column_of("documents", documents, "id", "text", kind=str)
     timings = {} if timings is None else timings
     step = batch_size * _BATCHES_PER_STEP
     ids: list[str] = []
@@ -342,19 +345,29 @@ def _check_metrics(metrics: Sequence[str], needed_by: str, k: int | None = None)
 
 
 def _check_judgements(ids: set[str], queries: Mapping[str, str], qrels: Qrels) -> None:
+    _check_relevances(qrels)
+    if not isinstance(queries, Mapping):
+        raise TypeError(f"queries must be a dictionary of texts by id, got {type(queries).__name__}")
     if not ids or not qrels:
         raise ValueError(f"there is nothing to evaluate: {len(ids)} documents, {len(qrels)} judged queries")
-    _check_relevances(qrels)
     for query_id, judged in qrels.items():
         if query_id not in queries:
             raise ValueError(f"qrels: query {query_id!r} is not in queries")
+        if not isinstance(queries[query_id], str):
+            raise TypeError(f"queries[{query_id!r}] must be a string, got {queries[query_id]!r:.100}")
         for document_id in judged:
             if document_id not in ids:
                 raise ValueError(f"qrels: document {document_id!r} of query {query_id!r} is not in documents")
 
 
 def _check_relevances(qrels: Qrels) -> None:
+    if not isinstance(qrels, Mapping):
+        raise TypeError(f"qrels must be a dictionary of judgements by query id, got {type(qrels).__name__}")
     for query_id, judged in qrels.items():
+        if not isinstance(judged, Mapping):
+            raise TypeError(
+                f"qrels[{query_id!r}] must be a dictionary of relevances by document id, got {judged!r:.100}"
+            )
         for id_, value in judged.items():
             if not isinstance(value, Real) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"qrels[{query_id!r}][{id_!r}] must be a finite number, got {value!r:.100}")
@@ -397,22 +410,24 @@ def evaluate_run(
 
     Raises
     ------
-    ValueError
-        If a metric is unknown, `qrels` is empty or has a relevance that is not a number, `run` lacks one of its
-        queries, or a document repeats in a query.
+    TypeError, ValueError
+        If an argument has another form, a metric is unknown, `qrels` is empty, `run` lacks one of its queries, or a
+        document repeats in a query.
     RuntimeError
         If `ranx` cannot write its cache. The message says what to set.
     MissingExtraError
         If `ranx` is not installed. The message names the extra.
     """
     _check_metrics(metrics, "evaluate_run")
+    _check_relevances(qrels)
     if not qrels:
         raise ValueError("qrels must hold at least one query, got none")
-    _check_relevances(qrels)
+    if not isinstance(run, Mapping):
+        raise TypeError(f"run must be a dictionary of results by query id, got {type(run).__name__}")
     for query_id in qrels:
         if query_id not in run:
             raise ValueError(f"run has no list for query {query_id!r} of qrels; expected one, [] if it found none")
-        ids = [result["id"] for result in run[query_id]]
+        ids = column_of(f"run[{query_id!r}]", run[query_id], "id")
         if len(set(ids)) < len(ids):
             repeated = next(id_ for position, id_ in enumerate(ids) if id_ in ids[:position])
             raise ValueError(f"run: query {query_id!r} has document {repeated!r} more than once")
@@ -457,9 +472,17 @@ def recall_of(results: Sequence[Sequence[SearchResult]], exact: Sequence[Sequenc
 
     Raises
     ------
-    ValueError
-        If the lists differ in length or are empty, or `k` is not an integer from 1 to the shortest exact list's length.
+    TypeError, ValueError
+        If an argument has another form, the lists differ in length or are empty, or `k` is not an integer from 1 to the
+        shortest exact list's length.
     """
+    found, best = (
+        [
+            column_of(f"{name}[{i}]", hits, "id")
+            for i, hits in enumerate(checked_list(name, lists, "results of each query"))
+        ]
+        for name, lists in (("results", results), ("exact", exact))
+    )
     if len(results) != len(exact) or not exact:
         raise ValueError(f"results and exact must be lists of the same queries, got {len(results)} and {len(exact)}")
     shortest = min(map(len, exact))
@@ -467,8 +490,5 @@ def recall_of(results: Sequence[Sequence[SearchResult]], exact: Sequence[Sequenc
         raise ValueError(
             f"k must be an integer of at least 1 and at most {shortest}, the length of a list of exact, got {k!r:.100}"
         )
-    shares = [
-        len({hit["id"] for hit in hits[:k]} & {hit["id"] for hit in exact_hits[:k]}) / k
-        for hits, exact_hits in zip(results, exact, strict=True)
-    ]
+    shares = [len({*ids[:k]} & {*best_ids[:k]}) / k for ids, best_ids in zip(found, best, strict=True)]
     return float(np.mean(shares))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -280,6 +281,51 @@ def test_a_run_that_cannot_be_evaluated_is_an_error(run, qrels, metrics, message
     results = {query_id: [{"id": id_, "score": 1.0} for id_ in ids] for query_id, ids in run.items()}
     with pytest.raises(ValueError, match=message):
         evaluation.evaluate_run(results, qrels, metrics)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"documents": None}, 'documents must be a list of dictionaries with "id" and "text", got NoneType'),
+        ({"documents": [{"_id": "a", "text": ""}]}, r'documents\[0\] must be .* strings for "id" and "text", got {'),
+        ({"documents": [{"id": "a"}]}, r'documents\[0\] must be .* strings for "id" and "text", got {'),
+        ({"documents": [{"id": "a", "text": None}]}, r'documents\[0\] must be .* strings for "id" and "text", got {'),
+        ({"queries": ["q1"]}, "queries must be a dictionary of texts by id, got list"),
+        ({"queries": {"q1": None, "q2": ""}}, r"queries\['q1'\] must be a string, got None"),
+        ({"qrels": ["q1"]}, "qrels must be a dictionary of judgements by query id, got list"),
+        ({"qrels": {"q1": ["a"]}}, r"qrels\['q1'\] must be a dictionary of relevances by document id, got \['a'\]"),
+        ({"index": 1}, "index must be a Flat, a folder or None, got int"),
+        ({"queries_embeddings": [1, 2]}, r"queries_embeddings\[0\] must be an array or tensor of numbers, got int"),
+    ],
+)
+def test_arguments_of_another_form_are_named_before_anything_is_encoded(arguments: dict, message: str) -> None:
+    model = OneHot()
+    with (
+        mock.patch.object(model, "encode", side_effect=AssertionError),
+        pytest.raises(TypeError, match=f"^{message}"),
+    ):
+        evaluated(model, **arguments)
+
+
+def test_results_of_another_form_are_named() -> None:
+    def refused(message: str, function: Callable, *arguments: Any) -> None:
+        with pytest.raises(TypeError, match=f"^{message}"):
+            function(*arguments)
+
+    hits, qrels = [{"id": 1}], {"q": {1: 1}}
+    assert evaluation.evaluate_run({"q": hits}, qrels, ["map"])[0] == {"map": 1.0}
+    assert evaluation.recall_of([hits], [hits], 1) == 1.0
+    refused("run must be a dictionary of results by query id, got list", evaluation.evaluate_run, [hits], qrels)
+    refused(
+        r"run\['q'\] must be a list of dictionaries with \"id\", got dict",
+        evaluation.evaluate_run, {"q": {"a": 0.5}}, qrels,
+    )  # fmt: skip
+    refused(r"results\[0\]\[0\] must be a dictionary with \"id\", got {", evaluation.recall_of, [[{}]], [hits], 1)
+    refused("exact must be a list of results of each query, got NoneType", evaluation.recall_of, [hits], None, 1)
+    refused(
+        r"documents\[0\] must be a dictionary with strings .*, got 1",
+        beir.add_encoded, mock.Mock(), [1], mock.Mock(side_effect=AssertionError),
+    )  # fmt: skip
 
 
 def test_recall_is_of_a_whole_number_of_documents() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,23 @@ def check_distinct(name: str, ids: list[str]) -> None:
             if id_ in seen:
                 raise ValueError(f"{name}: {id_!r:.100} is given twice")
             seen.add(id_)
+
+
+def checked_list(name: str, values: Any, items: str) -> Any:
+    """Return a list; TypeError unless it is one, or an array."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence | np.ndarray):
+        raise TypeError(f"{name} must be a list of {items}, got {type(values).__name__}")
+    return values
+
+
+def column_of(name: str, rows: Any, *keys: str, kind: type = Hashable) -> list[Any]:
+    """The values of the first key in a list of dictionaries; TypeError unless all have all keys, with such values."""
+    named = " and ".join(f'"{key}"' for key in keys)
+    for i, row in enumerate(checked_list(name, rows, f"dictionaries with {named}")):
+        if not isinstance(row, Mapping) or not all(key in row and isinstance(row[key], kind) for key in keys):
+            strings = "strings for " if kind is str else ""
+            raise TypeError(f"{name}[{i}] must be a dictionary with {strings}{named}, got {row!r:.100}")
+    return [row[keys[0]] for row in rows]
 
 
 def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, list[Sequence[str]] | None]:
