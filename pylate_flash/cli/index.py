@@ -330,6 +330,8 @@ def convert(
         check_index(path)
         raise UserError(f"the index in {path} needs no conversion")
     check_place(new)
+    if new.resolve().is_relative_to(path.resolve()):
+        raise UserError(f"--to: {new} is in the folder of the old index; choose another folder")
     with writable_folder(new, "--to"):
         if os.listdir(new):
             raise UserError(f"--to: {new} is not empty; choose another folder")

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ..encoding.model_record import ModelRecord, places_of, relative_to
 from ..index.layout import Layout
+from ..index.parts import SEGMENT_NAME
 from ..index.store import PackedStore
 from ..ops.quantization import PRECISIONS
 
@@ -31,6 +32,9 @@ _HEAD, _HEAD_BYTES = struct.Struct("<8sQQQ32s"), 128
 _RECORD, _RECORD_BYTES = struct.Struct("<Q32s"), 64
 _COPIED_BYTES = 16 << 20
 
+# Names of the files of an index.
+_OF_AN_INDEX = ("catalog.sqlite*", "committed", "reserve", SEGMENT_NAME)
+
 _Documents = tuple[list[str], np.ndarray, np.ndarray]  # ids, lengths, and the bytes of all rows
 
 
@@ -38,13 +42,17 @@ def convert(old: Path, new: Path, show_progress: bool = False) -> PackedStore:
     """Copy the documents of an index unchanged, row by row, into a new one; the old one is only read.
 
     The new folder must be missing or empty. It is written under a name with ".unfinished" and renamed when complete. A
-    ValueError or an OSError names a file that is missing, damaged, or cannot be read or written.
+    ValueError or an OSError names a file that is missing, damaged, in the way, or cannot be read or written.
     """
     manifest = _manifest(old / "manifest.json")
     layout, removed = Layout(manifest["dtype"], manifest["embedding_size"] or 0), manifest.get("removed", {})
     # A folder cannot replace a link.
     place = new.resolve()
     unfinished = place.with_name(f"{place.name}.unfinished")
+    # An interrupted conversion leaves files of an index alone there; others would become part of the new index.
+    others = (str(path) for path in unfinished.glob("*") if not any(map(path.match, _OF_AN_INDEX)))
+    if foreign := str(unfinished) if unfinished.is_symlink() else next(others, None):
+        raise ValueError(f"{foreign} is in the way, as the new index is written to {unfinished} first: move it")
     store = PackedStore(unfinished, layout.kept_as, override=True)
     for entry in tqdm(manifest["shards"], desc="Converting", unit="file", disable=not show_progress):
         documents, removed_indices = _shard(old / entry["file"], entry, layout), removed.get(entry["file"], [])

@@ -68,6 +68,26 @@ def test_the_new_folder_may_be_a_link(old, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"old", "new", "elsewhere"}
 
 
+@pytest.mark.parametrize("old", [4], indirect=True)
+def test_the_new_index_holds_only_its_own_files_and_the_old_one_stays_as_it_is(old, tmp_path):
+    before, unfinished = files_of(old), tmp_path / "new.unfinished"
+    PackedStore(unfinished, override=True).add(["left"], documents_of([1]))
+    command = ("index", "convert", "--index", old, "--to")
+    (unfinished / "notes.txt").write_text("mine")
+    assert_one_clear_sentence(invoke(*command, tmp_path / "new"), f"{unfinished / 'notes.txt'} is in the way")
+    assert list(content(unfinished)) == ["left"]
+    (unfinished / "notes.txt").unlink()
+    succeed(*command, tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "new"}
+    assert list(content(tmp_path / "new")) == EXPECTED[4][1]
+    (tmp_path / "again.unfinished").symlink_to("new")
+    assert_one_clear_sentence(invoke(*command, tmp_path / "again"), f"{tmp_path / 'again.unfinished'} is in the way")
+    (tmp_path / "link").symlink_to("old")
+    for inside in (old / "new", tmp_path / "link" / "further" / "new", old):
+        assert_one_clear_sentence(invoke(*command, inside), f"--to: {inside} is in the folder of the old index")
+    assert files_of(old) == before
+
+
 @pytest.mark.parametrize("old", [1], indirect=True)
 def test_a_document_without_tokens_is_converted_though_its_neighbours_are_removed(old, tmp_path):
     record = json.loads((old / "manifest.json").read_text())
