@@ -76,13 +76,14 @@ class ColBERT(pylate.models.ColBERT):
         self._constructing = True
         super().__init__(*args, **kwargs)
         self._constructing = False
-        self.scorer = scorer if scorer is not None else self._model_config.get("scorer", "auto")
+        # A saved null is as none.
+        self.scorer = next(v for v in (scorer, self._model_config.get("scorer"), "auto") if v is not None)
         masking = masking if masking is not None else self._model_config.get("masking")
         if masking is not None:
             self.masking = masking
         # The saved value as it is, for the setter to check.
-        saved: Any = self._model_config.get("fuse_projection", False)
-        if fuse_projection or "fuse_projection" in self._model_config:
+        saved: Any = self._model_config.get("fuse_projection")
+        if fuse_projection or saved is not None:
             self.fuse_projection = saved if fuse_projection is None else fuse_projection
 
     # The flags live in `_model_config`, which sentence-transformers reads from config_sentence_transformers.json and

@@ -339,8 +339,9 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
             return
         saved = json.loads((Path(checkpoint_path) / "config_sentence_transformers.json").read_text(encoding="utf-8"))
         for name in _FLAGS:
-            is_set = getattr(self.args, name, None) is not None or self.model._model_config.get(name, "auto") != "auto"
-            if not is_set and name in saved:
+            ours = self.model._model_config.get(name)
+            is_set = getattr(self.args, name, None) is not None or ours not in (None, "auto")
+            if not is_set and saved.get(name) is not None:
                 setattr(self.model, name, saved[name])
 
     # Training

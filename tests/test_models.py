@@ -165,6 +165,14 @@ def test_an_unknown_saved_flag_is_an_error(
     assert getattr(ColBERT(str(tmp_path), device="cpu", **{name: valid}), name) == valid
 
 
+def test_a_saved_null_is_a_flag_that_was_not_set(model: ColBERT, tmp_path: Path) -> None:
+    model.save_pretrained(str(tmp_path), create_model_card=False)
+    config = saved_config(tmp_path) | dict.fromkeys(("scorer", "masking", "fuse_projection"))
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(config))
+    loaded = ColBERT(str(tmp_path), device="cpu")
+    assert (loaded.scorer, loaded.masking, loaded.fuse_projection) == ("auto", "exclude", False)
+
+
 def test_similarity_follows_the_flags(model: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
     half = QUERIES.half(), DOCUMENTS.half()
     for scorer, dtype in (("auto", torch.float32), ("torch", torch.float16), ("pylate_flash", torch.float32)):
