@@ -5,7 +5,7 @@ from __future__ import annotations
 from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from itertools import chain, islice
 from typing import Any
 
@@ -20,7 +20,7 @@ from ._config import backend_in_force
 from .encoding.projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .hosts.pylate.operands import cu_seqlens, left_to_pylate, of_one_type, tokens_of
 from .ops import maxsim_from_hidden, maxsim_varlen
-from .ops.checks import check_integer, checked_flag
+from .ops.checks import check_integer, checked_device, checked_flag
 from .ops.staging import concatenate
 from .ops.tiles import sequence_blocks
 from .problem import accumulation_dtype
@@ -95,7 +95,7 @@ def rerank(
         all are of an integer type, which `"auto"` leaves to PyLate; if there are texts without a model, or a mixture of
         texts and embeddings; if `fuse_projection` is True and there are no texts, the scorer or the masking is another
         one, or the model is not an encoder followed by linear Dense layers; if `fuse_projection` is neither None nor a
-        bool, or `batch_size` is not an integer of at least 1.
+        bool, torch cannot use `device`, or `batch_size` is not an integer of at least 1.
 
     Examples
     --------
@@ -111,6 +111,7 @@ def rerank(
     scorer, masking = scorer_of(model)
     backend = backend_in_force(backend if backend is not None or scorer == "auto" else scorer)
     check_integer("batch_size", batch_size, minimum=1)
+    device = None if device is None else checked_device("device", device)
     if fuse_projection is not None:
         fuse_projection = checked_flag("fuse_projection", fuse_projection)
     _check_list("queries_embeddings", queries_embeddings, "one entry per query")
@@ -256,7 +257,7 @@ def _scores_of_texts(
     queries: Any,
     documents: Any,
     model: Any,
-    device: str | torch.device | None,
+    device: torch.device | None,
     batch_size: int,
     show_progress_bar: bool,
 ) -> Tensor:
@@ -296,14 +297,14 @@ _BLOCK_BYTES = 8 << 20
 
 
 def _blocks(
-    queries: list[Tensor], documents: list[Tensor], first_document: np.ndarray, device: str | torch.device | None
+    queries: list[Tensor], documents: list[Tensor], first_document: np.ndarray, device: torch.device | None
 ) -> list[tuple[int, int]]:
     """Ranges of queries to score together: few at a time on the CPU, all on other devices.
 
     Embeddings that differ in device, dtype or size are kept together too, so that they are checked against each other.
     """
     first = queries[0]
-    on_cpu = torch.device(first.device if device is None else device).type == "cpu"
+    on_cpu = (first.device if device is None else device).type == "cpu"
     if (
         not on_cpu
         or first.device.type != "cpu"
@@ -318,7 +319,13 @@ def _blocks(
 def _check_list(name: str, value: Any, items: str) -> None:
     """Raise TypeError unless `value` is a list or an array; a text in place of documents has an error of its own."""
     is_text = isinstance(value, str) and name.startswith("documents_ids")
-    if is_text or not isinstance(value, Collection) or getattr(value, "ndim", 1) == 0:
+    # A set has an order of its own.
+    if (
+        is_text
+        or isinstance(value, Set | Mapping)
+        or not isinstance(value, Collection)
+        or getattr(value, "ndim", 1) == 0
+    ):
         raise TypeError(f"{name} must be a list of {items}, got {type(value).__name__}")
 
 

@@ -6,6 +6,7 @@ import doctest
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pylate.rank
 import pylate.scores
 import pytest
@@ -280,6 +281,9 @@ TOKENS = torch.ones(2, 4)
         (([["a", "b"]], [TOKENS], [[TOKENS, torch.ones(2, 3)]]), ValueError, "one embedding size, got 3 and 4"),
         (([["a", "b"]], [TOKENS], [[TOKENS, TOKENS.to("meta")]]), ValueError, "one device, got cpu and meta"),
         ((None, [TOKENS], [[TOKENS]]), TypeError, "documents_ids must be a list of one entry per query, got NoneType"),
+        (([{"a", "b"}], [TOKENS], [[TOKENS] * 2]), TypeError, r"documents_ids\[0\] must be a list of ids, got set"),
+        (([["a"]], [TOKENS], [{"a": TOKENS}]), TypeError, r"documents_embeddings\[0\] must be a list .* got dict"),
+        (([["a"]], [np.ones((2, 4), ">f4")], [[TOKENS]]), TypeError, "queries_embeddings must hold numbers of a type"),
         ((["ab"], [TOKENS], [[TOKENS] * 2]), TypeError, r"documents_ids\[0\] must be a list of ids, got str"),
         (([["a"]], TOKENS[0, 0], [[TOKENS]]), TypeError, "queries_embeddings must be a list .* got Tensor"),
         (([["a"]], [TOKENS], iter([[TOKENS]])), TypeError, "documents_embeddings must be a list .* got list_iterator"),
@@ -296,6 +300,8 @@ def test_errors_name_the_argument(arguments: tuple, error: type[Exception], mess
     [
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"batch_size": 1.5}, TypeError, "batch_size must be an integer, got float"),
+        ({"device": "gpu"}, ValueError, "device must be a device that torch can use here, got 'gpu'"),
+        ({"device": True}, TypeError, "device must be a torch.device or the name of one, got bool"),
         ({"fuse_projection": "no"}, TypeError, "fuse_projection must be True or False, got str"),
     ],
 )

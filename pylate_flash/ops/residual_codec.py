@@ -28,6 +28,7 @@ from .checks import (
     check_integer,
     check_same,
     check_tensor,
+    checked_device,
     is_readable,
 )
 from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
@@ -227,10 +228,12 @@ def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu
 
     Raises
     ------
+    TypeError, ValueError
+        If torch cannot use `device`.
     OSError, ValueError
         If a file is missing or unreadable, or the folder holds no index of 2 or 4 bits. The message names the file.
     """
-    root = Path(folder)
+    root, device = Path(folder), checked_device("device", device)
     path = root / "metadata.json"
     metadata = _read_json(path)
     counts = metadata if isinstance(metadata, dict) else {}

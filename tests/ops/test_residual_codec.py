@@ -202,6 +202,7 @@ CODEC = ResidualCodec(torch.eye(8), torch.zeros(3), torch.zeros(4))
 test_one_error_for_each_mistake = mistakes(
     wrong(ValueError, "nbits must be 2 or 4, got 3", train_residual_codec, torch.eye(8), nbits=3),
     wrong(ValueError, "an embedding size that is a multiple of 8, got 7", train_residual_codec, torch.eye(7)),
+    wrong(ValueError, "device must be a device that torch can use here, got 'gpu'", read_fast_plaid, ".", "gpu"),
     wrong(ValueError, "num_centroids must be from 1 to .* 8, got 9", train_residual_codec, torch.eye(8), 9),
     wrong(ValueError, "at least one token", train_residual_codec, torch.ones(0, 8)),
     wrong(ValueError, "embeddings must be finite", train_residual_codec, torch.full((2, 8), torch.nan)),

@@ -121,7 +121,10 @@ def _kind(value: Any) -> str:
 
 def tokens_of(values: Any, name: str, *index: int) -> list[Tensor]:
     """Convert queries or documents to tensors [L, d], or [0] for an empty list; errors say `name[index...][i]`."""
-    tensors = [torch.from_numpy(_numbers(name, value)) if isinstance(value, np.ndarray) else value for value in values]
+    try:
+        tensors = [torch.from_numpy(_numbers(name, v)) if isinstance(v, np.ndarray) else v for v in values]
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
     # Fast path: for a thousand items, checks one by one take longer than the kernel that scores them.
     if set(map(type, tensors)) == {Tensor} and set(map(Tensor.dim, tensors)) == {2}:
         return tensors
