@@ -37,7 +37,7 @@ from .hosts.pylate.loss_inputs import (
 from .training.contrast import Padded, cross_entropy, divergence, timed
 from .training.grad_cache import autocast_in_force, cached_cross_entropy
 from .training.mini_batches import Limits
-from .training.options import check_sizes, check_temperature
+from .training.options import check_flags, check_sizes, check_temperature
 
 __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
 
@@ -101,8 +101,7 @@ class Contrastive(PyLateContrastive):
         ``fuse_projection`` is set and the model is not an encoder followed by linear Dense layers, or another scorer is
         requested. In the forward, on all ranks, if they gather embeddings of different sizes.
     TypeError
-        If ``model``, ``score_metric``, ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` has another
-        type, and in the forward for columns that are not tokenized.
+        If an argument has another type, and in the forward for columns that are not tokenized.
 
     Examples
     --------
@@ -128,6 +127,7 @@ class Contrastive(PyLateContrastive):
     ) -> None:
         temperature = check_temperature(temperature)
         check_sizes(score_mini_batch_size=score_mini_batch_size)
+        check_flags(size_average=size_average, gather_across_devices=gather_across_devices)
         super().__init__(
             model,
             score_metric if score_metric is not None else FlagScores(self),
@@ -237,6 +237,7 @@ class CachedContrastive(PyLateCachedContrastive):
     ) -> None:
         temperature = check_temperature(temperature)
         check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
+        check_flags(size_average=size_average, gather_across_devices=gather_across_devices)
         if mini_batch_size is None and mini_batch_num_tokens is None:
             mini_batch_size = 32
         super().__init__(
@@ -346,6 +347,7 @@ class Distillation(PyLateDistillation):
         fuse_projection: bool | None = None,
         smooth: float | Tensor | None = None,
     ) -> None:
+        check_flags(size_average=size_average, normalize_scores=normalize_scores)
         super().__init__(
             model,
             score_metric if score_metric is not None else FlagScores(self, own_candidates=True),

@@ -420,6 +420,9 @@ def test_wrong_arguments(model: ColBERT, name: str) -> None:
         loss("bert-base-uncased")
     with pytest.raises(TypeError, match="score_metric: str; expected a function"):
         loss(model, "maxsim")
+    for flag in ("size_average", "normalize_scores" if name == "Distillation" else "gather_across_devices"):
+        with pytest.raises(TypeError, match=f"{flag}: 'no'; expected True or False"):
+            loss(model, **{flag: "no"})
 
 
 def test_wrong_batches(model: ColBERT) -> None:
@@ -434,6 +437,10 @@ def test_wrong_batches(model: ColBERT) -> None:
             loss([{key: value[:0] for key, value in column.items()} for column in (query, documents)])
         with pytest.raises(ValueError, match="sentence_features: no columns"):
             loss([])
+        shorter = documents | {"attention_mask": documents["attention_mask"][:, :-1]}
+        for column in (shorter, {key: value[0] for key, value in documents.items()}):
+            with pytest.raises(ValueError, match=r"input_ids and attention_mask of column 1 have shapes .*; expected"):
+                loss([query, column])
         for batch, message in (
             (query, "dict; expected a list of tokenized columns"),
             (QUERIES, "column 0 is a str; expected a dictionary of tensors"),

@@ -6,6 +6,7 @@ import math
 import numbers
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from ..ops.checks import is_positive
@@ -81,3 +82,10 @@ def check_sizes(**sizes: Any) -> None:
             raise TypeError(f"{name}: {type(size).__name__}; expected an integer")
         if size < 1:
             raise ValueError(f"{name}: {size}; expected at least 1")
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise unless each named flag is a bool, lest "False" counts as True."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name}: {flag!r:.100}; expected True or False")

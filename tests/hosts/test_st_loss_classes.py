@@ -423,6 +423,7 @@ def test_a_model_that_cannot_be_fused_says_why(change, message, tiny_encoder):
         ({"score_mini_batch_size": 1.5}, "score_mini_batch_size: float; expected an integer"),
         ({"gather": "star"}, "gather must be"),
         ({"symmetric": 1}, "symmetric: 1; expected True or False"),
+        ({"gather_across_devices": "no"}, "gather_across_devices: 'no'; expected True or False"),
         ({"exclude": [1]}, "exclude: list; expected a function"),
         ({"fuse_projection": None}, "fuse_projection: None; expected True or False"),
         ({"gather_across_devices": True, "symmetric": True}, "gather_across_devices: given together with symmetric"),

@@ -222,6 +222,12 @@ def _checked(sentence_features: Iterable[dict[str, Tensor]]) -> Columns:
                     f"sentence_features: {name} of column {index} is a {type(features.get(name)).__name__}; expected a "
                     "tensor"
                 )
+        shape, mask_shape = (list(features[name].shape) for name in ("input_ids", "attention_mask"))
+        if shape != mask_shape or len(shape) != 2:
+            raise ValueError(
+                f"sentence_features: input_ids and attention_mask of column {index} have shapes {shape} and "
+                f"{mask_shape}; expected [N, L], the same for both"
+            )
         if len(features["input_ids"]) == 0:
             raise ValueError(f"sentence_features: column {index} has no texts; expected at least one")
     return columns

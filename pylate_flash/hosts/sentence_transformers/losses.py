@@ -33,7 +33,7 @@ from ...training.contrast import Batch, Padded, cross_entropy, divergence, joine
 from ...training.distributed import GATHERINGS
 from ...training.grad_cache import autocast_in_force, cached_cross_entropy
 from ...training.mini_batches import Limits, scored_tokens
-from ...training.options import LossOptions, check_margin, check_sizes, check_temperature
+from ...training.options import LossOptions, check_flags, check_margin, check_sizes, check_temperature
 from .. import SENTENCE_TRANSFORMERS
 from .loss_inputs import (
     Columns,
@@ -62,6 +62,7 @@ __all__ = [
 
 _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
 _SIZES = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size")
+_FLAGS = ("gather_across_devices", "size_average", "normalize_scores")
 # Those of one side may be None.
 _OVERRIDES = ("student_temperature", "teacher_temperature")
 _TEMPERATURES = ("scale", "temperature", *_OVERRIDES)
@@ -77,6 +78,7 @@ class _Fusing:
         if scores is not None and not callable(scores):
             raise TypeError(f"similarity_fct: {type(scores).__name__}; expected a function of embeddings, or None")
         check_sizes(**{name: size for name, size in arguments.items() if name in _SIZES})
+        check_flags(**{name: flag for name, flag in arguments.items() if name in _FLAGS})
         for name, value in arguments.items():
             if name in _TEMPERATURES and (value is not None or name not in _OVERRIDES):
                 arguments[name] = check_temperature(value, name)
@@ -101,8 +103,7 @@ class _Contrast(_Fusing):
         super().__init__(model, **arguments)
         loss: Any = self
         check_choice("gather", gather, GATHERINGS)
-        if not isinstance(symmetric, bool):
-            raise TypeError(f"symmetric: {symmetric!r}; expected True or False")
+        check_flags(symmetric=symmetric)
         if exclude is not None and not callable(exclude):
             raise TypeError(f"exclude: {type(exclude).__name__}; expected a function of the columns, or None")
         options = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
