@@ -16,7 +16,7 @@ import json
 import logging
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,6 +151,19 @@ class _Collator(ColBERTCollator):
                 raise TypeError(f"{_DATASETS}: {value!r:.100} in the column {name!r}; expected {expected}")
 
 
+def _check_inputs(model: Any, loss: Any, **datasets: Any) -> None:
+    """Raise TypeError for arguments of another kind, which sentence-transformers would trip over in its depths."""
+    if model is not None and not callable(model):
+        raise TypeError(f"model: {type(model).__name__}; expected a ColBERT model")
+    for each in loss.values() if isinstance(loss, Mapping) else [loss]:
+        if not callable(each):
+            raise TypeError(f"loss: {type(each).__name__}; expected a loss, a function of the model, or a dictionary")
+    for name, data in datasets.items():
+        for each in data.values() if isinstance(data, Mapping) else [data]:
+            if each is not None and not hasattr(each, "column_names"):
+                raise TypeError(f"{name}: {type(each).__name__}; expected a Dataset of datasets, or a dictionary")
+
+
 class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
     """sentence-transformers' trainer with defaults for ColBERT models.
 
@@ -205,7 +218,8 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
         ``IterableDataset``, lacks weights of the model (as LoRA checkpoints do, which transformers 5.3 cannot load), or
         holds parameters that the losses do not have.
     TypeError
-        During training, if a text or score is missing, or of another type.
+        If ``model``, ``loss`` or a data set is of another kind. During training, if a text or score is missing, or of
+        another type.
     FloatingPointError
         During training, if the loss is not finite.
     """
@@ -227,6 +241,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
     ) -> None:
         args = args if args is not None else ColBERTTrainingArguments(output_dir="tmp_trainer")
         loss = loss if loss is not None else Contrastive
+        _check_inputs(model, loss, train_dataset=train_dataset, eval_dataset=eval_dataset)
         super().__init__(
             model=model,
             args=args,

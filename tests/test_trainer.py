@@ -446,6 +446,19 @@ def test_arguments_of_sentence_transformers(trainer: Make, model: models.ColBERT
     assert torch.isfinite(torch.tensor(entry["loss"]))
 
 
+def test_arguments_of_another_kind_are_named(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    args = ColBERTTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    for arguments, message in (
+        ({"model": "folder/of-a-model"}, "model: str; expected a ColBERT model"),
+        ({"loss": "Contrastive"}, "loss: str; expected a loss, a function of the model, or a dictionary"),
+        ({"loss": {"a": 1}}, "loss: int; expected a loss, a function of the model, or a dictionary"),
+        ({"train_dataset": [pairs[0]]}, "train_dataset: list; expected a Dataset of datasets, or a dictionary"),
+        ({"eval_dataset": {"a": "text"}}, "eval_dataset: str; expected a Dataset of datasets, or a dictionary"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            ColBERTTrainer(**{"model": model, "args": args, "train_dataset": pairs, **arguments})
+
+
 def test_prompts_reach_the_collator(trainer: Make, model: models.ColBERT, pairs: Dataset) -> None:
     batch = trainer(prompts={"query": "search: "}).data_collator([pairs[0]])
     plain = model.tokenize(["search: " + pairs[0]["query"]], is_query=True, pad=True)
