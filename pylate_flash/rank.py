@@ -5,7 +5,7 @@ from __future__ import annotations
 from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -319,13 +319,9 @@ def _blocks(
 def _check_list(name: str, value: Any, items: str) -> None:
     """Raise TypeError unless `value` is a list or an array; a text in place of documents has an error of its own."""
     is_text = isinstance(value, str) and name.startswith("documents_ids")
-    # A set has an order of its own.
-    if (
-        is_text
-        or isinstance(value, Set | Mapping)
-        or not isinstance(value, Collection)
-        or getattr(value, "ndim", 1) == 0
-    ):
+    # A set has an order of its own, unlike the keys of a dictionary.
+    unordered = isinstance(value, set | frozenset | Mapping)
+    if is_text or unordered or not isinstance(value, Collection) or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a list of {items}, got {type(value).__name__}")
 
 

@@ -310,6 +310,12 @@ def test_options_are_checked_before_texts_are_encoded(option: dict, error: type[
         rerank([["a"]], ["text"], [["text"]], model=SimpleNamespace(encode=None), **option)
 
 
+def test_keys_and_values_of_a_dictionary_are_lists() -> None:
+    documents = {"a": TOKENS, "b": 2 * TOKENS}
+    expected = rerank([[*documents]], [TOKENS], [[*documents.values()]])
+    assert rerank([documents.keys()], [TOKENS], [documents.values()]) == expected
+
+
 def test_a_model_is_not_its_path() -> None:
     with pytest.raises(ValueError, match="model: texts need a ColBERT model that encodes them, got str"):
         rerank([["a"]], ["text"], [["text"]], model="folder/of-a-model")
