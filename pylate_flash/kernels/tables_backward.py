@@ -27,7 +27,7 @@ GATHER_ROOM, GATHER_SHARES = 4, 4
 GATHER_SHARE = 1024
 # Registers of a thread with four documents in flight, by the bytes of an element. Without a limit, ptxas takes about as
 # many and issues one to three of the four loads (or eight, of float32) before the first multiply-add, with these limits
-# all: a step takes 1.56 instead of 1.40 at 512 x 512 (32 x 180), half of it by the sums below.
+# all: a step takes 1.40 instead of 1.56 at 512 x 512 (32 x 180), a third of it by the sums below.
 GATHER_REGISTERS = {2: 72, 4: 96}
 # Programs per SM from which on the documents of a gather are split no further, and minimum documents of a split.
 SPLIT_PROGRAMS = 8
