@@ -76,8 +76,10 @@ class ColBERT(pylate.models.ColBERT):
         self._constructing = True
         super().__init__(*args, **kwargs)
         self._constructing = False
-        # A saved null is as none.
-        self.scorer = next(v for v in (scorer, self._model_config.get("scorer"), "auto") if v is not None)
+        if scorer is None:
+            # A saved null is as none.
+            scorer = self._model_config.get("scorer")
+        self.scorer = "auto" if scorer is None else scorer
         masking = masking if masking is not None else self._model_config.get("masking")
         if masking is not None:
             self.masking = masking

@@ -284,6 +284,7 @@ TOKENS = torch.ones(2, 4)
         (([{"a", "b"}], [TOKENS], [[TOKENS] * 2]), TypeError, r"documents_ids\[0\] must be a list of ids, got set"),
         (([["a"]], [TOKENS], [{"a": TOKENS}]), TypeError, r"documents_embeddings\[0\] must be a list .* got dict"),
         (([["a"]], [np.ones((2, 4), ">f4")], [[TOKENS]]), TypeError, "queries_embeddings must hold numbers of a type"),
+        (([["a"]], [np.full((2, 4), "x")], [[TOKENS]]), TypeError, "^queries_embeddings must hold numbers, got"),
         ((["ab"], [TOKENS], [[TOKENS] * 2]), TypeError, r"documents_ids\[0\] must be a list of ids, got str"),
         (([["a"]], TOKENS[0, 0], [[TOKENS]]), TypeError, "queries_embeddings must be a list .* got Tensor"),
         (([["a"]], [TOKENS], iter([[TOKENS]])), TypeError, "documents_embeddings must be a list .* got list_iterator"),

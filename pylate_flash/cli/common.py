@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from .._extras import MissingExtraError, UnwritableCacheError
-from ..encoding.texts import is_utf_8
+from ..data.files import is_utf_8
 
 console = Console()
 """Standard output: results only."""

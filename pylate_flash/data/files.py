@@ -33,6 +33,15 @@ _INTEGER = re.compile("[+-]?[0-9]{1,9}")
 _NUMBER = re.compile("[+-]?[0-9.]")
 
 
+def is_utf_8(text: str) -> bool:
+    """Whether UTF-8 can encode a text, which a lone surrogate prevents; tokenizers take no other texts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class Text(NamedTuple):
     """A query."""
 

@@ -124,9 +124,10 @@ class ModelRecord:
 
     def differences(self, other: ModelRecord) -> list[str]:
         """Descriptions of how `other` differs from this model; empty if it is the same. Names do not count."""
-        differences, here = [], other.fingerprint
-        if self.fingerprint != here:
-            differences.append(f"weights (sha256 {self.fingerprint[:12]}... recorded, {here[:12]}... here)")
+        differences = []
+        if self.fingerprint != other.fingerprint:
+            recorded, here = self.fingerprint[:12], other.fingerprint[:12]
+            differences.append(f"weights (sha256 {recorded}... recorded, {here}... here)")
         pairs = [(key, getattr(self, key), getattr(other, key)) for key in (*TextLengths._fields, *_PREFIXES)]
         keys = sorted(self.settings.keys() | other.settings.keys())
         pairs += [(key, self.settings.get(key), other.settings.get(key)) for key in keys]

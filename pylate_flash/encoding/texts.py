@@ -20,15 +20,6 @@ class TextLengths(NamedTuple):
     document_length: int | None
 
 
-def is_utf_8(text: str) -> bool:
-    """Whether UTF-8 can encode a text, which a lone surrogate prevents; tokenizers take no other texts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def is_multi_vector_encoder(model: Any) -> bool:
     """Whether a model is a sentence-transformers `MultiVectorEncoder`; otherwise it is assumed to be PyLate's."""
     return getattr(model, "model_type", None) == "MultiVectorEncoder"
@@ -45,11 +36,15 @@ def encode(
     return list(encoder_of(model, is_query)(list(texts), **options))
 
 
-def encoder_of(model: Any, is_query: bool) -> Callable[..., Any]:
-    """The function that encodes queries or documents with a model of either library: takes texts and its options."""
-    # A string, such as the path of a model, has an `encode` too.
+def check_encodes(model: Any) -> None:
+    """Raise TypeError unless a model can encode; a string, such as the path of one, has an `encode` too."""
     if isinstance(model, str) or not hasattr(model, "encode"):
         raise TypeError(f"model must be a ColBERT model or a MultiVectorEncoder, got {type(model).__name__}")
+
+
+def encoder_of(model: Any, is_query: bool) -> Callable[..., Any]:
+    """The function that encodes queries or documents with a model of either library: takes texts and its options."""
+    check_encodes(model)
     if is_multi_vector_encoder(model):
         return model.encode_query if is_query else model.encode_document
     return functools.partial(model.encode, is_query=is_query)

@@ -32,9 +32,10 @@ from mteb.types import PromptType
 
 from ..beir import add_encoded
 from ..encoding.model_record import ModelRecord
-from ..encoding.texts import encoder_of, is_multi_vector_encoder
+from ..encoding.texts import check_encodes, encoder_of, is_multi_vector_encoder
 from ..index.layout import DTYPES
 from ..indexes import Flat
+from ..ops.checks import check_choice
 from . import _MTEB_WRAPPERS, MTEB
 
 __all__ = ["ExactSearch", "search"]
@@ -110,10 +111,9 @@ class ExactSearch:
         device: str | torch.device | None = None,
         prompts: Mapping[str, str] | None = None,
     ) -> None:
-        if isinstance(model, str) or not hasattr(model, "encode"):
-            raise TypeError(f"model must be a ColBERT model or a MultiVectorEncoder, got {type(model).__name__}")
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
+        check_encodes(model)
+        if dtype is not None:
+            check_choice("dtype", dtype, tuple(DTYPES))
         self.model = model
         self.folder = None if folder is None else Path(folder)
         self.dtype, self.device = dtype, device

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..encoding.texts import is_utf_8
+from ..data.files import is_utf_8
 
 DOCUMENTS = 'CREATE TABLE documents ("#number" INTEGER PRIMARY KEY, "#id" BLOB NOT NULL UNIQUE, "#crc" INTEGER)'
 _Value = str | int | float | bool | None

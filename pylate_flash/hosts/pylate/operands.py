@@ -103,6 +103,14 @@ def _numbers(name: str, value: Any) -> Any:
     return value.copy() if min(value.strides, default=0) < 0 else value
 
 
+def _from_array(name: str, array: np.ndarray) -> Tensor:
+    numbers = _numbers(name, array)
+    try:
+        return torch.from_numpy(numbers)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
+
+
 def listed(value: Any, name: str) -> Tensor | np.ndarray | list:
     """Convert an iterable that is neither a tensor nor a padded array, such as a tuple or an iterator, to a list."""
     if isinstance(value, Tensor) and value.dim() == 0:
@@ -121,10 +129,7 @@ def _kind(value: Any) -> str:
 
 def tokens_of(values: Any, name: str, *index: int) -> list[Tensor]:
     """Convert queries or documents to tensors [L, d], or [0] for an empty list; errors say `name[index...][i]`."""
-    try:
-        tensors = [torch.from_numpy(_numbers(name, v)) if isinstance(v, np.ndarray) else v for v in values]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must hold numbers of a type that torch has ({error})") from error
+    tensors = [_from_array(name, value) if isinstance(value, np.ndarray) else value for value in values]
     # Fast path: for a thousand items, checks one by one take longer than the kernel that scores them.
     if set(map(type, tensors)) == {Tensor} and set(map(Tensor.dim, tensors)) == {2}:
         return tensors
